@@ -1,0 +1,64 @@
+"""Tensors that live on many devices: a sharded-tensor library with a one-line spec language."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shardtensor.version import __version__
+
+_HOME = {
+    "ChunkShardingSpec": "spec.devices",
+    "Cut": "spec.nodes",
+    "DevicePlacementSpec": "spec.devices",
+    "DisagreementError": "errors",
+    "EnumerableShardingSpec": "spec.devices",
+    "GatherWarning": "tensor.dispatch",
+    "GridShardingSpec": "spec.devices",
+    "LayoutError": "errors",
+    "Mesh": "mesh",
+    "Placement": "spec.placement",
+    "Replicate": "spec.nodes",
+    "RuleError": "errors",
+    "Shard": "tensor.shard",
+    "ShardMetadata": "spec.devices",
+    "ShardTensorError": "errors",
+    "ShardedTensor": "tensor.sharded_tensor",
+    "ShardedTensorMetadata": "tensor.metadata",
+    "ShardingSpec": "spec.nodes",
+    "Spec": "spec.nodes",
+    "SpecError": "errors",
+    "StaleParameterError": "errors",
+    "TensorProperties": "tensor.metadata",
+    "distribute": "tensor.factories",
+    "empty": "tensor.factories",
+    "full": "tensor.factories",
+    "init_from_local_shards": "tensor.init_local",
+    "init_from_local_tensor": "tensor.init_local",
+    "ones": "tensor.factories",
+    "parse_spec": "spec.parse",
+    "rand": "tensor.factories",
+    "randn": "tensor.factories",
+    "strict": "tensor.dispatch",
+    "zeros": "tensor.factories",
+}
+"""Where each public name lives; it is imported when first asked for, so that planning never pays for torch."""
+
+_PURE = ("errors", "mesh", "spec")
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not home.startswith(_PURE):
+        importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

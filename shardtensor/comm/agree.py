@@ -1,0 +1,127 @@
+"""Ranks agree before data moves, or all raise the same error.
+
+A check before a collective must give one verdict everywhere: a rank that raises alone leaves the others waiting.
+`agree` compares what the ranks are about to do in one exchange of 33 bytes, and carries a fault that one rank found
+to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+
+from shardtensor import errors
+from shardtensor.comm.group import Group
+from shardtensor.errors import DisagreementError, ShardTensorError
+
+_SHOWN_VALUES = 8  # different values printed of one fact
+_Report = tuple[str, dict[str, str], tuple[list[str], str] | None]
+
+
+def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorError | None = None) -> None:
+    """Return when all ranks make this call with equal facts, at the cost of one small exchange.
+
+    Every member of the group calls it, before any data moves, also the ranks that found a fault: they bring it
+    instead of raising it. In a world of one it raises the fault.
+
+    Args:
+        group: the ranks that must agree.
+        call: what is being done, in the user's words: ``shard_parameter("fc.weight")``.
+        facts: what must be equal on every rank, by name: specs, shapes, dtypes, options as text.
+        fault: what this rank found wrong, or None.
+
+    Raises:
+        ShardTensorError: on every rank, with one type and text: `fault` where one rank brought it.
+        DisagreementError: on every rank, with one text that says which ranks hold which value of which fact.
+
+    Example:
+        >>> from shardtensor.comm.process_group import as_group
+        >>> agree(as_group(), 'shard_parameter("weight")', {"spec": "[tp, -]", "shape": "4 x 8"})
+    """
+    if group.size == 1:
+        if fault is not None:
+            raise fault
+        return
+    digest = sha256(repr((call, sorted(facts.items()))).encode()).digest() + bytes([fault is not None])
+    if fault is None and group.exchange(digest).count(digest) == group.size:
+        return
+    if fault is not None:
+        group.exchange(digest)
+    report: _Report = (call, dict(facts), None if fault is None else (_type_names(fault), str(fault)))
+    reports: Sequence[_Report] = group.exchange_objects(report)
+    raise (_shared_fault(group, reports) or _disagreement(group, reports)) from fault
+
+
+def _shared_fault(group: Group, reports: Sequence[_Report]) -> ShardTensorError | None:
+    """The error that carries the faults of some ranks to all, or None when no rank found one."""
+    found = {rank: report for rank, report in zip(group.ranks, reports, strict=True) if report[2] is not None}
+    if not found:
+        return None
+    call, _, first = next(iter(found.values()))
+    assert first is not None
+    names, text = first
+    error_type = next(getattr(errors, name) for name in names if hasattr(errors, name))
+    by_text = _ranks_by_value({rank: fault[1] for rank, (_, _, fault) in found.items() if fault is not None})
+    if len(found) == group.size and len(by_text) == 1:
+        return error_type(text)
+    who = _name_ranks(found)
+    verb = "have" if len(found) > 1 else "has"
+    facts = {_name_ranks(ranks): text for text, ranks in by_text.items()}
+    return error_type(f"{call}: {who} {verb} a fault, so nothing was done on any rank", facts)
+
+
+def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError:
+    calls = _ranks_by_value(dict(zip(group.ranks, (call for call, _, _ in reports), strict=True)))
+    if len(calls) > 1:
+        fix = "make the same calls in the same order on every rank of the group"
+        return DisagreementError("ranks are in different calls; nothing was moved", {"call": _table(calls)}, fix)
+    names = dict.fromkeys(name for _, facts, _ in reports for name in facts)
+    held = {
+        name: _ranks_by_value(
+            {r: facts.get(name, "(none)") for r, (_, facts, _) in zip(group.ranks, reports, strict=True)}
+        )
+        for name in names
+    }
+    differing = {name: _table(values) for name, values in held.items() if len(values) > 1}
+    what = " and ".join([", ".join(list(differing)[:-1]), list(differing)[-1]] if len(differing) > 1 else differing)
+    fault = f"{next(iter(calls))}: ranks disagree on the {what}; nothing was moved"
+    return DisagreementError(fault, differing, f"give every rank of the group the same {what}")
+
+
+def _type_names(error: BaseException) -> list[str]:
+    return [cls.__name__ for cls in type(error).__mro__]
+
+
+def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _table(values: Mapping[str, Sequence[int]]) -> str:
+    """One line for each value: which ranks hold it, and it."""
+    rows = [(_name_ranks(ranks), value) for value, ranks in list(values.items())[:_SHOWN_VALUES]]
+    width = max(len(who) for who, _ in rows)
+    indent = "\n" + " " * (width + 2)
+    lines = [f"{who:<{width}}  " + indent.join(value.splitlines() or [""]) for who, value in rows]
+    if len(values) > len(rows):
+        lines.append(f"and {len(values) - len(rows)} more values")
+    return "\n".join(lines)
+
+
+def _name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks with runs folded.
+
+    Example:
+        >>> _name_ranks([0, 1, 2, 5]), _name_ranks([3])
+        ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + ", ".join(texts)

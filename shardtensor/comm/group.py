@@ -1,0 +1,186 @@
+"""What a group of ranks can do, and the world of one.
+
+Everything right of this folder talks to other ranks only through `Group`, so that torch.distributed, the simulator
+and a counter of bytes can stand in for one another. All methods but the questions are collective: every member
+calls them, in the same order. They move values and know nothing of autograd; `collectives` adds the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from shardtensor.errors import RuleError
+from shardtensor.mesh import Mesh, Ranks
+
+REDUCTIONS = ("sum", "avg", "max", "min", "prod")
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, once it is there (on cuda: once the current stream would see it)."""
+
+
+@runtime_checkable
+class Group(Protocol):
+    """Ranks that call collectives together.
+
+    Tensors may be of any dtype, device and strides; results stand on the device of the tensor given. `counts` holds
+    a number of elements for each member, in group order; None means that all bring as many.
+
+    Attributes:
+        size: number of members.
+        rank: global rank of this process.
+        ranks: global ranks of the members, in group order.
+        index: this process's place in `ranks`; -1 when it is not a member.
+        device_type: where tensors are moved without a detour: ``"cuda"`` or ``"cpu"``.
+        process_group: the torch process group, or None.
+        mesh: the grid over the group's ranks when it came from a DeviceMesh of two or more axes, else None.
+    """
+
+    size: int
+    rank: int
+    ranks: Ranks
+    index: int
+    device_type: str
+    process_group: Any
+    mesh: Mesh | None
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``."""
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        """Start `all_reduce`; `t` must be left alone until ``wait()`` returns it."""
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """Return every member's elements as one flat tensor, in group order (may be `t` itself in a world of one)."""
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """Sum `flat` over the group and return this member's range of it, flat; `counts` cuts it up."""
+
+    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+        """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order."""
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this member's part, flat, of `count` elements; `parts` is read on the source only.
+
+        `like` gives dtype and device of the result on every member.
+        """
+
+    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
+        """Return every member's elements as one flat tensor on the member `dst_index`, None elsewhere."""
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        """Overwrite `t` with the source's and return it; all bring as many elements."""
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        """Return every member's blob; all must be of one length."""
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Return every member's value, pickled on the way. For the texts of errors, not for data."""
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """Return the group of some members, by global rank. Its members call it; others may, and get index -1."""
+
+    def axis(self, *names: str) -> Group:
+        """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
+
+
+class LoneGroup:
+    """A world of one: nothing is sent, and every collective returns what it was given."""
+
+    size = 1
+    index = 0
+    device_type = "cpu"
+    mesh: Mesh | None = None
+
+    def __init__(self, rank: int = 0, process_group: Any = None) -> None:
+        self.rank = rank
+        self.process_group = process_group
+        self.ranks: Ranks = range(rank, rank + 1)
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        check_reduction(op, t.dtype)
+        return t
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        return Done(self.all_reduce(t, op))
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return t.reshape(-1)
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return flat.reshape(-1)
+
+    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+        return flat.reshape(-1)
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        assert parts is not None, "the source brings the parts"
+        return parts[0].reshape(-1).to(like.device, like.dtype)
+
+    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
+        return t.reshape(-1)
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        return t
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        return [blob]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        assert list(ranks) == [self.rank], "a world of one has one subgroup"
+        return self
+
+    def axis(self, *names: str) -> Group:
+        return self
+
+    def __repr__(self) -> str:
+        return f"LoneGroup(rank={self.rank})"
+
+
+class Done:
+    """A `Pending` that had nothing to wait for."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> torch.Tensor:
+        return self.result
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> None:
+    """Refuse a reduction that has no meaning for the dtype, as torch's own reductions do.
+
+    Bools add up as "any" and multiply as "all".
+
+    Raises:
+        RuleError: averages of integers, and an order (max, min) of complex numbers.
+    """
+    if op not in REDUCTIONS:
+        raise RuleError(f'no reduction is called "{op}"', {"reductions": ", ".join(REDUCTIONS)})
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuleError(f"the average of {dtype} values is not {dtype}", fix="sum them, or convert to a float dtype")
+    if op in ("max", "min") and dtype.is_complex:
+        raise RuleError(f"{dtype} values have no {op}", fix="reduce their absolute values")
+    if op in ("max", "min") and dtype == torch.uint64:
+        raise RuleError(f"no backend orders {dtype} values", fix="convert to torch.int64")

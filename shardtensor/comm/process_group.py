@@ -1,0 +1,119 @@
+"""From what torch users hold (a process group, a DeviceMesh, nothing) to a `Group`."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
+from shardtensor.mesh import Mesh
+
+_groups: dict[Any, Group] = {}  # by process group, which hashes by identity
+_mesh_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id: meshes of two worlds may be equal
+_current: ContextVar[Any] = ContextVar("process group of load_with_process_group", default=None)
+
+
+@contextmanager
+def load_with_process_group(process_group: Any) -> Iterator[Any]:
+    """Make `process_group` stand for None in `as_group`, so that tensors unpickled inside belong to it."""
+    if _current.get() is not None:
+        raise RuntimeError("load_with_process_group is already active: leave the first block before the second")
+    token = _current.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _current.reset(token)
+
+
+def as_group(where: Any = None) -> Group:
+    """Return the `Group` of a process group, a DeviceMesh, or None. Sends nothing; O(1) after the first call.
+
+    A DeviceMesh of one axis gives that axis's group; of more, a group of all its ranks whose ``mesh`` has the axes,
+    named as in torch or ``dim_0, dim_1, ...``, and whose ``axis(name)`` gives the group along one of them. Where those
+    ranks are not the whole world, the first call makes a process group, so all of them make it.
+
+    Args:
+        where: None means the group of `load_with_process_group` inside of it, then the default group, and without
+            any a world of one. A `Group` is returned as it is.
+
+    Returns:
+        the group; one of index -1 where this process is not a member.
+
+    Raises:
+        TypeError: for any other object.
+    """
+    if where is None:
+        where = _current_process_group()
+        if where is None:
+            return LoneGroup()
+    found = _groups.get(where) if isinstance(where, dist.ProcessGroup) else None
+    return found if found is not None else _find_group(where)
+
+
+def _current_process_group() -> Any:
+    process_group = _current.get()
+    if process_group is None and (upstream := sys.modules.get("torch.distributed._shard.api")) is not None:
+        process_group = getattr(upstream, "_CURRENT_PROCESS_GROUP", None)
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    return process_group
+
+
+def _find_group(where: Any) -> Group:
+    if isinstance(where, dist.ProcessGroup):
+        forget_destroyed()
+        group: Group = TorchGroup(where) if where.size() > 1 else LoneGroup(dist.get_rank(), where)
+        _groups[where] = group
+        return group
+    if isinstance(where, dist.DeviceMesh):
+        known = _mesh_groups.get(id(where))
+        if known is not None and known[0]() is where:
+            return known[1]
+        forget_destroyed()
+        group = _group_of_mesh(where)
+        _mesh_groups[id(where)] = (weakref.ref(where), group)
+        return group
+    if isinstance(where, Group):
+        return where
+    if where is dist.GroupMember.NON_GROUP_MEMBER or where == dist.GroupMember.NON_GROUP_MEMBER:
+        return OutsideGroup(dist.get_rank())
+    raise TypeError(
+        f"a process group, a DeviceMesh or None says which ranks take part; this is a {type(where).__name__}"
+    )
+
+
+def forget_destroyed() -> None:
+    """Let go of the groups that torch has destroyed, which ends their threads and closes their sockets.
+
+    Happens by itself whenever a new group is met.
+    """
+    for process_group in [known for known in _groups if known not in _world.pg_map]:
+        del _groups[process_group]
+    for key, (mesh, group) in list(_mesh_groups.items()):
+        if mesh() is None or group.process_group not in _world.pg_map:
+            del _mesh_groups[key]
+
+
+def _group_of_mesh(device_mesh: Any) -> Group:
+    ranks = device_mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks:
+        return OutsideGroup(dist.get_rank(), ranks)
+    if device_mesh.ndim == 1:
+        return as_group(device_mesh.get_group())
+    names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
+    mesh = Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), ranks)
+    whole = as_group(dist.group.WORLD).subgroup(ranks)
+    axes: dict[tuple[str, ...], Group] = {(name,): as_group(device_mesh.get_group(i)) for i, name in enumerate(names)}
+    if isinstance(whole, TorchGroup):
+        return whole.on_mesh(mesh, axes)
+    alone = LoneGroup(whole.rank, whole.process_group)
+    alone.mesh = mesh
+    return alone

@@ -1,0 +1,263 @@
+"""`Group` over a torch process group, of any backend."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from ctypes import string_at
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm import primitives
+from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.wire import Wire
+from shardtensor.mesh import Mesh, Ranks, as_ranks
+
+
+class TorchGroup:
+    """A group of two or more ranks that torch.distributed connects; make one with `as_group`.
+
+    Group order is that of the torch process group. What a backend cannot take as it is (a device, a dtype, strides)
+    goes through `wire`, settled when the group is made; the usual tensor pays one look-up in a set.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.ranks: Ranks = as_ranks(dist.get_process_group_ranks(process_group))
+        self.size: int = process_group.size()
+        self.index: int = process_group.rank()
+        self.rank: int = self.ranks[self.index]
+        self.mesh: Mesh | None = None
+        self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
+        self.device_type = self.wire.device_type
+        self._axes: dict[tuple[str, ...], Group] = {}
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        if (t.is_cuda, t.dtype) in self.wire.reduced_as_is and op in self.wire.ops and t.is_contiguous():
+            primitives.all_reduce(self.process_group, t, op)
+            return t
+        check_reduction(op, t.dtype)
+        if op == "prod" and t.dtype.is_complex:  # no backend multiplies complex numbers
+            t.detach().copy_(self.all_gather(t).view(self.size, *t.shape).prod(0))
+            return t
+        sent = self.wire.to_reduce(t)
+        primitives.all_reduce(self.process_group, sent, op if op in self.wire.ops else "sum")
+        self._finish_reduce(sent, t, op)
+        return t
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
+            return Done(self.all_reduce(t, op))
+        if (t.is_cuda, t.dtype) in self.wire.reduced_as_is and op in self.wire.ops and t.is_contiguous():
+            return Started(primitives.all_reduce_async(self.process_group, t, op), t)
+        check_reduction(op, t.dtype)
+        sent = self.wire.to_reduce(t)
+        work = primitives.all_reduce_async(self.process_group, sent, op if op in self.wire.ops else "sum")
+        return Started(work, t, lambda: self._finish_reduce(sent, t, op))
+
+    def _finish_reduce(self, sent: torch.Tensor, t: torch.Tensor, op: str) -> None:
+        if op not in self.wire.ops:
+            sent.div_(self.size)  # an average, by a backend that only adds up
+        t.detach().copy_(self.wire.from_reduce(sent, t).view(t.shape))
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        check_reduction("sum", flat.dtype)
+        sent = self.wire.to_reduce(flat)
+        assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
+        assert counts is None or sum(counts) == flat.numel(), "counts must add up to the elements given"
+        widest, total = _widest(counts, flat.numel(), self.size, 2 if flat.dtype.is_complex else 1)
+        if widest * self.size == total:
+            out = sent.new_empty(widest)
+            primitives.reduce_scatter(self.process_group, out, sent)
+            return self.wire.from_reduce(out, flat)
+        assert counts is not None
+        ends = list(accumulate(counts, initial=0))
+        mine = slice(ends[self.index], ends[self.index + 1])
+        if widest * self.size > 2 * total:  # padding would more than double the data: one whole sum is less
+            summed = self.all_reduce(flat.detach().reshape(-1).clone())
+            return summed[mine].clone()
+        scale = total // flat.numel()
+        padded = sent.new_zeros(self.size * widest)
+        for i, part in enumerate(sent.split([count * scale for count in counts])):
+            padded[i * widest : i * widest + part.numel()] = part
+        out = sent.new_empty(widest)
+        primitives.reduce_scatter(self.process_group, out, padded)
+        return self.wire.from_reduce(out[: counts[self.index] * scale].clone(), flat)
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        sent = self.wire.to_move(t)
+        assert counts is None or counts[self.index] == t.numel(), "this rank brings other than its count"
+        scale = self.wire.elements_per_item(t.dtype)
+        widest, total = _widest(counts, t.numel() * self.size, self.size, scale)
+        if widest * self.size == total:
+            out = sent.new_empty(total)
+            primitives.all_gather(self.process_group, out, sent)
+            return self.wire.from_move(out, t)
+        assert counts is not None
+        sizes = [count * scale for count in counts]
+        if widest * self.size > 2 * total:  # padding would more than double the data: send what there is
+            out = sent.new_empty(total)
+            pieces = out.split(sizes)
+            pieces[self.index].copy_(sent)
+            works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(pieces) if sizes[i]]
+            for work in works:
+                work.wait()
+            return self.wire.from_move(out, t)
+        padded = sent.new_zeros(widest)
+        padded[: sent.numel()] = sent
+        out = sent.new_empty(self.size * widest)
+        primitives.all_gather(self.process_group, out, padded)
+        # Joined again, not sliced: the result owns exactly its bytes.
+        out = torch.cat([row[:size] for row, size in zip(out.view(self.size, widest), sizes, strict=True)])
+        return self.wire.from_move(out, t)
+
+    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+        assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
+        sent = self.wire.to_move(flat)
+        scale = self.wire.elements_per_item(flat.dtype)
+        if scale != 1:
+            send_counts = [count * scale for count in send_counts]
+            recv_counts = [count * scale for count in recv_counts]
+        out = sent.new_empty(sum(recv_counts))
+        primitives.all_to_all(self.process_group, out, sent, recv_counts, send_counts)
+        return self.wire.from_move(out, flat)
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        # All-to-all with one sender: the only call that takes parts of unequal sizes on every backend.
+        send, recv = [0] * self.size, [0] * self.size
+        recv[src_index] = count
+        if self.index != src_index:
+            return self.all_to_all(like.new_empty(0), send, recv)
+        assert parts is not None, "the source brings the parts"
+        assert len(parts) == self.size, "one part for each member"
+        flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
+        return self.all_to_all(flat, [part.numel() for part in parts], recv)
+
+    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
+        send, recv = [0] * self.size, [0] * self.size
+        send[dst_index] = t.numel()
+        if self.index == dst_index:
+            recv = list(counts) if counts is not None else [t.numel()] * self.size
+        out = self.all_to_all(t, send, recv)
+        return out if self.index == dst_index else None
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        sent = self.wire.to_move(t)
+        primitives.broadcast_async(self.process_group, sent, src_index).wait()
+        if sent.data_ptr() != t.data_ptr():
+            t.detach().copy_(self.wire.from_move(sent, t).view(t.shape))
+        return t
+
+    # -- small exchanges ----------------------------------------------------------------------------------------
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        assert blob, "an exchange carries at least one byte"
+        sent = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        data = _as_bytes(self.all_gather(sent))
+        return [data[i : i + len(blob)] for i in range(0, len(data), len(blob))]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        blob = pickle.dumps(value)
+        counts = [int.from_bytes(count, "little") for count in self.exchange(len(blob).to_bytes(8, "little"))]
+        data = _as_bytes(self.all_gather(torch.frombuffer(bytearray(blob), dtype=torch.uint8), counts))
+        ends = list(accumulate(counts, initial=0))
+        return [pickle.loads(data[start:end]) for start, end in pairwise(ends)]
+
+    def barrier(self) -> None:
+        self.exchange(b"\0")
+
+    # -- other groups -------------------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        key = tuple(sorted(ranks))  # torch orders a new group by rank
+        assert set(key) <= set(self.ranks), "a subgroup is made of members"
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make_subgroup(key)
+        return self._subgroups[key]
+
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        if self.rank not in ranks:
+            return OutsideGroup(self.rank, ranks)
+        if len(ranks) == 1:
+            return LoneGroup(self.rank)
+        if len(ranks) == self.size:
+            return self
+        return TorchGroup(dist.new_group(ranks, use_local_synchronization=True))
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
+        """Return this group seen as a grid; `axes` are the groups along single axes."""
+        group = TorchGroup(self.process_group)
+        group.mesh, group._axes = mesh, axes
+        return group
+
+    def axis(self, *names: str) -> Group:
+        if names not in self._axes:
+            assert self.mesh is not None, "this group has no named axes"
+            axes = [self.mesh.names.index(name) for name in names]
+            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
+        return self._axes[names]
+
+    def __repr__(self) -> str:
+        return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.wire.backends})"
+
+
+class OutsideGroup:
+    """A group that this process is not a member of: it can be asked who is in it, and takes part in nothing."""
+
+    index = -1
+    device_type = "cpu"
+    process_group = None
+    mesh: Mesh | None = None
+
+    def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
+        self.rank = rank
+        self.ranks: Ranks = as_ranks(ranks)
+        self.size = len(self.ranks)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        members = f" of ranks {list(self.ranks)}" if len(self.ranks) else ""
+        raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
+
+    all_reduce = all_reduce_async = all_gather = reduce_scatter = all_to_all = scatter = gather = broadcast = _refuse
+    exchange = exchange_objects = barrier = subgroup = axis = _refuse
+
+    def __repr__(self) -> str:
+        return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"
+
+
+class Started:
+    """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy."""
+
+    __slots__ = ("finish", "t", "work")
+
+    def __init__(self, work: Any, t: torch.Tensor, finish: Any = None) -> None:
+        self.work, self.t, self.finish = work, t, finish
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        if self.finish is not None:
+            self.finish()
+        return self.t
+
+
+def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> tuple[int, int]:
+    """The largest part and the sum of all, in elements on the wire."""
+    if counts is None:
+        return numel // size * scale, numel * scale
+    assert len(counts) == size, "one count for each member"
+    return max(counts) * scale, sum(counts) * scale
+
+
+def _as_bytes(t: torch.Tensor) -> bytes:
+    t = t.cpu()
+    return string_at(t.data_ptr(), t.numel())

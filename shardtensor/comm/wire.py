@@ -1,0 +1,111 @@
+"""What a backend takes, and how any other tensor is brought into that form and back.
+
+Gloo moves memory of the CPU and NCCL memory of CUDA devices; each knows a few dtypes. Moves are moves of bytes, so
+an unknown dtype travels as bytes. Reductions do arithmetic, so an unknown dtype is widened to one that holds its sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm.group import REDUCTIONS
+
+# What both gloo and NCCL reduce and move. Bool is left out: its "sum" of two Trues writes 2 into a bool.
+_NATIVE = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+@attrs.frozen
+class Wire:
+    """The tensors that go as they are, and the ways there and back for the rest.
+
+    Attributes:
+        backends: backend of each device type that tensors reach without a detour.
+        device_type: where a tensor of any other device is moved.
+        bound_device: the one device of the group, where torch was told it.
+        reduced_as_is: pairs (is on cuda, dtype) that the backend reduces.
+        moved_as_is: pairs that it moves.
+        ops: reductions that it does itself; the one that may be missing is "avg".
+    """
+
+    backends: dict[str, str]
+    device_type: str
+    bound_device: torch.device | None
+    reduced_as_is: frozenset[tuple[bool, torch.dtype]]
+    moved_as_is: frozenset[tuple[bool, torch.dtype]]
+    ops: frozenset[str]
+
+    @classmethod
+    def of_backends(cls, config: str, bound_device: torch.device | None) -> Wire:
+        """Read torch's description of a group's backends, such as ``cpu:gloo,cuda:nccl``."""
+        named = dict(pair.split(":") for pair in config.split(","))
+        # Gloo registers itself for cuda but implements few of the calls there.
+        backends = {device: name for device, name in named.items() if (device, name) != ("cuda", "gloo")}
+        backends = {device: name for device, name in backends.items() if device in ("cpu", "cuda")}
+        on_cuda = "cuda" in backends and ("cpu" not in backends or torch.cuda.is_available())
+        as_is = frozenset((device == "cuda", dtype) for device in backends for dtype in _NATIVE)
+        has_average = not {"gloo", "mpi"} & set(backends.values())
+        return cls(
+            backends=backends,
+            device_type="cuda" if on_cuda else "cpu",
+            bound_device=bound_device,
+            reduced_as_is=as_is,
+            moved_as_is=as_is | {(device == "cuda", torch.bool) for device in backends},
+            ops=frozenset(REDUCTIONS if has_average else set(REDUCTIONS) - {"avg"}),
+        )
+
+    def _device(self, t: torch.Tensor) -> Any:
+        if t.device.type in self.backends:
+            return t.device
+        return self.bound_device if self.bound_device is not None else torch.device(self.device_type)
+
+    def to_move(self, t: torch.Tensor) -> torch.Tensor:
+        """`t` flat, contiguous, on the wire's device, as bytes where its dtype is unknown. May share memory."""
+        if (t.is_cuda, t.dtype) in self.moved_as_is:
+            return t.detach().contiguous().view(-1)
+        flat = t.detach().to(self._device(t)).resolve_conj().resolve_neg().contiguous().view(-1)
+        if (flat.is_cuda, flat.dtype) in self.moved_as_is:
+            return flat
+        if flat.stride(0) != 1:  # one element or none is contiguous with any stride, but is seen as bytes with 1 only
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        return flat.view(torch.uint8)
+
+    def elements_per_item(self, dtype: torch.dtype) -> int:
+        """How many elements on the wire one element is in `to_move`."""
+        return 1 if (self.device_type == "cuda", dtype) in self.moved_as_is else dtype.itemsize
+
+    def from_move(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Undo `to_move`: flat, with the dtype and device of `like`."""
+        if sent.dtype != like.dtype:
+            sent = sent.view(like.dtype)
+        return sent if sent.device == like.device else sent.to(like.device)
+
+    def to_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        """`t` flat, contiguous, on the wire's device, wide enough to add up. May share memory."""
+        if (t.is_cuda, t.dtype) in self.reduced_as_is:
+            return t.detach().contiguous().view(-1)
+        dtype = t.dtype
+        if dtype.is_complex:
+            flat = t.detach().to(self._device(t)).resolve_conj().contiguous().view(-1)
+            return torch.view_as_real(flat).view(-1)
+        if (True, dtype) not in self.reduced_as_is and (False, dtype) not in self.reduced_as_is:
+            dtype = _WIDER.get(dtype, torch.float32)  # what is left are floats of 8 bits
+        return t.detach().to(self._device(t), dtype).contiguous().view(-1)
+
+    def from_reduce(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Undo `to_reduce`: flat, with the dtype and device of `like`."""
+        if like.dtype.is_complex:
+            sent = torch.view_as_complex(sent.view(-1, 2))
+        return sent.to(like.device, like.dtype)

@@ -1,0 +1,94 @@
+"""The errors of this library, and the shape of their messages.
+
+.. code-block:: text
+
+    ShardTensorError
+    ├── SpecError          (ValueError)    the text or value of a spec is wrong; has a position
+    ├── LayoutError        (ValueError)    a spec does not fit the mesh, the world or the shape
+    ├── RuleError          (RuntimeError)  an operation cannot be done on these layouts
+    ├── DisagreementError  (ValueError)    ranks brought different things; nothing has moved
+    └── StaleParameterError (RuntimeError) an optimizer holds parameters that no longer live
+
+Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
+A message has three parts: the fault in the user's nouns, facts as aligned pairs, and the ways out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> str:
+    """Lay out an error message: the fault, aligned facts, then the ways out.
+
+    Example:
+        >>> print(message("dim 2 does not exist", {"spec": "[-, -, tp]", "shape": "4 x 8"}, "write `[-, tp]`"))
+        dim 2 does not exist
+          spec   [-, -, tp]
+          shape  4 x 8
+          fix    write `[-, tp]`
+    """
+    ways = [fix] if isinstance(fix, str) else list(fix)
+    keys = ["fix"] if len(ways) == 1 else ["either"] + ["or"] * (len(ways) - 1)
+    rows = [(name, str(value)) for name, value in (facts or {}).items()]
+    rows += [(key, way) for key, way in zip(keys, ways, strict=False) if way]
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [fault]
+    for name, value in rows:
+        first, *rest = value.splitlines() or [""]
+        lines.append(f"  {name:<{width}}  {first}")
+        lines += [f"  {'':<{width}}  {line}" for line in rest]
+    return "\n".join(lines)
+
+
+class ShardTensorError(Exception):
+    """Base of every error this library raises on purpose.
+
+    Args:
+        fault: line one, what is wrong in the user's words.
+        facts: where it was written, what was found, what was needed.
+        fix: one way out, or several.
+    """
+
+    def __init__(self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> None:
+        super().__init__(message(fault, facts, fix))
+
+
+class SpecError(ShardTensorError, ValueError):
+    """The text or the value of a spec is wrong.
+
+    Attributes:
+        code: the check that failed, such as ``E001``; empty for values made in Python.
+        file: where the text stands; ``<spec>`` for a string in Python.
+        line, col: position of the fault, counted from 1; 0 for values made in Python.
+    """
+
+    def __init__(
+        self,
+        fault: str,
+        facts: Mapping[str, object] | None = None,
+        fix: str | Iterable[str] = (),
+        *,
+        code: str = "",
+        file: str = "<spec>",
+        line: int = 0,
+        col: int = 0,
+    ) -> None:
+        super().__init__(fault, facts, fix)
+        self.code, self.file, self.line, self.col = code, file, line, col
+
+
+class LayoutError(ShardTensorError, ValueError):
+    """A spec does not fit the mesh, the world or the shape it is bound to."""
+
+
+class RuleError(ShardTensorError, RuntimeError):
+    """An operation cannot be done on these layouts."""
+
+
+class DisagreementError(ShardTensorError, ValueError):
+    """Ranks brought different things to a call that needs them equal; no data has moved."""
+
+
+class StaleParameterError(ShardTensorError, RuntimeError):
+    """An optimizer holds parameters that are no longer those of the module."""

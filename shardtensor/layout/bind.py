@@ -1,0 +1,366 @@
+"""Bind a spec to a mesh and a shape. Everything a spec can get wrong about them is found here, before any data moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, singledispatch
+
+import attrs
+
+from shardtensor.errors import LayoutError
+from shardtensor.layout.box import Box
+from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
+from shardtensor.layout.listed import listed_layout
+from shardtensor.layout.pieces import Blocked, Pieces, Stepped, balanced, chunked, listed, padded
+from shardtensor.layout.tiling import check_tiling
+from shardtensor.mesh import Mesh
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
+from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.placement import Placement
+
+
+def bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None = None) -> Layout:
+    """Return the layout that `spec` gives a tensor of `shape` on the ranks of `mesh`.
+
+    Costs the same for any number of ranks, but for specs that list boxes.
+
+    Args:
+        spec: any one-tensor spec.
+        shape: the global shape.
+        mesh: the ranks at hand and the names of their axes.
+        dim_names: names of the tensor's dims, for specs such as ``[out: tp]``.
+
+    Raises:
+        LayoutError: the spec does not fit; says which number is wrong and what would fit.
+
+    Example:
+        >>> layout = bind(Spec("tp", None), (8, 6), Mesh((("tp", 4),)))
+        >>> str(layout.boxes(1)[0])
+        '[2:4, 0:6]'
+    """
+    if type(spec).__hash__ is None:  # a user's own spec may be mutable
+        return _bind(spec, shape, mesh, dim_names)
+    return _cached(spec, shape, mesh, dim_names)
+
+
+@lru_cache(maxsize=8192)
+def _cached(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    return _bind(spec, shape, mesh, dim_names)
+
+
+@singledispatch
+def _bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    metadata = spec.build_metadata(shape, None)  # a user's own spec says where its shards lie
+    boxes = [(s.placement, Box(tuple(s.shard_offsets), tuple(s.shard_sizes))) for s in metadata.shards_metadata]
+    return _listed(boxes, shape, mesh, spec)
+
+
+@_bind.register
+def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    ranks = _ranks(spec, mesh)
+    ndim = len(shape)
+    if not -ndim <= spec.dim < ndim:
+        raise _does_not_fit(
+            f"dim {spec.dim} is out of range for a tensor of {ndim} dims", spec, shape, _dims_that_fit(ndim)
+        )
+    dim = spec.dim % ndim
+    length, count = shape[dim], len(ranks)
+    if spec.sizes is None:
+        pieces: Pieces = chunked(length, count)
+    else:
+        pieces = listed(_sum_to(spec.sizes, length, spec, shape))
+    if not isinstance(ranks, range) and len(set(ranks)) < count:  # a rank named twice holds two boxes
+        owned = []
+        for i, rank in enumerate(ranks):
+            (start, stop) = pieces.intervals(i)[0]
+            offsets = tuple(start if d == dim else 0 for d in range(ndim))
+            owned.append((rank, Box(offsets, tuple(stop - start if d == dim else n for d, n in enumerate(shape)))))
+        return ListedLayout(shape=shape, ranks=tuple(sorted(set(ranks))), grid=(len(set(ranks)),), owned=tuple(owned))
+    dims = tuple(DimCut((0,), pieces) if d == dim else None for d in range(ndim))
+    return CutLayout(shape=shape, ranks=ranks, grid=(count,), dims=dims)
+
+
+@_bind.register
+def _(spec: GridShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    ranks = _ranks(spec, mesh)
+    if len(spec.splits) != len(shape):
+        raise _does_not_fit(
+            f"the grid has {len(spec.splits)} splits, the tensor has {len(shape)} dims",
+            spec,
+            shape,
+            "give one split for each dim, 1 for a dim that stays whole",
+        )
+    if len(set(ranks)) != len(ranks):
+        raise _does_not_fit(
+            "a rank has two places in the grid", spec, shape, "name each rank once, or list the boxes with enum(...)"
+        )
+    dims = tuple(
+        DimCut((axis,), chunked(length, splits)) if splits > 1 else None
+        for axis, (length, splits) in enumerate(zip(shape, spec.splits, strict=True))
+    )
+    return CutLayout(shape=shape, ranks=ranks, grid=tuple(spec.splits), dims=dims)
+
+
+@_bind.register
+def _(spec: EnumerableShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    return _listed([(box.placement, Box(box.offsets, box.sizes)) for box in spec.boxes], shape, mesh, spec)
+
+
+@_bind.register
+def _(spec: Replicate, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    return replicated(shape, mesh.ranks, mesh.sizes)
+
+
+@_bind.register
+def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
+    mesh = _named(spec, mesh)
+    names = mesh.names
+    axis_of = {name: i for i, name in enumerate(names)}
+    used: dict[int, str] = {}
+
+    def axes(wanted: Sequence[str], place: str) -> tuple[int, ...]:
+        numbers = []
+        for name in wanted:
+            if name not in axis_of:
+                raise _does_not_fit(
+                    f"no mesh axis is called `{name}`", spec, shape, f"use one of {', '.join(names)}", mesh=mesh
+                )
+            number = axis_of[name]
+            if number in used:
+                raise _does_not_fit(
+                    f"axis `{name}` is used twice: for {used[number]} and for {place}",
+                    spec,
+                    shape,
+                    "keep one of the two, or make the mesh of two axes",
+                    mesh=mesh,
+                )
+            used[number] = place
+            numbers.append(number)
+        return tuple(numbers)
+
+    cuts = _positions(spec, shape, dim_names)
+    dims = []
+    for dim, cut in enumerate(cuts):
+        if cut is None:
+            dims.append(None)
+            continue
+        numbers = axes(cut.axes, f"dim {dim}")
+        count = math.prod(mesh.sizes[i] for i in numbers)
+        dims.append(DimCut(numbers, _pieces(cut, shape[dim], count, dim, spec, shape, mesh)) if count > 1 else None)
+    layout: Layout = CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
+    if spec.flat_part is not None:
+        part = spec.flat_part
+        assert isinstance(layout, CutLayout)
+        if any(cut is not None and isinstance(cut.pieces, Blocked) for cut in layout.dims):
+            raise _does_not_fit("flat over a dim cut in blocks is not laid out yet", spec, shape, "drop blocks(...)")
+        unit = 0 if part.unit == "row" else int(part.unit)
+        layout = FlatLayout(
+            shape=shape, ranks=mesh.ranks, grid=mesh.sizes, names=names, inner=layout, axes=axes(part.axes, "flat"),
+            unit=unit, sizes=part.sizes,
+        )  # fmt: skip
+        _check_flat_sizes(layout, spec, mesh)
+    if spec.only_part is not None:
+        (axis,) = axes((spec.only_part.axis,), "only")
+        if spec.only_part.index >= mesh.sizes[axis]:
+            raise _does_not_fit(
+                f"axis `{names[axis]}` has no coordinate {spec.only_part.index}", spec, shape,
+                f"use 0 to {mesh.sizes[axis] - 1}", mesh=mesh,
+            )  # fmt: skip
+        layout = _only(layout, axis, spec.only_part.index, mesh)
+    if spec.partial_parts:
+        partial = tuple((i, part.op) for part in spec.partial_parts for i in axes(part.axes, "partial"))
+        layout = _with_partial(layout, partial)
+    return layout
+
+
+def _named(spec: Spec, mesh: Mesh) -> Mesh:
+    """Give the axis of an unnamed mesh the one name that the spec uses."""
+    if not mesh.is_unnamed:
+        return mesh
+    names = spec.axis_names
+    if len(names) > 1:
+        raise LayoutError(
+            f"the spec names the axes {', '.join(sorted(names))}, but this is one process group with no named axes",
+            {"spec": str(spec), "ranks": len(mesh.ranks)},
+            "pass a DeviceMesh with these mesh_dim_names as process_group",
+        )
+    return Mesh(((next(iter(names)) if names else "*", mesh.size),), mesh.ranks)
+
+
+def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> list[Cut | None]:
+    """The cut of each dim of the tensor: `...` filled in, dim names looked up."""
+    ndim = len(shape)
+    if spec.named:
+        if dim_names is None:
+            raise _does_not_fit(
+                "the spec names dims, but the dims of this tensor have no names",
+                spec,
+                shape,
+                "write the cut by position, such as `[tp, -]`",
+            )
+        cuts: list[Cut | None] = [None] * ndim
+        for name, cut in spec.named:
+            if name not in dim_names:
+                raise _does_not_fit(
+                    f"no dim is called `{name}`", spec, shape, f"the dims are {', '.join(dim_names)}"
+                )
+            cuts[dim_names.index(name)] = cut
+        return cuts
+    given = list(spec.dims)
+    if not given:  # a suffix alone, such as flat(dp)
+        return [None] * ndim
+    if ... in given:
+        at = given.index(...)
+        filler = ndim - (len(given) - 1)
+        if filler < 0:
+            raise _does_not_fit(
+                f"the spec has at least {len(given) - 1} dims, the tensor has {ndim}", spec, shape, "write fewer dims"
+            )
+        given[at : at + 1] = [None] * filler
+    if len(given) != ndim:
+        hint = "[" + ", ".join("-" for _ in shape) + "]"
+        raise _does_not_fit(
+            f"the spec has {len(given)} dims, the tensor has {ndim}",
+            spec,
+            shape,
+            f"write one entry for each dim, as in `{hint}`, or `...` for the dims that stay whole",
+        )
+    return [None if cut is ... else cut for cut in given]  # type: ignore[misc]
+
+
+def _pieces(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, shape: Shape, mesh: Mesh) -> Pieces:
+    axes = "*".join(cut.axes)
+
+    def cut_one(length: int) -> Pieces:
+        if cut.pad is not None:
+            return padded(length, count, cut.pad, cut.unit)
+        if cut.unit > 1 and length % cut.unit:
+            raise _does_not_fit(
+                f"dim {dim} has {length} elements, not a multiple of its unit {cut.unit}",
+                spec, shape, "choose a unit that divides the dim, or write pad(n)", mesh=mesh,
+            )  # fmt: skip
+        if cut.balanced:
+            return balanced(length, count, cut.unit)
+        if length % (count * cut.unit):
+            units = f"{length // cut.unit} units of {cut.unit}" if cut.unit > 1 else f"{length} elements"
+            raise _does_not_fit(
+                f"{units} of dim {dim} cannot be cut evenly over {axes}={count}",
+                spec, shape, ["write `balanced` or `sizes(...)` or `pad(n)` after the axis", "choose another axis"],
+                mesh=mesh,
+            )  # fmt: skip
+        return Stepped(length, count, length // count)
+
+    if cut.sizes is not None:
+        if len(cut.sizes) != count:
+            raise _does_not_fit(
+                f"{len(cut.sizes)} sizes are given for {axes}={count} pieces", spec, shape,
+                "give one size for each piece", mesh=mesh,
+            )  # fmt: skip
+        if any(size % cut.unit for size in cut.sizes):
+            raise _does_not_fit(
+                f"a size is not a multiple of the unit {cut.unit}", spec, shape, "give sizes in whole units", mesh=mesh
+            )
+        return listed(_sum_to(cut.sizes, length, spec, shape))
+    shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
+    if len(shares) == 1:
+        return cut_one(length)
+    if length % sum(shares):
+        raise _does_not_fit(
+            f"dim {dim} has {length} elements, not a multiple of its {sum(shares)} block shares", spec, shape,
+            "give block shares whose sum divides the dim", mesh=mesh,
+        )  # fmt: skip
+    return Blocked(tuple(cut_one(length * share // sum(shares)) for share in shares))
+
+
+def _sum_to(sizes: Sequence[int], length: int, spec: ShardingSpec, shape: Shape) -> tuple[int, ...]:
+    if sum(sizes) != length:
+        raise _does_not_fit(
+            f"the sizes add up to {sum(sizes)}, the dim has {length} elements", spec, shape, "give sizes that add up"
+        )
+    return tuple(sizes)
+
+
+def _check_flat_sizes(layout: FlatLayout, spec: Spec, mesh: Mesh) -> None:
+    if layout.sizes is None:
+        return
+    count = math.prod(layout.grid[axis] for axis in layout.axes)
+    total = layout.inner.numel(layout.ranks[0])
+    if len(layout.sizes) != count or sum(layout.sizes) != total:
+        raise _does_not_fit(
+            f"flat has {len(layout.sizes)} sizes that add up to {sum(layout.sizes)}", spec, layout.shape,
+            f"give {count} sizes that add up to {total}", mesh=mesh,
+        )  # fmt: skip
+
+
+def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
+    """The layout on the ranks at one coordinate of an axis; the others hold nothing."""
+    owned = tuple(
+        (rank, box)
+        for rank in mesh.ranks
+        if (mesh.coordinate(rank) or ())[axis] == index
+        for box in layout.boxes(rank)
+    )
+    ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
+    return ListedLayout(shape=layout.shape, ranks=ranks, grid=(len(ranks),), owned=owned)
+
+
+def _with_partial(layout: Layout, partial: tuple[tuple[int, str], ...]) -> Layout:
+    return attrs.evolve(layout, partial=partial)
+
+
+def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tuple[int, ...]:
+    """The ranks that the placements name, each of them at hand."""
+    ranks = spec.placements.ranks
+    if isinstance(ranks, range):
+        missing = next((rank for rank in (ranks[0], ranks[-1]) if rank not in mesh.ranks), None)
+        if missing is None and not isinstance(mesh.ranks, range):
+            missing = next((rank for rank in ranks if rank not in mesh.ranks), None)
+    else:
+        if None in ranks:
+            raise LayoutError(
+                "a placement names no rank", {"spec": str(spec)}, 'write the rank too, as in "rank:0/cuda:0"'
+            )
+        known = mesh.ranks if isinstance(mesh.ranks, range) else set(mesh.ranks)
+        missing = next((rank for rank in ranks if rank not in known), None)
+    if missing is not None:
+        raise no_such_rank(missing, mesh, spec)
+    return ranks
+
+
+def no_such_rank(rank: int, mesh: Mesh, spec: ShardingSpec | None = None) -> LayoutError:
+    """The error for a placement outside the process group."""
+    at_hand = mesh.ranks if len(mesh.ranks) <= 8 or isinstance(mesh.ranks, tuple) else mesh.ranks
+    shown = f"{at_hand[0]} to {at_hand[-1]}" if isinstance(at_hand, range) else ", ".join(map(str, at_hand))
+    facts: dict[str, object] = {"ranks": shown} if spec is None else {"spec": str(spec), "ranks": shown}
+    return LayoutError(
+        f"Global rank {rank} does not exist in input process group",
+        facts,
+        "name ranks of the process group, or pass the group that has this rank",
+    )
+
+
+def _listed(boxes: Sequence[tuple[Placement | None, Box]], shape: Shape, mesh: Mesh, spec: ShardingSpec) -> Layout:
+    owned = []
+    for placement, box in boxes:
+        rank = placement.rank() if placement is not None else None
+        if rank is None:
+            raise LayoutError(
+                "a shard has no rank", {"spec": str(spec)}, 'give each shard a placement such as "rank:0/cuda:0"'
+            )
+        if rank not in mesh.ranks:
+            raise no_such_rank(rank, mesh, spec)
+        owned.append((rank, box))
+    check_tiling(owned, shape)
+    return listed_layout(tuple(owned), shape)
+
+
+def _does_not_fit(fault: str, spec: ShardingSpec, shape: Shape, fix: str | list[str], mesh: Mesh | None = None):
+    facts: dict[str, object] = {"spec": str(spec), "shape": " x ".join(map(str, shape)) or "scalar"}
+    if mesh is not None:
+        facts["mesh"] = str(mesh)
+    return LayoutError(fault, facts, fix)
+
+
+def _dims_that_fit(ndim: int) -> str:
+    return f"use a dim from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut: keep it whole"

@@ -1,0 +1,289 @@
+"""A layout: a spec bound to ranks and a shape. It answers which rank holds which boxes, by arithmetic.
+
+Three kinds, by what a rank's local tensor looks like:
+
+* `CutLayout`: dims cut over the axes of a grid of ranks; the local tensor has the tensor's dims.
+* `ListedLayout`: boxes written out; the local tensor is the rank's one box, or, when some rank has several,
+  *packed*: one dim, the rank's boxes row-major and end to end.
+* `FlatLayout`: what a `CutLayout` leaves on a rank is flattened and cut into ranges; packed.
+
+Layouts compare by what they mean. The names of axes are for messages and do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate, product
+
+import attrs
+
+from shardtensor.layout.box import Box, whole
+from shardtensor.layout.pieces import Pieces
+from shardtensor.mesh import Ranks, coordinate
+
+Shape = tuple[int, ...]
+
+
+@attrs.frozen(cache_hash=True)
+class DimCut:
+    """A dim cut over axes of the grid (their numbers, major to minor) into `pieces`."""
+
+    axes: tuple[int, ...]
+    pieces: Pieces
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """What every kind knows.
+
+    Args:
+        shape: the global shape.
+        ranks: the global ranks of the grid, row-major.
+        grid: the sizes of its axes.
+        partial: axes (by number) along which ranks hold addends, with the operation that joins them.
+        names: of the axes, for messages.
+    """
+
+    shape: Shape
+    ranks: Ranks
+    grid: tuple[int, ...]
+    partial: tuple[tuple[int, str], ...] = ()
+    names: tuple[str, ...] = attrs.field(default=(), eq=False)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the local tensor is one dim that holds boxes end to end."""
+        return False
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the grid holds the whole tensor, with nothing left to reduce."""
+        return False
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes a global rank holds, in the order its local tensor has them; none for a rank outside."""
+        raise NotImplementedError
+
+    def local_shape(self, rank: int) -> Shape:
+        """The shape of the local tensor of a global rank."""
+        raise NotImplementedError
+
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        """Where each of `boxes` lies in the local tensor."""
+        boxes = self.boxes(rank)
+        if not self.packed:
+            return tuple(whole(box.sizes) for box in boxes)
+        found, start = [], 0
+        for box in boxes:
+            found.append(Box((start,), (box.numel,)))
+            start += box.numel
+        return tuple(found)
+
+    @property
+    def parting_axes(self) -> tuple[int, ...]:
+        """The axes along which ranks hold different elements; along the others they hold copies."""
+        return tuple(range(len(self.grid)))
+
+    def numel(self, rank: int) -> int:
+        """The number of elements a global rank holds."""
+        return math.prod(self.local_shape(rank))
+
+    def reduced(self) -> Layout:
+        """This layout with nothing left to reduce."""
+        return attrs.evolve(self, partial=())
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class CutLayout(Layout):
+    """Dims cut over the axes of a grid; ``dims[d]`` is None where dim d is whole."""
+
+    dims: tuple[DimCut | None, ...]
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and all(dim is None for dim in self.dims)
+
+    @property
+    def cut_dims(self) -> tuple[int, ...]:
+        return tuple(i for i, dim in enumerate(self.dims) if dim is not None)
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        return tuple(axis for dim in self.dims if dim is not None for axis in dim.axes)
+
+    def piece(self, cut: DimCut, place: tuple[int, ...]) -> int:
+        """Which piece of a cut the ranks at a place of the grid hold."""
+        index = 0
+        for axis in cut.axes:
+            index = index * self.grid[axis] + place[axis]
+        return index
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        place = coordinate(self.ranks, self.grid, rank)
+        if place is None:
+            return ()
+        choices = [
+            ((0, size),) if cut is None else cut.pieces.intervals(self.piece(cut, place))
+            for size, cut in zip(self.shape, self.dims, strict=True)
+        ]
+        return tuple(_box(choice) for choice in product(*choices))
+
+    def local_shape(self, rank: int) -> Shape:
+        place = coordinate(self.ranks, self.grid, rank)
+        if place is None:
+            return self.outside_shape
+        return tuple(
+            size if cut is None else cut.pieces.size(self.piece(cut, place))
+            for size, cut in zip(self.shape, self.dims, strict=True)
+        )
+
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        place = coordinate(self.ranks, self.grid, rank)
+        if place is None:
+            return ()
+        choices = []
+        for size, cut in zip(self.shape, self.dims, strict=True):
+            intervals = ((0, size),) if cut is None else cut.pieces.intervals(self.piece(cut, place))
+            ends = list(accumulate(stop - start for start, stop in intervals))
+            choices.append([(end - (stop - start), end) for end, (start, stop) in zip(ends, intervals, strict=True)])
+        return tuple(_box(choice) for choice in product(*choices))
+
+    @property
+    def parting_axes(self) -> tuple[int, ...]:
+        return tuple(sorted(self.cut_axes))
+
+    @property
+    def outside_shape(self) -> Shape:
+        """The local shape of a rank outside the grid: empty along the cut dims, or along dim 0 when none is cut."""
+        cut = self.cut_dims or (0,)
+        return tuple(0 if dim in cut else size for dim, size in enumerate(self.shape))
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class ListedLayout(Layout):
+    """Boxes written out, each with its rank."""
+
+    owned: tuple[tuple[int, Box], ...]
+
+    @property
+    def packed(self) -> bool:
+        ranks = [rank for rank, _ in self.owned]
+        return len(set(ranks)) != len(ranks)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return tuple(box for owner, box in self.owned if owner == rank)
+
+    def local_shape(self, rank: int) -> Shape:
+        boxes = self.boxes(rank)
+        if self.packed:
+            return (sum(box.numel for box in boxes),)
+        return boxes[0].sizes if boxes else (0,) * len(self.shape)
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class FlatLayout(Layout):
+    """What `inner` leaves on a rank, flattened row-major and cut over `axes` into contiguous ranges.
+
+    Args:
+        inner: the layout before it is flattened, over the same grid.
+        axes: the axes of the grid that the ranges go along.
+        unit: ranges start at multiples of this many elements; 0 means a row of the inner local tensor.
+        sizes: the lengths of the ranges, when chosen by hand.
+    """
+
+    inner: CutLayout
+    axes: tuple[int, ...]
+    unit: int = 1
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def packed(self) -> bool:
+        return True
+
+    @property
+    def parting_axes(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.inner.cut_axes, *self.axes}))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The range of the flattened inner local tensor that a rank of the grid holds."""
+        place = coordinate(self.ranks, self.grid, rank)
+        if place is None:
+            return (0, 0)
+        local = self.inner.local_shape(rank)
+        total = math.prod(local)
+        index, count = 0, 1
+        for axis in self.axes:
+            index, count = index * self.grid[axis] + place[axis], count * self.grid[axis]
+        if self.sizes is not None:
+            start = sum(self.sizes[:index])
+            return (start, start + self.sizes[index])
+        unit = self.unit or max(math.prod(local[1:]), 1)
+        step = -(-(-(-total // unit)) // count) * unit
+        return (min(index * step, total), min((index + 1) * step, total))
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        start, stop = self.span(rank)
+        if start == stop:
+            return ()
+        local = self.inner.local_shape(rank)
+        (origin,) = self.inner.boxes(rank)
+        return tuple(
+            Box(tuple(o + p for o, p in zip(origin.offsets, run.offsets, strict=True)), run.sizes)
+            for run in runs(start, stop, local)
+        )
+
+    def local_shape(self, rank: int) -> Shape:
+        start, stop = self.span(rank)
+        return (stop - start,)
+
+
+def _box(intervals: Iterable[tuple[int, int]]) -> Box:
+    intervals = tuple(intervals)
+    return Box(tuple(start for start, _ in intervals), tuple(stop - start for start, stop in intervals))
+
+
+def runs(start: int, stop: int, shape: Shape) -> list[Box]:
+    """The boxes, in memory order, that a range of a row-major tensor is made of.
+
+    Example:
+        >>> [str(box) for box in runs(1, 11, (3, 4))]
+        ['[0:1, 1:4]', '[1:2, 0:4]', '[2:3, 0:3]']
+    """
+    if stop <= start:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,))] if shape else [Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def part(index: int, a: int, b: int) -> list[Box]:
+        return [Box((index, *box.offsets), (1, *box.sizes)) for box in runs(a, b, shape[1:])]
+
+    if first > last:
+        return part(last, start - last * row, stop - last * row)
+    boxes = part(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    return boxes + (part(last, 0, stop - last * row) if stop > last * row else [])
+
+
+@lru_cache(maxsize=4096)
+def replicated(shape: Shape, ranks: Ranks, grid: tuple[int, ...] | None = None) -> CutLayout:
+    """A whole copy on each of `ranks`."""
+    return CutLayout(shape=shape, ranks=ranks, grid=grid or (len(ranks),), dims=(None,) * len(shape))
+
+
+def same_boxes(a: Layout, b: Layout) -> bool:
+    """Whether two layouts put the same boxes, in the same order, on the same ranks, and leave the same to reduce."""
+    if a is b or a == b:
+        return True
+    if a.shape != b.shape or a.packed != b.packed or bool(a.partial) != bool(b.partial):
+        return False
+    if a.partial and (a.ranks != b.ranks or a.grid != b.grid or a.partial != b.partial):
+        return False
+    return all(a.boxes(rank) == b.boxes(rank) for rank in {*a.ranks, *b.ranks})
+
+
+__all__ = ["CutLayout", "DimCut", "FlatLayout", "Layout", "ListedLayout", "replicated", "runs", "same_boxes", "whole"]

@@ -1,0 +1,65 @@
+"""Boxes written out, told by arithmetic where they form a grid, so that equal cuts are equal layouts."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from shardtensor.layout.box import Box
+from shardtensor.layout.layout import CutLayout, DimCut, Layout, ListedLayout, Shape
+from shardtensor.layout.pieces import listed
+from shardtensor.mesh import as_ranks
+
+
+def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
+    """The layout of boxes that tile `shape`.
+
+    Example:
+        >>> halves = ((0, Box((0, 0), (1, 4))), (1, Box((1, 0), (1, 4))))
+        >>> type(listed_layout(halves, (2, 4))).__name__
+        'CutLayout'
+    """
+    ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
+    if len(ranks) == len(owned):
+        grid = _as_grid(owned, shape)
+        if grid is not None:
+            return grid
+    return ListedLayout(shape=shape, ranks=ranks, grid=(len(ranks),), owned=owned)
+
+
+def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | None:
+    intervals = [
+        sorted({(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=lambda interval: (interval[0], -interval[1]))
+        for dim in range(len(shape))
+    ]
+    grid = tuple(len(choices) for choices in intervals)
+    if math.prod(grid) != len(owned) or any(
+        _ends(choices) != size for choices, size in zip(intervals, shape, strict=True)
+    ):
+        return None
+    holder = {box: rank for rank, box in owned}
+    order = []
+    for choice in product(*intervals):
+        rank = holder.get(Box(tuple(start for start, _ in choice), tuple(size for _, size in choice)))
+        if rank is None:
+            return None
+        order.append(rank)
+    dims = tuple(
+        DimCut((axis,), listed(tuple(size for _, size in choices))) if len(choices) > 1 else None
+        for axis, choices in enumerate(intervals)
+    )
+    cut = [axis for axis, size in enumerate(grid) if size > 1]
+    if len(cut) == 1:  # one cut dim: the same layout as a chunk spec gives
+        dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
+        grid = (grid[cut[0]],)
+    return CutLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
+
+
+def _ends(choices: list[tuple[int, int]]) -> int | None:
+    """Where intervals laid end to end stop, or None when they leave a gap or overlap."""
+    end = 0
+    for start, size in choices:
+        if start != end:
+            return None
+        end += size
+    return end

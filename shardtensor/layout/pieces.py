@@ -1,0 +1,154 @@
+"""How one dim is cut: the intervals of each piece, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Protocol
+
+import attrs
+
+Interval = tuple[int, int]
+
+
+class Pieces(Protocol):
+    """A dim of `length` elements cut into `count` pieces, each of one or more intervals."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def intervals(self, i: int) -> tuple[Interval, ...]:
+        """The half-open intervals of piece `i`; an empty one starts where the pieces before it end."""
+        ...
+
+    def size(self, i: int) -> int:
+        """The number of elements in piece `i`."""
+        ...
+
+
+class _OneInterval:
+    """A piece that is one interval."""
+
+    def interval(self, i: int) -> Interval:
+        raise NotImplementedError
+
+    def intervals(self, i: int) -> tuple[Interval, ...]:
+        return (self.interval(i),)
+
+    def size(self, i: int) -> int:
+        start, stop = self.interval(i)
+        return stop - start
+
+
+@attrs.frozen
+class Stepped(_OneInterval):
+    """Every piece has `step` elements until the dim is used up: even cuts, torch.chunk, padded cuts.
+
+    Example:
+        >>> [Stepped(7, 4, 2).interval(i) for i in range(4)]
+        [(0, 2), (2, 4), (4, 6), (6, 7)]
+        >>> [Stepped(3, 4, 1).interval(i) for i in range(4)]
+        [(0, 1), (1, 2), (2, 3), (3, 3)]
+    """
+
+    length: int
+    count: int
+    step: int
+
+    def interval(self, i: int) -> Interval:
+        start = i * self.step
+        stop = start + self.step
+        length = self.length
+        return (min(start, length), min(stop, length))
+
+
+@attrs.frozen
+class Balanced(_OneInterval):
+    """Pieces differ by at most one unit, the larger first (numpy.array_split).
+
+    Example:
+        >>> [Balanced(25, 4, 1).size(i) for i in range(4)]
+        [7, 6, 6, 6]
+    """
+
+    length: int
+    count: int
+    unit: int
+
+    def interval(self, i: int) -> Interval:
+        each, extra = divmod(self.length // self.unit, self.count)
+        start = i * each + min(i, extra)
+        return (start * self.unit, (start + each + (i < extra)) * self.unit)
+
+
+@attrs.frozen(cache_hash=True)
+class Listed(_OneInterval):
+    """Pieces between bounds chosen by hand: ``(0, 12, 24, 32)`` is 12, 12, 8."""
+
+    bounds: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def count(self) -> int:
+        return len(self.bounds) - 1
+
+    def interval(self, i: int) -> Interval:
+        return (self.bounds[i], self.bounds[i + 1])
+
+
+@attrs.frozen(cache_hash=True)
+class Blocked:
+    """Blocks laid end to end (fused q, k, v), each cut by itself: a piece holds one interval of every block."""
+
+    blocks: tuple[Pieces, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(block.length for block in self.blocks)
+
+    @property
+    def count(self) -> int:
+        return self.blocks[0].count
+
+    def intervals(self, i: int) -> tuple[Interval, ...]:
+        start, found = 0, []
+        for block in self.blocks:
+            found += [(start + a, start + b) for a, b in block.intervals(i)]
+            start += block.length
+        return tuple(found)
+
+    def size(self, i: int) -> int:
+        return sum(block.size(i) for block in self.blocks)
+
+
+def chunked(length: int, count: int) -> Stepped:
+    """Cut as torch.chunk does: ceil(length / count) elements each until used up, then empty pieces."""
+    return Stepped(length, count, -(-length // count))
+
+
+def listed(sizes: tuple[int, ...]) -> Pieces:
+    """Cut by sizes; sizes that torch.chunk would give are told by that arithmetic, so that equal cuts are equal."""
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    same = chunked(bounds[-1], len(sizes))
+    if all(same.interval(i) == pair for i, pair in enumerate(pairwise(bounds))):
+        return same
+    return Listed(tuple(bounds))
+
+
+def balanced(length: int, count: int, unit: int) -> Pieces:
+    """Cut into pieces that differ by at most one unit; an even cut is told as such."""
+    return Stepped(length, count, length // count) if length % (count * unit) == 0 else Balanced(length, count, unit)
+
+
+def padded(length: int, count: int, pad: int, unit: int) -> Stepped:
+    """Cut as if the dim were longer: the next multiple of `pad`, of `unit` and of the number of pieces."""
+    grain = math.lcm(pad, count * unit)
+    return Stepped(length, count, -(-length // grain) * grain // count)

@@ -1,0 +1,115 @@
+"""Do boxes tile a tensor? Names the two that overlap and their ranks, or the first element that none holds.
+
+`validate_non_overlapping_shards_metadata` and `check_tensor` say the same under torch's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shardtensor.errors import LayoutError
+from shardtensor.layout.box import Box
+from shardtensor.spec.boxes import find_overlap
+
+Owned = Sequence[tuple[int | None, Box]]
+
+
+def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The first element, row-major, that no box holds; None when the boxes cover `shape`."""
+    if 0 in shape:
+        return None
+    live = [box for box in boxes if box.numel]
+    if not shape:
+        return None if live else ()
+    bounds = sorted({0} | {edge for box in live for edge in (box.offsets[0], box.ends[0]) if edge < shape[0]})
+    for start in bounds:
+        slab = [Box(b.offsets[1:], b.sizes[1:]) for b in live if b.offsets[0] <= start < b.ends[0]]
+        if not slab and len(shape) == 1:
+            return (start,)
+        hole = find_hole(slab, shape[1:])
+        if hole is not None:
+            return (start, *hole)
+    return None
+
+
+def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
+    """Check that boxes cover `shape` once.
+
+    Args:
+        owned: the global rank (or None) and the box of each shard.
+        shape: the global shape.
+
+    Raises:
+        LayoutError: names the box that does not fit, the two boxes that overlap with their ranks, or the hole.
+
+    Example:
+        >>> check_tiling([(0, Box((0,), (2,))), (1, Box((3,), (2,)))], (5,))
+        Traceback (most recent call last):
+        shardtensor.errors.LayoutError: the shards do not cover the entire tensor: no shard holds element (2)
+          shape   (5)
+          volume  4 of the shards does not match tensor volume 5
+          fix     add a shard that starts at (2), or give the true global size
+    """
+    for rank, box in owned:
+        if len(box.offsets) != len(shape):
+            raise LayoutError(
+                f"Rank of tensor is {len(shape)}, but shards rank is {len(box.offsets)}",
+                {"shape": _tuple(shape), "shard": _who(rank, box)},
+                "give every shard one offset and one size for each dim",
+            )
+        if any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            dim = next(i for i, (end, size) in enumerate(zip(box.ends, shape, strict=True)) if end > size)
+            raise LayoutError(
+                f"Shard offset {box.offsets[dim]} and length {box.sizes[dim]} exceeds tensor dim: {shape[dim]}",
+                {"shape": _tuple(shape), "shard": _who(rank, box)},
+                "give the true global size, or a shard that ends inside it",
+            )
+    check_no_overlap(owned)
+    hole = find_hole([box for _, box in owned], shape)
+    if hole is not None:
+        held = sum(box.numel for _, box in owned)
+        raise LayoutError(
+            f"the shards do not cover the entire tensor: no shard holds element {_tuple(hole)}",
+            {"shape": _tuple(shape), "volume": f"{held} of the shards does not match tensor volume {math.prod(shape)}"},
+            f"add a shard that starts at {_tuple(hole)}, or give the true global size",
+        )
+
+
+def check_no_overlap(owned: Owned) -> None:
+    """Raise LayoutError, naming both boxes and their ranks, when two boxes share an element."""
+    pair = find_overlap([box for _, box in owned])
+    if pair is not None:
+        first, second = owned[pair[0]], owned[pair[1]]
+        shared = first[1].overlap(second[1])
+        raise LayoutError(
+            f"Shards {_who(*first)} and {_who(*second)} overlap",
+            {"both": f"hold {shared}"},
+            "give each element to one shard",
+        )
+
+
+def _owned(shards: Sequence[Any]) -> Owned:
+    return [
+        (shard.placement.rank() if shard.placement else None, Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
+        for shard in shards
+    ]
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
+    """Raise ValueError when two of the ``ShardMetadata`` overlap."""
+    check_no_overlap(_owned(shards))
+
+
+def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:
+    """Raise ValueError when the ``ShardMetadata`` do not tile a tensor of size `tensor_dims`."""
+    check_tiling(_owned(shards_metadata), tuple(tensor_dims))
+
+
+def _who(rank: int | None, box: Box) -> str:
+    return f"{box}" if rank is None else f"{box} of rank {rank}"
+
+
+def _tuple(numbers: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, numbers)) + ")"

@@ -1,0 +1,119 @@
+"""A grid of ranks with named axes. Integers only: no processes and no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import attrs
+
+from shardtensor.errors import LayoutError
+
+Ranks = range | tuple[int, ...]
+
+
+def as_ranks(ranks: Sequence[int]) -> Ranks:
+    """Return `ranks` as a ``range`` when they are consecutive, else as a tuple.
+
+    Example:
+        >>> as_ranks([4, 5, 6]), as_ranks([1, 0])
+        (range(4, 7), (1, 0))
+    """
+    if isinstance(ranks, range) and ranks.step == 1:
+        return ranks
+    ranks = tuple(ranks)
+    if ranks and all(rank == ranks[0] + i for i, rank in enumerate(ranks)):
+        return range(ranks[0], ranks[0] + len(ranks))
+    return ranks
+
+
+@attrs.frozen(cache_hash=True)
+class Mesh:
+    """Ranks laid out row-major over named axes, the last axis fastest.
+
+    A mesh with the single axis ``"*"`` is *unnamed*: it is what a plain process group gives, and the one axis
+    that a spec names binds to it, whatever its name.
+
+    Args:
+        axes: names and sizes, major to minor.
+        ranks: the global ranks in row-major order; as many as the product of the sizes.
+
+    Example:
+        >>> mesh = Mesh((("dp", 2), ("tp", 3)))
+        >>> mesh.coordinate(4), mesh.rank_at((1, 2)), mesh.ranks_along(4, (1,))
+        ((1, 1), 5, (3, 4, 5))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    ranks: Ranks = attrs.field(
+        converter=as_ranks,
+        default=attrs.Factory(lambda self: range(math.prod(size for _, size in self.axes)), takes_self=True),
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.size != len(self.ranks):
+            raise LayoutError(
+                f"the mesh has {self.size} places for {len(self.ranks)} ranks",
+                {"mesh": str(self)},
+                "make the product of the axis sizes equal to the number of ranks",
+            )
+        if len(set(self.names)) != len(self.names):
+            raise LayoutError("two axes of the mesh have one name", {"mesh": str(self)}, "give each axis its own name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def is_unnamed(self) -> bool:
+        return self.names == ("*",)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """The place of a global rank in the grid, or None when it has none."""
+        return coordinate(self.ranks, self.sizes, rank)
+
+    def rank_at(self, coord: Sequence[int]) -> int:
+        """The global rank at a place of the grid."""
+        index = 0
+        for size, i in zip(self.sizes, coord, strict=True):
+            index = index * size + i
+        return self.ranks[index]
+
+    def ranks_along(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks that differ from `rank` only along `axes` (axis numbers), row-major over them in order."""
+        here = self.coordinate(rank)
+        if here is None:
+            return ()
+        places = []
+        for steps in product(*(range(self.sizes[axis]) for axis in axes)):
+            place = list(here)
+            for axis, step in zip(axes, steps, strict=True):
+                place[axis] = step
+            places.append(self.rank_at(place))
+        return tuple(places)
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(f"{name}={size}" for name, size in self.axes) + ")"
+
+
+def coordinate(ranks: Ranks, sizes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+    """The row-major place of `rank` among `ranks` in a grid of `sizes`; None when it is not there."""
+    if rank not in ranks:
+        return None
+    index = ranks.index(rank)
+    if len(sizes) == 1:
+        return (index,)
+    place = []
+    for size in reversed(sizes):
+        index, i = divmod(index, size)
+        place.append(i)
+    return tuple(reversed(place))

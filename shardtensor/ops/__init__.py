@@ -1,0 +1,3 @@
+"""Torch's operations on ShardedTensors. Importing this package registers them."""
+
+from shardtensor.ops import pointwise as pointwise

@@ -1,0 +1,292 @@
+"""What a spec says about one tensor, in devices: torch's own forms, spelled as their Python calls."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import attrs
+
+from shardtensor.errors import SpecError
+from shardtensor.spec.atoms import optional_sizes, tuple_text, whole_numbers
+from shardtensor.spec.boxes import find_overlap
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.placement import Placement, parse_placement
+from shardtensor.spec.placements import Placements
+
+
+class NamedDimError(SpecError, NotImplementedError):
+    """Device forms number their dims; also a NotImplementedError, as from torch."""
+
+
+class PlacementSpec:
+    """Where an entity lies; the base of `DevicePlacementSpec`, and of one's own, as with torch's."""
+
+    __slots__ = ()
+
+
+@attrs.frozen(cache_hash=True)
+class DevicePlacementSpec(PlacementSpec):
+    """An entity on one device.
+
+    Example:
+        >>> str(DevicePlacementSpec("rank:0/cuda:0"))
+        'rank:0/cuda:0'
+    """
+
+    device: Placement = attrs.field(converter=parse_placement)
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+
+def _offsets(values: Any) -> list[int]:
+    return _extent(values, "shard_offsets should be >=0")
+
+
+def _sizes(values: Any) -> list[int]:
+    return _extent(values, "shard_sizes should be >= 0")
+
+
+def _extent(values: Any, rule: str) -> list[int]:
+    try:
+        numbers = [index(value) for value in values]
+    except TypeError:
+        raise SpecError(f"{rule.split()[0]} needs to be whole numbers, found {values!r}", code="E102") from None
+    if any(number < 0 for number in numbers):
+        raise SpecError(f"{rule}, found {numbers}", code="E102")
+    return numbers
+
+
+def _place(place: Any) -> Placement | None:
+    return None if place is None else parse_placement(place)
+
+
+@attrs.define(eq=False)
+class ShardMetadata:
+    """A box of a tensor and where it lives. Mutable, as torch's: a spec copies it on entry.
+
+    Args:
+        shard_offsets: where the box starts, one number a dim.
+        shard_sizes: how long it is, one number a dim.
+        placement: text, or anything `parse_placement` takes, or None.
+
+    Raises:
+        SpecError: numbers that are not whole, negative ones, or not one offset for each size.
+
+    Example:
+        >>> ShardMetadata((0, 5), [2, 5], "rank:0")
+        ShardMetadata(shard_offsets=[0, 5], shard_sizes=[2, 5], placement=rank:0/cpu)
+    """
+
+    shard_offsets: list[int] = attrs.field(converter=_offsets)
+    shard_sizes: list[int] = attrs.field(converter=_sizes)
+    placement: Placement | None = attrs.field(default=None, converter=_place)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.shard_offsets) != len(self.shard_sizes):
+            raise SpecError(
+                f"shard_offsets and shard_sizes should have the same number of elements, "
+                f"found {len(self.shard_offsets)} and {len(self.shard_sizes)} respectively",
+                {"offsets": tuple_text(self.shard_offsets), "sizes": tuple_text(self.shard_sizes)},
+                "give one offset and one size for each dim",
+            )
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, ShardMetadata) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class PlacedBox(NamedTuple):
+    """A frozen shard: offsets, sizes, and where it lives."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    placement: Placement | None
+
+    def __str__(self) -> str:
+        slices = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
+        return f"[{slices}]" if self.placement is None else f"[{slices}] @ {quoted(str(self.placement))}"
+
+    def order(self) -> tuple[Any, ...]:
+        """Sorts boxes by offset, and those of one offset by size and rank."""
+        rank = -1 if self.placement is None or self.placement.rank_ is None else self.placement.rank_
+        return self.offsets, self.sizes, rank, str(self.placement)
+
+
+def quoted(text: str) -> str:
+    """A string of the language."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _places(value: Any) -> Placements:
+    try:
+        places = Placements(value)
+    except TypeError:
+        raise SpecError(f"placements needs to be a list of placements, found {value!r}", code="E501") from None
+    if not places:
+        raise SpecError("the list of placements is empty", fix='name a place, as in ["rank:0/cuda:0"]', code="E501")
+    return places
+
+
+def _splits(values: Any) -> tuple[int, ...]:
+    return whole_numbers(values, "splits", 1)
+
+
+def _sharding_dim(dim: Any) -> int:
+    if isinstance(dim, str):
+        raise NamedDimError(
+            "ChunkShardingSpec does not support named dimension yet!",
+            {"dim": repr(dim)},
+            f'Spec({dim}="tp") cuts a dim by name, over a mesh axis' if dim.isidentifier() else "give its number",
+        )
+    try:
+        return index(dim)
+    except TypeError:
+        raise SpecError(f"Sharding dim needs to be an integer, found: {dim!r}", code="E102") from None
+
+
+@attrs.frozen(cache_hash=True)
+class ChunkShardingSpec(ShardingSpec):
+    """One dim cut into one chunk per placement, by the sizes of ``torch.chunk`` (the last ones may be short or empty).
+
+    Args:
+        dim: the dim; negative ones count from the end.
+        placements: who holds each chunk: one text, or a list of texts (ranges too), `Placement` or torch's objects.
+        sizes: the size of each chunk, in elements, instead of torch.chunk's.
+
+    Raises:
+        SpecError: a dim that is not a number, a placement that cannot be read, not one size for each placement.
+
+    Example:
+        >>> str(ChunkShardingSpec(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1"]))
+        'chunk(dim=0, placements=["rank:0-1/cuda:0-1"])'
+    """
+
+    dim: int = attrs.field(converter=_sharding_dim)
+    placements: Placements = attrs.field(converter=_places)
+    sizes: tuple[int, ...] | None = attrs.field(default=None, converter=optional_sizes)
+
+    def __attrs_post_init__(self) -> None:
+        if self.sizes is not None and len(self.sizes) != len(self.placements):
+            raise SpecError(
+                f"{len(self.sizes)} sizes are given for {len(self.placements)} placements",
+                fix="give one size for each placement",
+                code="E208",
+            )
+
+    def __str__(self) -> str:
+        sizes = "" if self.sizes is None else f", sizes={tuple_text(self.sizes)}"
+        return f"chunk(dim={self.dim}, placements={_list(self.placements)}{sizes})"
+
+
+@attrs.frozen(cache_hash=True)
+class GridShardingSpec(ShardingSpec):
+    """Every dim cut into so many chunks, by the sizes of ``torch.chunk``; pieces dealt to placements row-major.
+
+    Args:
+        splits: chunks of each dim, 1 for a dim that stays whole.
+        placements: who holds each piece; as many as the product of the splits.
+
+    Example:
+        >>> str(GridShardingSpec(splits=(2, 2), placements=["rank:0-3/cuda:0-3"]))
+        'grid(splits=(2, 2), placements=["rank:0-3/cuda:0-3"])'
+    """
+
+    splits: tuple[int, ...] = attrs.field(converter=_splits)
+    placements: Placements = attrs.field(converter=_places)
+
+    def __attrs_post_init__(self) -> None:
+        pieces = math.prod(self.splits)
+        if pieces != len(self.placements):
+            raise SpecError(
+                f"the grid has {pieces} pieces for {len(self.placements)} placements",
+                {"splits": tuple_text(self.splits)},
+                "name one placement for each piece",
+                code="E208",
+            )
+
+    def __str__(self) -> str:
+        return f"grid(splits={tuple_text(self.splits)}, placements={_list(self.placements)})"
+
+
+@attrs.frozen(init=False, repr=False)
+class EnumerableShardingSpec(ShardingSpec):
+    """Every shard written out: any boxes that do not overlap.
+
+    Args:
+        shards: `ShardMetadata`, or what has its three attributes; copied, and kept sorted by offset.
+
+    Attributes:
+        boxes: the shards, frozen.
+
+    Raises:
+        SpecError: no shards, not the same number of dims everywhere, or two that overlap.
+
+    Example:
+        >>> print(EnumerableShardingSpec([ShardMetadata([5], [5], "rank:1"), ShardMetadata([0], [5], "rank:0")]))
+        enum([0:5] @ "rank:0/cpu", [5:10] @ "rank:1/cpu")
+    """
+
+    boxes: tuple[PlacedBox, ...]
+    _hash: int = attrs.field(eq=False)
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        boxes = [_frozen(shard) for shard in shards]
+        if not boxes:
+            raise SpecError(f"Empty shard list provided: {shards}", fix="list every shard", code="E102")
+        ranks = [len(box.offsets) for box in boxes]
+        if len(set(ranks)) > 1:
+            other = next(rank for rank in ranks if rank != ranks[0])
+            raise SpecError(
+                f"Found inconsistent ranks for shards: {ranks[0]} and {other}",
+                {"why": "every shard of a tensor has one offset and one size for each dim of it"},
+                code="E202",
+            )
+        if (pair := find_overlap([box[:2] for box in boxes])) is not None:
+            first, second = (boxes[i] for i in pair)
+            raise SpecError(
+                f"Shards {first} and {second} overlap",
+                {"why": "every element of a tensor lies in one shard"},
+                "give each element to one shard",
+                code="E209",
+            )
+        frozen = tuple(sorted(boxes, key=PlacedBox.order))
+        self.__attrs_init__(frozen, hash(frozen))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def shards(self) -> list[ShardMetadata]:
+        """The shards as torch spells them: fresh copies, sorted by offset."""
+        return [ShardMetadata(*box) for box in self.boxes]
+
+    def __str__(self) -> str:
+        return f"enum({', '.join(map(str, self.boxes))})"
+
+    def __repr__(self) -> str:
+        return f"EnumerableShardingSpec({self.shards})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EnumerableShardingSpec, (self.shards,)
+
+
+def _frozen(shard: Any) -> PlacedBox:
+    try:
+        copy = ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
+    except AttributeError:
+        raise SpecError(f"not a shard: {shard!r}", fix="make it with ShardMetadata(...)", code="E102") from None
+    return PlacedBox(tuple(copy.shard_offsets), tuple(copy.shard_sizes), copy.placement)
+
+
+def _list(places: Placements) -> str:
+    return f"[{', '.join(map(quoted, places.fold()))}]"

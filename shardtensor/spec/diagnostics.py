@@ -1,0 +1,90 @@
+"""Errors that point at text: the line, a caret, why it is wrong, and what to write instead.
+
+.. code-block:: text
+
+    <spec>:1:6: error[E102]: no modifier is called `unti`
+        1 | [tp unti(128), -]
+          |     ^^^^
+      why: after an axis may stand unit, blocks, pad, sizes, balanced
+      fix: did you mean `unit`?
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import attrs
+
+from shardtensor.errors import SpecError
+
+WIDTH = 100
+"""Of a long line, so many characters round the fault are shown."""
+
+
+@attrs.frozen
+class Source:
+    """A text and where it came from."""
+
+    text: str
+    file: str = "<spec>"
+
+    def error(
+        self,
+        code: str,
+        span: tuple[int, int],
+        fault: str,
+        why: str = "",
+        fix: str = "",
+        kind: type[SpecError] = SpecError,
+    ) -> SpecError:
+        """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
+        rows = [f"  {key}: {value}" for key, value in (("why", why), ("fix", fix)) if value]
+        return self._error(code, span, fault, rows, SpecError)
+
+    def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
+        """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
+        fault, *facts = str(error).splitlines()
+        rows = [re.sub(r"^  (\S+) +", r"  \1: ", row) for row in facts]
+        return self._error(error.code or "E102", span, fault, rows, type(error))
+
+    def _error(self, code: str, span: tuple[int, int], fault: str, rows: list[str], kind: type[SpecError]) -> SpecError:
+        start, end = span
+        line = self.text.count("\n", 0, start) + 1
+        begin = self.text.rfind("\n", 0, start) + 1
+        stop = self.text.find("\n", start)
+        shown, col = self.text[begin : len(self.text) if stop < 0 else stop], start - begin
+        width = max(1, min(end - start, len(shown) - col))
+        head = f"{self.file}:{line}:{col + 1}: error[{code}]: {printable(fault)}"
+        cut = max(0, col - WIDTH // 2)
+        shown, at = printable(shown[cut : cut + WIDTH]), col - cut
+        if cut:
+            shown, at = "..." + shown, at + 3
+        if cut + WIDTH < (len(self.text) if stop < 0 else stop) - begin:
+            shown += "..."
+        caret = " " * at + "^" * min(width, max(1, WIDTH - (col - cut)))
+        return kind("\n".join([head, f"{line:5} | {shown}", f"      | {caret}", *rows]), code=code, file=self.file,
+                    line=line, col=col + 1)  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """`text` with what would move the caret, or not print at all, as question marks."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The word that was perhaps meant, as a way out; empty when none is near."""
+    near = get_close_matches(word, list(words), n=1)
+    return f"did you mean `{near[0]}`?" if near else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    """Words as a sentence lists them.
+
+    Example:
+        >>> listed(["an axis", "`-`", "`...`"])
+        'an axis, `-` or `...`'
+    """
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last

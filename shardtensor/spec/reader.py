@@ -1,0 +1,251 @@
+"""A syntax tree to a spec: words are looked up, arguments read, and every fault points at the text that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lark import Token, Tree
+
+from shardtensor.errors import SpecError
+from shardtensor.spec.atoms import MAX_NUMBER
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
+from shardtensor.spec.diagnostics import Source, listed, nearest
+from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec
+from shardtensor.spec.placements import Run, parse_run
+from shardtensor.spec.words import STANDS, WANTED, WORDS, Place, Word, words_for
+
+Node = Any
+"""A lark ``Tree`` or ``Token``; lark types their children as anything."""
+
+
+def read_spec(source: Source, tree: Node) -> ShardingSpec:
+    """Return the spec that the syntax tree of `source` means."""
+    return _Reader(source).spec(tree)
+
+
+def _span(node: Node) -> tuple[int, int]:
+    where: Any = node if isinstance(node, Token) else node.meta
+    return where.start_pos, where.end_pos
+
+
+class _Reader:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.axes: list[Token] = []
+
+    def fault(self, code: str, node: Node, fault: str, why: str = "", fix: str = "") -> SpecError:
+        return self.source.error(code, _span(node), fault, why, fix)
+
+    @contextmanager
+    def at(self, node: Node) -> Iterator[None]:
+        """What a value refuses inside is refused here, at `node`."""
+        try:
+            yield
+        except SpecError as error:
+            if error.line:
+                raise
+            if error.code == "E204":  # an axis used twice: point at the second use
+                node = next(token for i, token in enumerate(self.axes) if token in self.axes[:i])
+            raise self.source.locate(error, _span(node)) from None
+
+    # ---------- the spec and its parts ----------
+
+    def spec(self, tree: Node) -> ShardingSpec:
+        head, *suffixes = tree.children
+        if head.data == "layout":
+            spec: ShardingSpec = self.layout(head)
+        elif head.data == "word":
+            self.word(head.children[0], ("form",), bare=True)
+            spec = Replicate()
+        elif (word := self.word(head.children[0], ("form", "suffix"))).place == "suffix":
+            spec, suffixes = Replicate(), [head, *suffixes]
+        else:
+            spec = self.device_form(word, head)
+        for call in suffixes:
+            spec = self.suffixed(spec, call)
+        return spec
+
+    def layout(self, tree: Node) -> Spec:
+        dims: list[Dim] = []
+        named: dict[str, Cut] = {}
+        for node in tree.children:
+            if isinstance(node, Token):
+                dims.append(None if node.type == "WHOLE" else ...)
+                continue
+            cut = self.cut(node)
+            if isinstance(node.children[0], Token):
+                if (name := str(node.children[0])) in named:
+                    raise self.fault("E204", node.children[0], f"the dim `{name}` is named twice", fix="keep one")
+                named[name] = cut
+            else:
+                dims.append(cut)
+        with self.at(tree):
+            if dims and named:
+                raise SpecError(
+                    "dims are named or in order, not both",
+                    {"why": "dims that a spec does not name are whole"},
+                    f"write [{', '.join(f'{name}: {cut}' for name, cut in named.items())}], or every dim in order",
+                )
+            return Spec(*dims, **named)
+
+    def cut(self, tree: Node) -> Cut:
+        nodes = tree.children[1:] if isinstance(tree.children[0], Token) else tree.children
+        axes = self.name_tokens(nodes[0])
+        given: dict[str, Any] = {}
+        for node in nodes[1:]:
+            word = self.word(node.children[0], ("modifier",), bare=node.data == "word")
+            if word.name in given:
+                raise self.fault("E102", node, f"`{word.name}` is written twice", fix="keep one")
+            values: dict[str, Any] = self.arguments(word, node) if node.data == "call" else {word.name: True}
+            if word.rest:
+                numbers = tuple(values[""])
+                given[word.name] = numbers[0] if word.name == "blocks" and len(numbers) == 1 else numbers
+            else:
+                given |= values
+            with self.at(node):
+                Cut(axes, **given)
+        return Cut(axes, **given)
+
+    def suffixed(self, spec: ShardingSpec, call: Node) -> Spec:
+        word = self.word(call.children[0], ("suffix",))
+        if not isinstance(spec, Spec):
+            raise self.fault(
+                "E204",
+                call,
+                "a device form has no suffixes",
+                "it names ranks, and is never mixed with mesh axes in one spec",
+                "write the cut in axes too, as in `[tp, -] flat(dp)`",
+            )
+        if (word.name == "flat" and spec.flat_part) or (word.name == "only" and spec.only_part):
+            raise self.fault("E102", call, f"`{word.name}` is written twice", fix="keep one")
+        values = self.arguments(word, call)
+        axes = values.pop("axes", ())
+        with self.at(call):
+            return getattr(spec, word.name)(*axes, **values)
+
+    def device_form(self, word: Word, call: Node) -> ShardingSpec:
+        values = self.arguments(word, call)
+        with self.at(call):
+            if word.name == "enum":
+                return EnumerableShardingSpec(values[""])
+            return {"chunk": ChunkShardingSpec, "grid": GridShardingSpec}[word.name](**values)
+
+    # ---------- words and their arguments ----------
+
+    def word(self, token: Node, places: tuple[Place, ...], bare: bool = False) -> Word:
+        """Look up the word that `token` is, which must be one of these places; `bare` when no bracket follows."""
+        known = words_for(*places)
+        word = WORDS.get(str(token))
+        kinds = listed([place if place != "form" else "spec" for place in places])
+        if word is None:
+            fix = nearest(str(token), known)
+            if bare and not fix:
+                fix = "write `[..., tp]` to cut a dim over an axis" if "form" in places else "a product is `tp*dp`"
+            raise self.fault("E102", token, f"no {kinds} is called `{token}`", f"there are {', '.join(known)}", fix)
+        if word.place not in places:
+            code = "E204" if word.place == "form" else "E102"
+            raise self.fault(code, token, f"`{word.name}` is not a {kinds}", f"it {STANDS[word.place]}", _example(word))
+        if word.is_bare != bare:
+            fault = f"`{word.name}` takes no arguments" if word.is_bare else f"`{word.name}` needs arguments"
+            raise self.fault("E102", token, fault, fix=f"write `{word.usage}`")
+        return word
+
+    def arguments(self, word: Word, call: Node) -> dict[str, Any]:
+        """Read the arguments of a call by name; those of a word that takes any number lie under the empty name."""
+        values: dict[str, Any] = {"": []} if word.rest else {}
+        names = list(word.params)
+        for node in call.children[1:]:
+            is_named = isinstance(node, Tree) and node.data == "arg"
+            name, value = (str(node.children[0]), node.children[1]) if is_named else ("", node)
+            if word.rest and not is_named:
+                values[""].append(self.value(word.rest, value, word))
+                continue
+            if not is_named and len(values) < len(names):
+                name = names[len(values)]
+            if name not in names:
+                taken = f"`{word.name}` takes {listed(names)}" if names else f"`{word.name}` takes no names"
+                fault = f"`{word.name}` has no argument `{name}`" if name else f"`{word.name}` has too many arguments"
+                raise self.fault("E102", node, fault, taken, nearest(name, names) or f"write `{word.usage}`")
+            if name in values:
+                raise self.fault("E102", node, f"`{name}` is given twice", fix="keep one")
+            values[name] = self.value(word.params[name], value, word)
+        missing = [name for name in names[: word.required] if name not in values]
+        if missing or values.get("") == []:
+            what = f"`{missing[0]}`" if missing else "arguments"
+            raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=f"write `{word.usage}`")
+        return values
+
+    def value(self, kind: str, node: Node, word: Word) -> Any:
+        """Read an argument that must be of `kind`."""
+        data = node.data if isinstance(node, Tree) else node.type
+        if kind.startswith("number") and kind != "numbers" and data == "number":
+            return self.number(node)
+        if data == "axes":
+            names = [str(token) for token in node.children[::2]]
+            if kind == "number or row" and names == ["row"]:
+                return "row"
+            if kind == "word" and len(names) == 1:
+                return names[0]
+            if kind == "axes":
+                return self.name_tokens(node)
+            if kind == "axis" and len(names) == 1:
+                return self.name_tokens(node)[0]
+            if kind.startswith("number") or data == "call":
+                why = "a spec read alone has no names in scope: its numbers are written out"
+                raise self.fault("E103", node, f"`{names[0]}` is not a number", why, f"write `{word.usage}`")
+        if kind == "numbers" and data == "tuple":
+            return tuple(self.number(child, kind) for child in node.children)
+        if kind == "places" and data == "places":
+            return [self.placement(token) for token in node.children]
+        if kind == "box" and data == "box":
+            return self.box(node)
+        raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=f"write `{word.usage}`")
+
+    def number(self, node: Node, kind: str = "number") -> int:
+        if not isinstance(node, Tree) or node.data != "number":
+            raise self.fault("E102", node, f"{WANTED[kind]} needed here")
+        return (-1 if len(node.children) > 1 else 1) * self.digits(node.children[-1])
+
+    def digits(self, token: Node) -> int:
+        if len(token) > 19 or int(token) > MAX_NUMBER:
+            raise self.fault("E001", token, "the number is too large", f"numbers go up to {MAX_NUMBER}")
+        return int(token)
+
+    def name_tokens(self, axes: Node) -> tuple[str, ...]:
+        tokens = [token for token in axes.children if token.type == "NAME"]
+        self.axes += tokens
+        return tuple(map(str, tokens))
+
+    def string(self, token: Node) -> str:
+        try:
+            return json.loads(str(token), strict=False)
+        except ValueError:
+            raise self.fault(
+                "E001", token, "the string has an unknown escape", fix=r"write `\\` for a backslash"
+            ) from None
+
+    def placement(self, token: Node) -> Run:
+        text = self.string(token)
+        with self.at(token):
+            return parse_run(text)
+
+    def box(self, tree: Node) -> ShardMetadata:
+        place = tree.children[-1] if tree.children and isinstance(tree.children[-1], Token) else None
+        offsets, sizes = [], []
+        for part in tree.children[: -1 if place is not None else None]:
+            start, stop = map(self.digits, part.children)
+            if stop < start:
+                raise self.fault("E102", part, "the slice ends before it begins", "it is half open, as in Python")
+            offsets.append(start)
+            sizes.append(stop - start)
+        text = None if place is None else self.string(place)
+        with self.at(tree if place is None else place):
+            return ShardMetadata(offsets, sizes, text)
+
+
+def _example(word: Word) -> str:
+    examples = {"modifier": f"`[tp {word.usage}, -]`", "suffix": f"`[tp, -] {word.usage}`", "form": f"`{word.usage}`"}
+    return f"write {examples[word.place]}"

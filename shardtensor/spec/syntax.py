@@ -1,0 +1,105 @@
+"""Text to a syntax tree, by the grammar; what is not in the grammar is an error in words."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from shardtensor.errors import SpecError
+from shardtensor.spec.diagnostics import Source, listed
+
+if TYPE_CHECKING:
+    from lark import Lark, Tree
+
+MAX_LENGTH = 2**18
+MAX_DEPTH = 16
+
+_BRACKET = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[\[(]|[\])]')
+
+_IN_WORDS = {
+    "$END": "the end",
+    "COLON": "`:`",
+    "COMMA": "`,`",
+    "EQUAL": "`=`",
+    "INT": "a number",
+    "LPAR": "`(`",
+    "LSQB": "`[`",
+    "NAME": "a name",
+    "REST": "`...`",
+    "RPAR": "`)`",
+    "RSQB": "`]`",
+    "STRING": "a string",
+    "TIMES": "`*`",
+    "WHOLE": "`-`",
+    "AT": "`@`",
+}
+
+
+@cache
+def _parser() -> Lark:
+    from lark import Lark
+
+    grammar = files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
+    return Lark(grammar, start="spec", parser="lalr", propagate_positions=True, maybe_placeholders=False)
+
+
+def parse_syntax(source: Source) -> Tree:
+    """Return the syntax tree of one spec.
+
+    Raises:
+        SpecError: E001, with the place, what may stand there and what stands there.
+    """
+    from lark.exceptions import UnexpectedCharacters, UnexpectedToken
+
+    _check_limits(source)
+    try:
+        return _parser().parse(source.text)
+    except UnexpectedToken as error:
+        raise _unexpected(
+            source, error.token.start_pos or 0, str(error.token), error.token.type, error.accepts
+        ) from None
+    except UnexpectedCharacters as error:
+        at = error.pos_in_stream
+        raise _unexpected(source, at, source.text[at], "", set(error.allowed or ())) from None
+
+
+def _check_limits(source: Source) -> None:
+    text = source.text
+    if not text.strip():
+        raise source.error("E001", (0, 1), "the spec is empty", fix="write `replicate`, or dims as in `[tp, -]`")
+    if len(text) > MAX_LENGTH:
+        why = f"it has {len(text)} characters, and a text is read up to {MAX_LENGTH}"
+        raise source.error(
+            "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or make it in Python"
+        )
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(match[0], 0)
+        if depth > MAX_DEPTH:
+            raise source.error("E001", match.span(), f"brackets are nested more than {MAX_DEPTH} deep", fix="drop some")
+
+
+def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[str]) -> SpecError:
+    words = [word for name, word in _IN_WORDS.items() if name in expected]
+    if kind == "$END":
+        at, found, shown = len(source.text.rstrip()), " ", "the end"
+    else:
+        shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
+    fault = f"expected {listed(words)}, found {shown}" if words else f"{shown} cannot stand here"
+    why, fix = _advice(source.text, at, found)
+    return source.error("E001", (at, at + len(found)), fault, why, fix)
+
+
+def _advice(text: str, at: int, found: str) -> tuple[str, str]:
+    """Why, and what to write, for slips that people make."""
+    if found == '"':
+        return "a string ends on its line", 'close it with `"`'
+    if found == "'":
+        return "strings stand in double quotes", 'write `"`'
+    if text[:at].strip() == "" and found in "({":
+        return "the dims of a tensor stand in square brackets", "write them as in `[tp, -]`"
+    if found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
+        return "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
+    return "", ""

@@ -1,0 +1,103 @@
+"""The table from torch functions to handlers, and the safety net under it.
+
+Handlers register with `implements`. An operation without one gathers its operands, computes on whole tensors, lays the
+results out again and warns once, with what it cost; under `strict` it is a `RuleError` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.errors import RuleError
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""From a torch function, method or property getter to what does its work on ShardedTensors."""
+
+_STRICT: contextvars.ContextVar[bool] = contextvars.ContextVar("strict", default=False)
+
+
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler for torch functions; it is called with the very arguments of the call."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def spellings(name: str) -> list[Any]:
+    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add`` where they exist."""
+    places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
+    return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
+
+
+@contextlib.contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Make every operation that would gather or move a sharded operand by itself an error.
+
+    Example:
+        >>> with strict():
+        ...     is_strict()
+        True
+    """
+    token = _STRICT.set(enabled)
+    try:
+        yield
+    finally:
+        _STRICT.reset(token)
+
+
+def is_strict() -> bool:
+    """Whether the caller is inside `strict`."""
+    return _STRICT.get()
+
+
+class GatherWarning(UserWarning):
+    """An operation without a sharding rule gathered its operands."""
+
+
+_WARNED: set[str] = set()
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function as people write it."""
+    owner = getattr(func, "__objclass__", None)
+    name = getattr(func, "__name__", None) or str(func)
+    if name == "__get__":
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    return f"Tensor.{name}" if owner is not None else name
+
+
+def warn_of_gather(func: Any, size_bytes: int) -> None:
+    """Say once for each operation that it gathered; an error under `strict`."""
+    name = name_of(func)
+    if is_strict():
+        raise RuleError(
+            f"{name}: no sharding rule",
+            {"it would": f"gather {size_bytes / 2**20:.2f} MiB on every rank"},
+            ["call full_tensor() on its operands where you mean to", "leave strict() to let it gather"],
+        )
+    if name not in _WARNED:
+        _WARNED.add(name)
+        warnings.warn(
+            f"{name} has no sharding rule: it gathers its operands ({size_bytes / 2**20:.2f} MiB on every rank), "
+            "computes on the whole and lays the result out again. This is said once for each operation.",
+            GatherWarning,
+            stacklevel=5,
+        )
+
+
+def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation without a rule; `shardtensor.tensor.fallback` says how."""
+    from shardtensor.tensor.fallback import gather_and_compute
+
+    return gather_and_compute(func, args, kwargs)

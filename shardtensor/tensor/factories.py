@@ -1,0 +1,197 @@
+"""Make sharded tensors: `empty`, `zeros`, `ones`, `full`, `rand`, `randn`, `distribute`.
+
+From a spec nothing is sent; each rank allocates its own bytes and the time does not depend on the number of ranks.
+The random ones send one generator state, the first rank's, and give bit for bit what the unsharded call with that
+state gives, on any layout; every rank's generator is left where that call would leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError
+from shardtensor.layout.layout import Layout
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.binding import bind_to
+from shardtensor.tensor.drawing import draw
+from shardtensor.tensor.move import cut_part, settle
+from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.random import Sample
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
+
+SpecLike = ShardingSpec | str
+
+
+class Options(TypedDict, total=False):
+    """What every factory takes.
+
+    Attributes:
+        dtype: of the elements; torch's default dtype when None.
+        requires_grad: whether autograd follows the tensor.
+        pin_memory: page-lock this rank's part (CPU placements).
+        process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
+        layout, memory_format, init_rrefs: for torch's signatures: strided, contiguous and False are the only ones.
+    """
+
+    dtype: torch.dtype | None
+    requires_grad: bool
+    pin_memory: bool
+    process_group: Any
+    layout: torch.layout
+    memory_format: torch.memory_format
+    init_rrefs: bool
+
+
+def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of unset values. Sends nothing; every rank of the group makes it.
+
+    Args:
+        sharding_spec: a spec or its text.
+        size: the global shape, as numbers or one sequence.
+        options: see `Options`.
+
+    Raises:
+        LayoutError: (a ValueError) the spec does not fit the shape or the ranks.
+
+    Example:
+        >>> empty("[tp, -]", 4, 6).shape
+        torch.Size([4, 6])
+    """
+    return _make(sharding_spec, size, options, _empty)
+
+
+def zeros(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of zeros; arguments as of `empty`."""
+    return _make(sharding_spec, size, options, lambda *make: _empty(*make).zero_())
+
+
+def ones(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of ones; arguments as of `empty`."""
+    return _make(sharding_spec, size, options, lambda *make: _empty(*make).fill_(1))
+
+
+def full(sharding_spec: SpecLike, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of one value, of torch.full's dtype for it; arguments as of `empty`."""
+    if options.get("dtype") is None:
+        options["dtype"] = torch.full((), fill_value).dtype
+    return _make(sharding_spec, (size,), options, lambda *make: _empty(*make).fill_(fill_value))
+
+
+def rand(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of torch.rand's very numbers, whatever the layout; arguments as of `empty`.
+
+    All ranks of the group call it: the first rank's generator state is sent to the others.
+    """
+    return _make(sharding_spec, size, options, _drawn(lambda t, generator: t.uniform_(generator=generator)))
+
+
+def randn(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Return a sharded tensor of torch.randn's very numbers, whatever the layout; arguments as of `rand`."""
+    return _make(sharding_spec, size, options, _drawn(lambda t, generator: t.normal_(generator=generator)))
+
+
+def distribute(
+    tensor: torch.Tensor, sharding_spec: SpecLike, *, process_group: Any = None, requires_grad: bool | None = None
+) -> ShardedTensor:
+    """Return a tensor that every rank holds whole as a sharded one; each rank copies its own part. Sends nothing.
+
+    Differentiable: the gradient of `tensor` is the whole gradient on every rank.
+
+    Args:
+        tensor: of the global shape, equal on every rank; also a ShardedTensor, which is gathered first (collective).
+        sharding_spec: a spec or its text.
+        process_group: as of `empty`.
+        requires_grad: makes the result a leaf that does or does not require a gradient; None keeps the graph.
+
+    Example:
+        >>> distribute(torch.arange(4.0), "[tp]").full_tensor()
+        tensor([0., 1., 2., 3.])
+    """
+    spec, group, layout = bind_to(sharding_spec, tuple(tensor.shape), process_group)
+    device = device_for(spec, group)
+    if requires_grad is not None:
+        tensor = tensor.detach()
+    local = local_as(tensor, layout.reduced(), group)
+    if layout.partial and group.rank != layout.ranks[0]:
+        local = torch.zeros_like(local)
+    local = local.to(device)
+    if local.untyped_storage().nbytes() != local.numel() * local.element_size() or local is tensor:
+        local = local.clone(memory_format=torch.contiguous_format)
+    if requires_grad is not None:
+        local.requires_grad_(requires_grad)
+    return wrap(local, layout, spec, group)
+
+
+Maker = Callable[[Layout, Group, torch.dtype, torch.device, bool], torch.Tensor]
+
+
+def _empty(layout: Layout, group: Group, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
+    return torch.empty(layout.local_shape(group.rank), dtype=dtype, device=device, pin_memory=pin)
+
+
+def _drawn(sample: Sample) -> Maker:
+    def make(layout: Layout, group: Group, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
+        local = draw(sample, layout, group, dtype=dtype, device=device)
+        return local.pin_memory() if pin else local
+
+    return make
+
+
+def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker: Maker) -> ShardedTensor:
+    if options:
+        _refuse_what_is_not_plain(**options)
+    spec, group, layout = bind_to(sharding_spec, as_shape(size), options.get("process_group"))
+    if layout.partial:
+        raise LayoutError(
+            "a new tensor cannot be partial", {"spec": str(spec)}, "make it whole, or use init_from_local_tensor"
+        )
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    with torch.no_grad():
+        local = maker(layout, group, dtype, device_for(spec, group), options.get("pin_memory", False))
+    if options.get("requires_grad"):
+        local.requires_grad_()
+    return wrap(local, layout, spec, group)
+
+
+def as_shape(size: Sequence[Any]) -> tuple[int, ...]:
+    """The global shape that ``f(spec, 4, 6)``, ``f(spec, (4, 6))`` and ``f(spec, torch.Size(...))`` say."""
+    if len(size) == 1 and not isinstance(size[0], int | str):
+        size = tuple(size[0])
+    for length in size:
+        if not isinstance(length, int):
+            raise TypeError(f"size has to be a sequence of ints, found: {list(size)}")
+        if length < 0:
+            raise LayoutError(f"a tensor cannot have {length} elements along a dim", {"size": tuple(size)})
+    return tuple(size)
+
+
+_KNOWN = frozenset(Options.__annotations__)
+
+
+def _refuse_what_is_not_plain(
+    layout: torch.layout = torch.strided,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    init_rrefs: bool = False,
+    **rest: Any,
+) -> None:
+    unknown = next((name for name in rest if name not in _KNOWN), None)
+    if unknown is not None:
+        raise TypeError(f"no argument is called {unknown!r}; there are {', '.join(sorted(_KNOWN))}")
+    if layout != torch.strided:
+        raise LayoutError(f"Only torch.strided layout is currently supported, found {layout}")
+    if memory_format != torch.contiguous_format:
+        raise LayoutError(f"Only torch.contiguous_format memory_format is currently supported, found {memory_format}")
+    if init_rrefs:
+        raise RuntimeError(
+            "RPC Framework needs to be initialized for init_rrefs=True, and shards are not shown over RPC here; "
+            "full_tensor(), gather() and metadata() tell what other ranks hold"
+        )
+
+
+__all__ = ["Options", "SpecLike", "as_group", "as_spec", "cut_part", "distribute", "empty", "full", "ones", "rand", "randn", "settle", "zeros"]

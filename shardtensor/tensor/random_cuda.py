@@ -1,0 +1,153 @@
+"""The CUDA random stream (Philox), any piece of it drawn on its own.
+
+Philox is counter-based. A torch sampler runs a fixed grid of threads over the tensor again and again; one pass fills
+``length`` consecutive elements and moves the generator's offset by ``step``. Pass ``k`` of a large tensor is therefore
+the same call on a tensor of ``length`` elements with the offset set ``k * step`` further. The numbers depend on the
+card's count of multiprocessors, as those of the unsharded call do.
+
+References: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+THREADS_PER_BLOCK = 256
+MAX_BYTES = 2**31 - 1  # a kernel indexes with 32 bits; torch halves larger tensors until they fit
+
+
+class OffsetStream(Protocol):
+    """The part of a CUDA ``torch.Generator`` that gives random access."""
+
+    def get_offset(self) -> int: ...
+
+    def set_offset(self, offset: int) -> object: ...
+
+
+def philox_pieces(
+    sample: Callable[[Tensor, Generator | None], object],
+    numel: int,
+    wanted: Callable[[int, int], bool],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: Generator | None,
+) -> Iterator[tuple[int, Tensor]] | None:
+    """Draw those passes of a CUDA tensor of ``numel`` elements that are wanted, into one scratch of a pass.
+
+    Args:
+        sample: fills a contiguous tensor in place with one torch random operation.
+        numel: elements of the whole tensor.
+        wanted: tells whether anything of the flat range ``[start, stop)`` is needed.
+        dtype: the dtype it is drawn in.
+        device: a CUDA device.
+        generator: a generator of that device; None means its default one.
+
+    Returns:
+        An iterator of ``(start, values)``: ``values`` is the whole's flat range that begins at ``start``, valid until
+        the next step. When the iterator is used up, the generator is where the whole call leaves it.
+        None if the tensor fits one pass, or is complex and larger than 2 GiB, or if ``sample`` is not exact in passes;
+        the generator is then untouched.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    lengths = pass_lengths(index)
+    too_small = numel <= max(lengths)
+    splits_pairs = dtype.is_complex and len(split_for_indexing(numel, dtype.itemsize)) > 1  # halves count real numbers
+    if too_small or splits_pairs:
+        return None
+    stream = torch.cuda.default_generators[index] if generator is None else generator
+
+    def draw(count: int, scratch: Tensor | None = None) -> Tensor:
+        values = torch.empty(count, dtype=dtype, device=device) if scratch is None else scratch[:count]
+        sample(values, generator)
+        return values
+
+    found = find_pass(draw, stream, lengths)
+    return None if found is None else draw_passes(draw, stream, numel, wanted, *found, dtype.itemsize)
+
+
+def pass_lengths(index: int) -> tuple[int, int]:
+    """Return the elements one pass may cover on card ``index``: four a thread, or two for 64-bit draws."""
+    card = torch.cuda.get_device_properties(index)
+    blocks = card.multi_processor_count * (card.max_threads_per_multi_processor // THREADS_PER_BLOCK)
+    return 4 * THREADS_PER_BLOCK * blocks, 2 * THREADS_PER_BLOCK * blocks
+
+
+def find_pass(draw: Callable[..., Tensor], stream: OffsetStream, lengths: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the ``(length, step)`` of a pass that is proved to reproduce ``draw``, or None. The offset is put back.
+
+    The proof compares two passes and one element drawn at once with the same in three passes, values and final offset.
+    Which of ``lengths`` is right depends on the sampler, its arguments and the dtype (``random_`` over a wide range
+    draws 64 bits), so it is proved for every call; that costs four draws of a pass and one synchronisation.
+    """
+    base = stream.get_offset()
+    try:
+        for length in lengths:
+            stream.set_offset(base)
+            whole = draw(2 * length + 1)
+            moved = stream.get_offset() - base
+            stream.set_offset(base)
+            scratch = draw(length)
+            step = stream.get_offset() - base
+            if moved != 3 * step:
+                continue
+            exact = True
+            for number, expected in enumerate(whole.split(length)):
+                stream.set_offset(base + number * step)
+                values = draw(length, scratch)[: expected.numel()]
+                exact = exact and torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+            if exact:
+                return length, step
+        return None
+    finally:
+        stream.set_offset(base)
+
+
+def draw_passes(
+    draw: Callable[..., Tensor],
+    stream: OffsetStream,
+    numel: int,
+    wanted: Callable[[int, int], bool],
+    length: int,
+    step: int,
+    itemsize: int,
+    max_bytes: int = MAX_BYTES,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(start, values)`` for each wanted pass, then leave the offset where the whole draw leaves it.
+
+    A tensor too large for 32-bit indexing is drawn by torch as a sequence of calls on its parts, each with passes of
+    its own; before it splits the tensor it reserves (and does not use) the offsets for the whole.
+    """
+    base = stream.get_offset()
+    parts = split_for_indexing(numel, itemsize, max_bytes)
+    if len(parts) > 1:
+        base += step * -(-numel // length)
+    scratch = None
+    for first, last in pairwise(accumulate(parts, initial=0)):
+        for start in range(first, last, length):
+            stop = min(start + length, last)
+            if wanted(start, stop):
+                stream.set_offset(base)
+                # A short last pass is drawn in full too: fewer elements may run on a smaller grid of threads.
+                scratch = draw(length, scratch)
+                yield start, scratch[: stop - start]
+            base += step
+    stream.set_offset(base)
+
+
+def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) -> list[int]:
+    """Return the sizes of the parts that torch draws one after the other: halves until a part fits 32-bit indexing.
+
+    Example:
+        >>> split_for_indexing(1000, 4), split_for_indexing(2**30 + 1, 4)
+        ([1000], [536870912, 268435456, 268435457])
+    """
+    if (numel - 1) * itemsize + 1 <= max_bytes:
+        return [numel]
+    half = numel // 2
+    return split_for_indexing(half, itemsize, max_bytes) + split_for_indexing(numel - half, itemsize, max_bytes)

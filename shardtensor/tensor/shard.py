@@ -1,0 +1,109 @@
+"""A shard: a box of a tensor with its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardtensor.errors import LayoutError
+from shardtensor.spec.devices import ShardMetadata
+
+if TYPE_CHECKING:
+    from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+class Shard:
+    """A local tensor and where it lies: ``tensor`` (its local shape) and ``metadata`` (offsets, sizes, placement).
+
+    A shard made by hand holds its own tensor. One that `ShardedTensor.local_shards` returns shows the tensor of its
+    owner: setting ``tensor`` or ``metadata`` there changes the owner.
+
+    Args:
+        tensor: the data, of shape ``metadata.shard_sizes``.
+        metadata: offsets, sizes and placement in the global tensor.
+
+    Raises:
+        LayoutError: (a ValueError) the shape or the device is not what the metadata says.
+
+    Example:
+        >>> shard = Shard(torch.ones(2, 4), ShardMetadata([2, 0], [2, 4], "rank:1/cpu"))
+        >>> shard.metadata.shard_offsets
+        [2, 0]
+    """
+
+    __slots__ = ("_index", "_metadata", "_owner", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, metadata: ShardMetadata) -> None:
+        if list(tensor.size()) != list(metadata.shard_sizes):
+            raise LayoutError(
+                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: "
+                f"{list(tensor.size())}, metadata.shard_lengths: {list(metadata.shard_sizes)}",
+                fix="give the metadata the sizes of the tensor",
+            )
+        placement = metadata.placement
+        if placement is not None and not same_device(placement.device(), tensor.device):
+            raise LayoutError(
+                f"Local shard tensor device does not match with local Shard's placement! "
+                f"Found local shard tensor device: {tensor.device}, "
+                f"local shard metadata placement device: {placement.device()}",
+                fix="move the tensor, or name its device in the placement",
+            )
+        self._tensor: torch.Tensor | None = tensor
+        self._metadata = metadata
+        self._owner: ShardedTensor | None = None
+        self._index = 0
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
+        """Make the shard of a rank from its tensor and offsets; the placement is ``rank:<rank>/<tensor's device>``."""
+        return cls(tensor, ShardMetadata(list(shard_offsets), list(tensor.size()), f"rank:{rank}/{tensor.device}"))
+
+    @classmethod
+    def of(cls, owner: ShardedTensor, index: int, metadata: ShardMetadata) -> Shard:
+        """The shard that shows box `index` of its owner's local tensor."""
+        shard = cls.__new__(cls)
+        shard._tensor, shard._metadata, shard._owner, shard._index = None, metadata, owner, index
+        return shard
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The data, of local shape; of an owned shard the very tensor that autograd and optimizers know."""
+        if self._owner is not None:
+            return self._owner._shard_tensor(self._index)
+        assert self._tensor is not None
+        return self._tensor
+
+    @tensor.setter
+    def tensor(self, value: torch.Tensor) -> None:
+        if self._owner is not None:
+            self._owner._set_shard_tensor(self._index, value)
+        else:
+            self._tensor = value
+
+    @property
+    def metadata(self) -> ShardMetadata:
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, value: ShardMetadata) -> None:
+        if self._owner is not None:
+            self._owner._set_shard_metadata(self._index, value)
+        self._metadata = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        import copy
+
+        return Shard(copy.deepcopy(self.tensor, memo), copy.deepcopy(self.metadata, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Shard, (self.tensor, self.metadata))
+
+    def __repr__(self) -> str:
+        return f"Shard(tensor={tuple(self.tensor.shape)} {self.tensor.dtype}, metadata={self.metadata})"
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one, taking a device without an index as any of its kind."""
+    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)

@@ -1,0 +1,27 @@
+"""What the tests of many ranks share: a pool of real processes, the device to use, and the world sizes to try.
+
+A body is a top-level function of a test module. It runs on every rank of a fresh world, with a default process group
+of exactly that size; what it returns comes back as a list, one entry a rank::
+
+    from harness import device, every_size
+
+    def total(scale):
+        return as_group().all_reduce(torch.full((2,), scale, device=device())).tolist()
+
+    @every_size
+    def test_total(world, size):
+        assert world(total, size, scale=3.0) == [[3.0 * size] * 2] * size
+
+Bodies assert on their ranks, too: the failure of a rank fails the test, with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness.pool import Pool, RankFailed
+from harness.worker import device
+
+SIZES = (1, 2, 3, 4)
+every_size = pytest.mark.parametrize("size", SIZES)
+
+__all__ = ["SIZES", "Pool", "RankFailed", "device", "every_size"]
