@@ -23,6 +23,7 @@ _HOME = {
     "Shard": "tensor.shard",
     "ShardMetadata": "spec.devices",
     "ShardTensorError": "errors",
+    "ShardedOptimizer": "optim.sharded_optimizer",
     "ShardedTensor": "tensor.sharded_tensor",
     "ShardedTensorMetadata": "tensor.metadata",
     "ShardingSpec": "spec.nodes",
@@ -30,19 +31,30 @@ _HOME = {
     "SpecError": "errors",
     "StaleParameterError": "errors",
     "TensorProperties": "tensor.metadata",
+    "clip_grad_norm_": "optim.clip",
+    "clip_grad_value_": "optim.clip",
+    "custom_sharded_op_impl": "tensor.dispatch",
+    "custom_sharding_spec_op": "tensor.dispatch",
     "distribute": "tensor.factories",
     "empty": "tensor.factories",
     "full": "tensor.factories",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
+    "load_with_process_group": "comm.process_group",
+    "named_params_with_sharded_tensor": "optim.named_params",
     "ones": "tensor.factories",
     "parse_spec": "spec.parse",
     "rand": "tensor.factories",
     "randn": "tensor.factories",
+    "shard_parameter": "parallel.parameter",
+    "shard_tensor": "parallel.parameter",
     "strict": "tensor.dispatch",
     "zeros": "tensor.factories",
 }
 """Where each public name lives; it is imported when first asked for, so that planning never pays for torch."""
+
+_UPSTREAM = {"_shard_tensor": ("parallel.parameter", "shard_tensor")}
+"""Names that torch's own code spells with an underscore."""
 
 _PURE = ("errors", "mesh", "spec")
 
@@ -50,12 +62,12 @@ __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
+    home, spelled = _UPSTREAM.get(name, (_HOME.get(name), name))
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not home.startswith(_PURE):
         importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), spelled)
     globals()[name] = value
     return value
 

@@ -7,6 +7,7 @@
     ├── LayoutError        (ValueError)    a spec does not fit the mesh, the world or the shape
     ├── RuleError          (RuntimeError)  an operation cannot be done on these layouts
     ├── DisagreementError  (ValueError)    ranks brought different things; nothing has moved
+    ├── MissingParameterError (AttributeError) a module has no parameter of that name
     └── StaleParameterError (RuntimeError) an optimizer holds parameters that no longer live
 
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
@@ -58,7 +59,7 @@ class SpecError(ShardTensorError, ValueError):
     """The text or the value of a spec is wrong.
 
     Attributes:
-        code: the check that failed, such as ``E001``; empty for values made in Python.
+        code: the check that failed, such as ``E001``; empty where no check has a code.
         file: where the text stands; ``<spec>`` for a string in Python.
         line, col: position of the fault, counted from 1; 0 for values made in Python.
     """
@@ -88,6 +89,10 @@ class RuleError(ShardTensorError, RuntimeError):
 
 class DisagreementError(ShardTensorError, ValueError):
     """Ranks brought different things to a call that needs them equal; no data has moved."""
+
+
+class MissingParameterError(ShardTensorError, AttributeError):
+    """A module has no parameter of that name."""
 
 
 class StaleParameterError(ShardTensorError, RuntimeError):

@@ -13,12 +13,9 @@ from harness import Pool
 def world() -> Iterator[Pool]:
     """Run a body on real ranks: ``world(body, size, **kwargs)``. Gloo on the CPU.
 
-    With SHARDTENSOR_TEST_DEVICE=cuda the same tests run on NCCL, where there are four GPUs.
+    With SHARDTENSOR_TEST_DEVICE=cuda the same tests run on NCCL; worlds larger than the number of GPUs are skipped.
     """
-    device_type = os.environ.get("SHARDTENSOR_TEST_DEVICE", "cpu")
-    if device_type == "cuda":
-        _need_gpus()
-    pool = Pool(4, device_type)
+    pool = _gpu_pool() if os.environ.get("SHARDTENSOR_TEST_DEVICE") == "cuda" else Pool()
     yield pool
     pool.close()
 
@@ -26,14 +23,15 @@ def world() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def gpu_world() -> Iterator[Pool]:
     """The same on NCCL, rank r on ``cuda:r``; for tests marked ``gpu``."""
-    _need_gpus()
-    pool = Pool(4, "cuda")
+    pool = _gpu_pool()
     yield pool
     pool.close()
 
 
-def _need_gpus() -> None:
+def _gpu_pool() -> Pool:
     import torch
 
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs four GPUs and NCCL; this machine has {torch.cuda.device_count()}")
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two to four GPUs and NCCL; this machine has {count}")
+    return Pool(min(4, count), "cuda")

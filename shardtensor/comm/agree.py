@@ -84,7 +84,9 @@ def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError
     }
     differing = {name: _table(values) for name, values in held.items() if len(values) > 1}
     what = " and ".join([", ".join(list(differing)[:-1]), list(differing)[-1]] if len(differing) > 1 else differing)
-    fault = f"{next(iter(calls))}: ranks disagree on the {what}; nothing was moved"
+    name = next(iter(differing))
+    first, other = (ranks[0] for ranks in list(held[name].values())[:2])
+    fault = f"{next(iter(calls))}: {name} of rank {first} does not match with {name} of rank {other}; nothing was moved"
     return DisagreementError(fault, differing, f"give every rank of the group the same {what}")
 
 

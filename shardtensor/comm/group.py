@@ -51,7 +51,10 @@ class Group(Protocol):
     mesh: Mesh | None
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``."""
+        """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
+
+        Use what is returned: in a compiled graph it is another tensor of the same values.
+        """
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         """Start `all_reduce`; `t` must be left alone until ``wait()`` returns it."""

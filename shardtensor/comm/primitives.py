@@ -1,21 +1,24 @@
-"""The five calls that move data through a torch process group, and the only names that torch versions disagree on.
+"""The calls that move data through a torch process group, and the only names that torch versions disagree on.
 
 torch 2.13 renamed ``_allgather_base`` to ``all_gather_single`` and ``_reduce_scatter_base`` to
 ``reduce_scatter_single`` (the functional ones likewise) and deprecates the old names. Eager calls go to the process
 group itself, at a quarter of the host cost of a functional collective; under ``torch.compile`` the functional
 collective is what a graph can hold. Both show as collectives in a profile.
 
-Tensors here are contiguous, of a dtype and on a device that the backend takes; outputs are written in place.
+Tensors here are contiguous, of a dtype and on a device that the backend takes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -49,12 +52,28 @@ _ALL_TO_ALL = _options(dist.AllToAllOptions)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
 
-def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> None:
-    """Reduce `t` in place."""
+def _wait(work: Any) -> None:
+    if work is not None:  # NCCL in the current stream has nothing to wait for
+        work.wait()
+
+
+def _graph_result(result: torch.Tensor) -> torch.Tensor:
+    """A new tensor for what a functional collective returned.
+
+    torch 2.11 loses the gradient, silently, of an autograd Function that returns a collective's result itself or a
+    tensor it was copied into. The compiler folds this copy into what uses it.
+    """
+    return result.clone()
+
+
+def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce `t` in place and return it; in a compiled graph return an equal tensor instead (see `_graph_result`)."""
     if torch.compiler.is_compiling():
-        t.copy_(functional.all_reduce(t, _FUNCTIONAL_NAMES.get(op, op), process_group))
-    else:
-        process_group.allreduce([t], _REDUCE[op]).wait()
+        result = _graph_result(functional.all_reduce(t, _FUNCTIONAL_NAMES.get(op, op), process_group))
+        t.copy_(result)
+        return result
+    _wait(process_group.allreduce([t], _REDUCE[op]))
+    return t
 
 
 def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
@@ -62,32 +81,56 @@ def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
     return process_group.allreduce([t], _REDUCE_ASYNC[op])
 
 
-def all_gather(process_group: Any, out: torch.Tensor, t: torch.Tensor) -> None:
-    """Write every member's `t`, all of one size, to `out` one after the other."""
+def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
+    """Return every member's flat `t`, all of one size, one after the other."""
     if torch.compiler.is_compiling():
-        out.copy_(_functional_gather(t, 0, process_group))
-    else:
-        _gather_call(process_group, out, t, _GATHER).wait()
+        return _graph_result(_functional_gather(t, 0, process_group))
+    out = t.new_empty(process_group.size() * t.numel())
+    _wait(_gather_call(process_group, out, t, _GATHER))
+    return out
 
 
-def reduce_scatter(process_group: Any, out: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write this member's equal part of the sum of `flat` to `out`."""
+def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
+    """Return this member's equal part of the sum of `flat`."""
     if torch.compiler.is_compiling():
-        out.copy_(_functional_scatter(flat, "sum", 0, process_group))
-    else:
-        _scatter_call(process_group, out, flat, _SCATTER).wait()
+        return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
+    out = flat.new_empty(flat.numel() // process_group.size())
+    _wait(_scatter_call(process_group, out, flat, _SCATTER))
+    return out
 
 
 def all_to_all(
-    process_group: Any, out: torch.Tensor, flat: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
-) -> None:
+    process_group: Any, flat: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+) -> torch.Tensor:
     """Exchange consecutive ranges of `flat`; counts are elements."""
     if torch.compiler.is_compiling():
-        out.copy_(functional.all_to_all_single(flat, list(recv_counts), list(send_counts), process_group))
-    else:
-        process_group.alltoall_base(out, flat, recv_counts, send_counts, _ALL_TO_ALL).wait()
+        sizes = list(recv_counts), list(send_counts)
+        return _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
+    out = flat.new_empty(sum(recv_counts))
+    _wait(process_group.alltoall_base(out, flat, recv_counts, send_counts, _ALL_TO_ALL))
+    return out
 
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     """Start overwriting `t` with the source's; return torch's handle."""
     return process_group.broadcast(t, src_index)
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def new_group(ranks: tuple[int, ...]) -> Any:
+    """Make a process group of `ranks`, ascending global ranks; only they call it.
+
+    torch names such a group with a number that counts other groups too, and that ranks with other memberships count
+    differently (pytorch/pytorch#189073); ranks that look for each other under different names wait for ever. So for
+    this call the name is made of the ranks and of how many groups of these same ranks there were.
+    """
+    _made[ranks] += 1
+    name = f"shardtensor_{sha256(repr(ranks).encode()).hexdigest()[:16]}_{_made[ranks]}"
+    torch_name = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = torch_name

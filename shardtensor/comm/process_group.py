@@ -18,6 +18,7 @@ from shardtensor.mesh import Mesh
 
 _groups: dict[Any, Group] = {}  # by process group, which hashes by identity
 _mesh_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id: meshes of two worlds may be equal
+_alone = LoneGroup()
 _current: ContextVar[Any] = ContextVar("process group of load_with_process_group", default=None)
 
 
@@ -53,7 +54,7 @@ def as_group(where: Any = None) -> Group:
     if where is None:
         where = _current_process_group()
         if where is None:
-            return LoneGroup()
+            return _alone
     found = _groups.get(where) if isinstance(where, dist.ProcessGroup) else None
     return found if found is not None else _find_group(where)
 
@@ -65,6 +66,13 @@ def _current_process_group() -> Any:
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     return process_group
+
+
+def world_place() -> tuple[int, int] | None:
+    """This process's global rank and the number of ranks; None where no default group exists."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _find_group(where: Any) -> Group:

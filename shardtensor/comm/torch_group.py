@@ -39,32 +39,32 @@ class TorchGroup:
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        if (t.is_cuda, t.dtype) in self.wire.reduced_as_is and op in self.wire.ops and t.is_contiguous():
-            primitives.all_reduce(self.process_group, t, op)
-            return t
+        if (t.is_cuda, t.dtype, op) in self.wire.reduced_as_is and t.is_contiguous():
+            return primitives.all_reduce(self.process_group, t, op)
         check_reduction(op, t.dtype)
         if op == "prod" and t.dtype.is_complex:  # no backend multiplies complex numbers
             t.detach().copy_(self.all_gather(t).view(self.size, *t.shape).prod(0))
             return t
-        sent = self.wire.to_reduce(t)
-        primitives.all_reduce(self.process_group, sent, op if op in self.wire.ops else "sum")
-        self._finish_reduce(sent, t, op)
-        return t
+        sent = primitives.all_reduce(self.process_group, self.wire.to_reduce(t), op if op in self.wire.ops else "sum")
+        result = self._finish_reduce(sent, t, op)
+        return result if torch.compiler.is_compiling() else t
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
             return Done(self.all_reduce(t, op))
-        if (t.is_cuda, t.dtype) in self.wire.reduced_as_is and op in self.wire.ops and t.is_contiguous():
+        if (t.is_cuda, t.dtype, op) in self.wire.reduced_as_is and t.is_contiguous():
             return Started(primitives.all_reduce_async(self.process_group, t, op), t)
         check_reduction(op, t.dtype)
         sent = self.wire.to_reduce(t)
         work = primitives.all_reduce_async(self.process_group, sent, op if op in self.wire.ops else "sum")
         return Started(work, t, lambda: self._finish_reduce(sent, t, op))
 
-    def _finish_reduce(self, sent: torch.Tensor, t: torch.Tensor, op: str) -> None:
+    def _finish_reduce(self, sent: torch.Tensor, t: torch.Tensor, op: str) -> torch.Tensor:
         if op not in self.wire.ops:
             sent.div_(self.size)  # an average, by a backend that only adds up
-        t.detach().copy_(self.wire.from_reduce(sent, t).view(t.shape))
+        result = self.wire.from_reduce(sent, t).view(t.shape)
+        t.detach().copy_(result)
+        return result
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         check_reduction("sum", flat.dtype)
@@ -73,9 +73,7 @@ class TorchGroup:
         assert counts is None or sum(counts) == flat.numel(), "counts must add up to the elements given"
         widest, total = _widest(counts, flat.numel(), self.size, 2 if flat.dtype.is_complex else 1)
         if widest * self.size == total:
-            out = sent.new_empty(widest)
-            primitives.reduce_scatter(self.process_group, out, sent)
-            return self.wire.from_reduce(out, flat)
+            return self.wire.from_reduce(primitives.reduce_scatter(self.process_group, sent), flat)
         assert counts is not None
         ends = list(accumulate(counts, initial=0))
         mine = slice(ends[self.index], ends[self.index + 1])
@@ -86,8 +84,7 @@ class TorchGroup:
         padded = sent.new_zeros(self.size * widest)
         for i, part in enumerate(sent.split([count * scale for count in counts])):
             padded[i * widest : i * widest + part.numel()] = part
-        out = sent.new_empty(widest)
-        primitives.reduce_scatter(self.process_group, out, padded)
+        out = primitives.reduce_scatter(self.process_group, padded)
         return self.wire.from_reduce(out[: counts[self.index] * scale].clone(), flat)
 
     # -- moves --------------------------------------------------------------------------------------------------
@@ -98,12 +95,10 @@ class TorchGroup:
         scale = self.wire.elements_per_item(t.dtype)
         widest, total = _widest(counts, t.numel() * self.size, self.size, scale)
         if widest * self.size == total:
-            out = sent.new_empty(total)
-            primitives.all_gather(self.process_group, out, sent)
-            return self.wire.from_move(out, t)
+            return self.wire.from_move(primitives.all_gather(self.process_group, sent), t)
         assert counts is not None
         sizes = [count * scale for count in counts]
-        if widest * self.size > 2 * total:  # padding would more than double the data: send what there is
+        if widest * self.size > 2 * total and not torch.compiler.is_compiling():  # padding would double the data
             out = sent.new_empty(total)
             pieces = out.split(sizes)
             pieces[self.index].copy_(sent)
@@ -113,10 +108,9 @@ class TorchGroup:
             return self.wire.from_move(out, t)
         padded = sent.new_zeros(widest)
         padded[: sent.numel()] = sent
-        out = sent.new_empty(self.size * widest)
-        primitives.all_gather(self.process_group, out, padded)
+        rows = primitives.all_gather(self.process_group, padded).view(self.size, widest)
         # Joined again, not sliced: the result owns exactly its bytes.
-        out = torch.cat([row[:size] for row, size in zip(out.view(self.size, widest), sizes, strict=True)])
+        out = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
         return self.wire.from_move(out, t)
 
     def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
@@ -126,8 +120,7 @@ class TorchGroup:
         if scale != 1:
             send_counts = [count * scale for count in send_counts]
             recv_counts = [count * scale for count in recv_counts]
-        out = sent.new_empty(sum(recv_counts))
-        primitives.all_to_all(self.process_group, out, sent, recv_counts, send_counts)
+        out = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts)
         return self.wire.from_move(out, flat)
 
     def scatter(
@@ -192,7 +185,7 @@ class TorchGroup:
             return LoneGroup(self.rank)
         if len(ranks) == self.size:
             return self
-        return TorchGroup(dist.new_group(ranks, use_local_synchronization=True))
+        return TorchGroup(primitives.new_group(ranks))
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         """Return this group seen as a grid; `axes` are the groups along single axes."""

@@ -35,15 +35,15 @@ class Wire:
         backends: backend of each device type that tensors reach without a detour.
         device_type: where a tensor of any other device is moved.
         bound_device: the one device of the group, where torch was told it.
-        reduced_as_is: pairs (is on cuda, dtype) that the backend reduces.
-        moved_as_is: pairs that it moves.
+        reduced_as_is: triples (is on cuda, dtype, op) that the backend reduces.
+        moved_as_is: pairs (is on cuda, dtype) that it moves.
         ops: reductions that it does itself; the one that may be missing is "avg".
     """
 
     backends: dict[str, str]
     device_type: str
     bound_device: torch.device | None
-    reduced_as_is: frozenset[tuple[bool, torch.dtype]]
+    reduced_as_is: frozenset[tuple[bool, torch.dtype, str]]
     moved_as_is: frozenset[tuple[bool, torch.dtype]]
     ops: frozenset[str]
 
@@ -55,15 +55,23 @@ class Wire:
         backends = {device: name for device, name in named.items() if (device, name) != ("cuda", "gloo")}
         backends = {device: name for device, name in backends.items() if device in ("cpu", "cuda")}
         on_cuda = "cuda" in backends and ("cpu" not in backends or torch.cuda.is_available())
-        as_is = frozenset((device == "cuda", dtype) for device in backends for dtype in _NATIVE)
         has_average = not {"gloo", "mpi"} & set(backends.values())
+        ops = frozenset(REDUCTIONS if has_average else set(REDUCTIONS) - {"avg"})
+        moved = frozenset((device == "cuda", dtype) for device in backends for dtype in (*_NATIVE, torch.bool))
+        reduced = frozenset(
+            (device == "cuda", dtype, op)
+            for device in backends
+            for dtype in _NATIVE
+            for op in ops
+            if op != "avg" or dtype.is_floating_point
+        )
         return cls(
             backends=backends,
             device_type="cuda" if on_cuda else "cpu",
             bound_device=bound_device,
-            reduced_as_is=as_is,
-            moved_as_is=as_is | {(device == "cuda", torch.bool) for device in backends},
-            ops=frozenset(REDUCTIONS if has_average else set(REDUCTIONS) - {"avg"}),
+            reduced_as_is=reduced,
+            moved_as_is=moved,
+            ops=ops,
         )
 
     def _device(self, t: torch.Tensor) -> Any:
@@ -94,13 +102,13 @@ class Wire:
 
     def to_reduce(self, t: torch.Tensor) -> torch.Tensor:
         """`t` flat, contiguous, on the wire's device, wide enough to add up. May share memory."""
-        if (t.is_cuda, t.dtype) in self.reduced_as_is:
+        if (t.is_cuda, t.dtype, "sum") in self.reduced_as_is:
             return t.detach().contiguous().view(-1)
         dtype = t.dtype
         if dtype.is_complex:
             flat = t.detach().to(self._device(t)).resolve_conj().contiguous().view(-1)
             return torch.view_as_real(flat).view(-1)
-        if (True, dtype) not in self.reduced_as_is and (False, dtype) not in self.reduced_as_is:
+        if dtype not in _NATIVE:
             dtype = _WIDER.get(dtype, torch.float32)  # what is left are floats of 8 bits
         return t.detach().to(self._device(t), dtype).contiguous().view(-1)
 

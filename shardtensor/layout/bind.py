@@ -1,4 +1,4 @@
-"""Bind a spec to a mesh and a shape. Everything a spec can get wrong about them is found here, before any data moves."""
+"""Bind a spec to a mesh and a shape. What a spec can get wrong about them is found here, before any data moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, Lis
 from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.pieces import Blocked, Pieces, Stepped, balanced, chunked, listed, padded
 from shardtensor.layout.tiling import check_tiling
-from shardtensor.mesh import Mesh
+from shardtensor.mesh import Mesh, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
 from shardtensor.spec.placement import Placement
@@ -152,8 +152,6 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
     if spec.flat_part is not None:
         part = spec.flat_part
         assert isinstance(layout, CutLayout)
-        if any(cut is not None and isinstance(cut.pieces, Blocked) for cut in layout.dims):
-            raise _does_not_fit("flat over a dim cut in blocks is not laid out yet", spec, shape, "drop blocks(...)")
         unit = 0 if part.unit == "row" else int(part.unit)
         layout = FlatLayout(
             shape=shape, ranks=mesh.ranks, grid=mesh.sizes, names=names, inner=layout, axes=axes(part.axes, "flat"),
@@ -231,6 +229,13 @@ def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> l
 
 def _pieces(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, shape: Shape, mesh: Mesh) -> Pieces:
     axes = "*".join(cut.axes)
+    uneven = "sizes" if cut.sizes is not None else "balanced" if cut.balanced else None
+    clash = uneven if cut.pad is not None else "blocks" if cut.sizes is not None and cut.blocks != 1 else None
+    if clash is not None:
+        other = "pad" if cut.pad is not None else "sizes"
+        raise _does_not_fit(
+            f"dim {dim} is cut by {other} and by {clash}, which say different sizes", spec, shape, "keep one of the two"
+        )
 
     def cut_one(length: int) -> Pieces:
         if cut.pad is not None:
@@ -294,15 +299,20 @@ def _check_flat_sizes(layout: FlatLayout, spec: Spec, mesh: Mesh) -> None:
 
 
 def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
-    """The layout on the ranks at one coordinate of an axis; the others hold nothing."""
-    owned = tuple(
-        (rank, box)
-        for rank in mesh.ranks
-        if (mesh.coordinate(rank) or ())[axis] == index
-        for box in layout.boxes(rank)
-    )
-    ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
-    return ListedLayout(shape=layout.shape, ranks=ranks, grid=(len(ranks),), owned=owned)
+    """The layout on the ranks at one coordinate of an axis, which has one place then; the others hold nothing."""
+    ranks = as_ranks([rank for rank in mesh.ranks if (mesh.coordinate(rank) or ())[axis] == index])
+    if not layout.shape:
+        owned = tuple((rank, box) for rank in ranks for box in layout.boxes(rank))
+        return ListedLayout(shape=(), ranks=ranks, grid=(len(ranks),), owned=owned)
+    grid = tuple(1 if i == axis else size for i, size in enumerate(layout.grid))
+    changes: dict[str, object] = {"ranks": ranks, "grid": grid, "names": ()}
+    if isinstance(layout, FlatLayout):
+        return attrs.evolve(layout, inner=attrs.evolve(layout.inner, **changes), **changes)
+    assert isinstance(layout, CutLayout)
+    if not layout.cut_dims:  # one piece of dim 0, for a copy on some of the ranks is not a copy on all of them
+        length = layout.shape[0]
+        changes["dims"] = (DimCut((axis,), Stepped(length, 1, length)), *layout.dims[1:])
+    return attrs.evolve(layout, **changes)
 
 
 def _with_partial(layout: Layout, partial: tuple[tuple[int, str], ...]) -> Layout:
@@ -330,8 +340,8 @@ def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tu
 
 def no_such_rank(rank: int, mesh: Mesh, spec: ShardingSpec | None = None) -> LayoutError:
     """The error for a placement outside the process group."""
-    at_hand = mesh.ranks if len(mesh.ranks) <= 8 or isinstance(mesh.ranks, tuple) else mesh.ranks
-    shown = f"{at_hand[0]} to {at_hand[-1]}" if isinstance(at_hand, range) else ", ".join(map(str, at_hand))
+    ranks = mesh.ranks
+    shown = f"{ranks[0]} to {ranks[-1]}" if isinstance(ranks, range) else ", ".join(map(str, ranks))
     facts: dict[str, object] = {"ranks": shown} if spec is None else {"spec": str(spec), "ranks": shown}
     return LayoutError(
         f"Global rank {rank} does not exist in input process group",

@@ -43,3 +43,28 @@ class Box(NamedTuple):
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def runs(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+    """The boxes, in memory order, that a range of a row-major tensor is made of.
+
+    Example:
+        >>> [str(box) for box in runs(1, 11, (3, 4))]
+        ['[0:1, 1:4]', '[1:2, 0:4]', '[2:3, 0:3]']
+    """
+    if stop <= start:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,))] if shape else [Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def part(index: int, a: int, b: int) -> list[Box]:
+        return [Box((index, *box.offsets), (1, *box.sizes)) for box in runs(a, b, shape[1:])]
+
+    if first > last:
+        return part(last, start - last * row, stop - last * row)
+    boxes = part(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    return boxes + (part(last, 0, stop - last * row) if stop > last * row else [])

@@ -30,5 +30,6 @@ def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any
     split_size = get_split_size(sharding_dim_size, world_size)
     for index, placement in enumerate(spec.placements):
         if placement.rank() == rank:
-            return min(split_size * index, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split_size, index)
+            length = get_chunked_dim_size(sharding_dim_size, split_size, index)
+            return min(split_size * index, sharding_dim_size), length
     return -1, -1

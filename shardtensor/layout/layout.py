@@ -13,13 +13,13 @@ Layouts compare by what they mean. The names of axes are for messages and do not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 
 import attrs
 
-from shardtensor.layout.box import Box, whole
+from shardtensor.layout.box import Box, runs, whole
 from shardtensor.layout.pieces import Pieces
 from shardtensor.mesh import Ranks, coordinate
 
@@ -90,9 +90,14 @@ class Layout:
         """The number of elements a global rank holds."""
         return math.prod(self.local_shape(rank))
 
+    def brings_value(self, rank: int) -> bool:
+        """Whether a rank brings the value where a new one is given to what is a sum; the others bring zeros."""
+        place = coordinate(self.ranks, self.grid, rank)
+        return place is None or all(place[axis] == 0 for axis, op in self.partial if op == "sum")
+
     def reduced(self) -> Layout:
         """This layout with nothing left to reduce."""
-        return attrs.evolve(self, partial=())
+        return attrs.evolve(self, partial=()) if self.partial else self
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -103,7 +108,7 @@ class CutLayout(Layout):
 
     @property
     def is_replicated(self) -> bool:
-        return not self.partial and all(dim is None for dim in self.dims)
+        return not self.partial and not any(self.dims)  # a DimCut is never false
 
     @property
     def cut_dims(self) -> tuple[int, ...]:
@@ -124,11 +129,14 @@ class CutLayout(Layout):
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return ()
-        choices = [
+        return tuple(_box(choice) for choice in product(*self._intervals(place)))
+
+    def _intervals(self, place: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+        """For each dim, the intervals that the ranks at a place of the grid hold; several where it is cut in blocks."""
+        return [
             ((0, size),) if cut is None else cut.pieces.intervals(self.piece(cut, place))
             for size, cut in zip(self.shape, self.dims, strict=True)
         ]
-        return tuple(_box(choice) for choice in product(*choices))
 
     def local_shape(self, rank: int) -> Shape:
         place = coordinate(self.ranks, self.grid, rank)
@@ -143,12 +151,25 @@ class CutLayout(Layout):
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return ()
-        choices = []
-        for size, cut in zip(self.shape, self.dims, strict=True):
-            intervals = ((0, size),) if cut is None else cut.pieces.intervals(self.piece(cut, place))
-            ends = list(accumulate(stop - start for start, stop in intervals))
-            choices.append([(end - (stop - start), end) for end, (start, stop) in zip(ends, intervals, strict=True)])
-        return tuple(_box(choice) for choice in product(*choices))
+        return tuple(_box(choice) for choice in product(*map(_end_to_end, self._intervals(place))))
+
+    def in_memory_order(self, rank: int, within: Box) -> list[Box]:
+        """The boxes of the tensor that a box of the rank's local tensor holds, in the order of its memory."""
+        place = coordinate(self.ranks, self.grid, rank)
+        assert place is not None, "a rank outside holds nothing"
+        spans = [
+            [(max(a, low), min(b, high), start - a) for (a, b), (start, _) in zip(_end_to_end(held), held, strict=True)]
+            for held, low, high in zip(self._intervals(place), within.offsets, within.ends, strict=True)
+        ]
+        met = [[(low, high, shift) for low, high, shift in span if low < high] for span in spans]
+        last = max((dim for dim, span in enumerate(met) if len(span) > 1), default=-1)
+        choices = [
+            [(low + shift + i, low + shift + i + 1) for low, high, shift in span for i in range(high - low)]
+            if dim < last  # memory goes through all of `last` for each index of the dims before it
+            else [(low + shift, high + shift) for low, high, shift in span]
+            for dim, span in enumerate(met)
+        ]
+        return [_box(choice) for choice in product(*choices)]
 
     @property
     def parting_axes(self) -> tuple[int, ...]:
@@ -220,53 +241,31 @@ class FlatLayout(Layout):
             start = sum(self.sizes[:index])
             return (start, start + self.sizes[index])
         unit = self.unit or max(math.prod(local[1:]), 1)
-        step = -(-(-(-total // unit)) // count) * unit
+        units = -(-total // unit)
+        step = -(-units // count) * unit
         return (min(index * step, total), min((index + 1) * step, total))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         start, stop = self.span(rank)
         if start == stop:
             return ()
-        local = self.inner.local_shape(rank)
-        (origin,) = self.inner.boxes(rank)
-        return tuple(
-            Box(tuple(o + p for o, p in zip(origin.offsets, run.offsets, strict=True)), run.sizes)
-            for run in runs(start, stop, local)
-        )
+        ranges = runs(start, stop, self.inner.local_shape(rank))
+        return tuple(box for part in ranges for box in self.inner.in_memory_order(rank, part))
 
     def local_shape(self, rank: int) -> Shape:
         start, stop = self.span(rank)
         return (stop - start,)
 
 
+def _end_to_end(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where intervals of a dim lie in the local tensor that holds them one after the other."""
+    ends = list(accumulate(stop - start for start, stop in intervals))
+    return [(end - (stop - start), end) for end, (start, stop) in zip(ends, intervals, strict=True)]
+
+
 def _box(intervals: Iterable[tuple[int, int]]) -> Box:
     intervals = tuple(intervals)
     return Box(tuple(start for start, _ in intervals), tuple(stop - start for start, stop in intervals))
-
-
-def runs(start: int, stop: int, shape: Shape) -> list[Box]:
-    """The boxes, in memory order, that a range of a row-major tensor is made of.
-
-    Example:
-        >>> [str(box) for box in runs(1, 11, (3, 4))]
-        ['[0:1, 1:4]', '[1:2, 0:4]', '[2:3, 0:3]']
-    """
-    if stop <= start:
-        return []
-    if len(shape) <= 1:
-        return [Box((start,), (stop - start,))] if shape else [Box((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-
-    def part(index: int, a: int, b: int) -> list[Box]:
-        return [Box((index, *box.offsets), (1, *box.sizes)) for box in runs(a, b, shape[1:])]
-
-    if first > last:
-        return part(last, start - last * row, stop - last * row)
-    boxes = part(first - 1, start - (first - 1) * row, row) if start < first * row else []
-    if first < last:
-        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    return boxes + (part(last, 0, stop - last * row) if stop > last * row else [])
 
 
 @lru_cache(maxsize=4096)

@@ -29,7 +29,7 @@ def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
 
 def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | None:
     intervals = [
-        sorted({(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=lambda interval: (interval[0], -interval[1]))
+        sorted({(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=_first_then_long)
         for dim in range(len(shape))
     ]
     grid = tuple(len(choices) for choices in intervals)
@@ -53,6 +53,11 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
         dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
         grid = (grid[cut[0]],)
     return CutLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
+
+
+def _first_then_long(interval: tuple[int, int]) -> tuple[int, int]:
+    """Sorts intervals by where they start, an empty one after the one that starts with it."""
+    return interval[0], -interval[1]
 
 
 def _ends(choices: list[tuple[int, int]]) -> int | None:

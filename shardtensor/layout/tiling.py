@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from shardtensor.errors import LayoutError
@@ -66,8 +67,8 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
                 {"shape": _tuple(shape), "shard": _who(rank, box)},
                 "give the true global size, or a shard that ends inside it",
             )
-    check_no_overlap(owned)
     hole = find_hole([box for _, box in owned], shape)
+    check_no_overlap(owned, {} if hole is None else {"and": f"no shard holds element {_tuple(hole)}"})
     if hole is not None:
         held = sum(box.numel for _, box in owned)
         raise LayoutError(
@@ -77,15 +78,15 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_no_overlap(owned: Owned) -> None:
-    """Raise LayoutError, naming both boxes and their ranks, when two boxes share an element."""
+def check_no_overlap(owned: Owned, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise LayoutError, naming both boxes and their ranks, when two boxes share an element; `more` joins its facts."""
     pair = find_overlap([box for _, box in owned])
     if pair is not None:
         first, second = owned[pair[0]], owned[pair[1]]
         shared = first[1].overlap(second[1])
         raise LayoutError(
             f"Shards {_who(*first)} and {_who(*second)} overlap",
-            {"both": f"hold {shared}"},
+            {"both": f"hold {shared}", **more},
             "give each element to one shard",
         )
 

@@ -6,7 +6,7 @@ What an operation needs is decided in `shardtensor.rules`; nothing is decided he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import CutLayout, Layout
-from shardtensor.rules.propagate import Need, propagate
+from shardtensor.rules.propagate import Need, Recipe, propagate
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import is_strict
 from shardtensor.tensor.move import along, part
@@ -41,30 +41,63 @@ def run(
     Returns:
         A ShardedTensor; a plain tensor when no rank holds only a part; None when no operand is cut over a grid.
     """
+    ready = prepare(name, rule, operands)
+    if ready is None:
+        return None
+    local = compute(*ready.locals)
+    recipe = ready.recipe
+    if not recipe.summed_axes:
+        return local if recipe.settled.is_replicated else wrap(local, recipe.settled, None, ready.group)
+    return finish(local, recipe.output, ready.group, keep_partial=keep_partial)
+
+
+class Prepared(NamedTuple):
+    """The local operands of one call, where they lie, and who takes part."""
+
+    locals: list[torch.Tensor]
+    recipe: Recipe
+    group: Group
+
+
+def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared | None:
+    """Bring the operands to the layouts that the rule gives them; None when the rule does not apply."""
     operands = [settled(x) if isinstance(x, ShardedTensor) else x for x in operands]
-    first = next(x for x in operands if isinstance(x, ShardedTensor))
-    group = _one_group(name, operands)
-    recipe = propagate(rule, tuple(x._layout if isinstance(x, ShardedTensor) else tuple(x.shape) for x in operands))
-    if recipe is None:
+    group = group_of(name, operands)
+    recipe = propagate(rule, tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands))
+    if recipe is None or (len(recipe.settled.ranks) != group.size and not _fits_a_part(recipe, operands)):
         return None
     locals_ = [bring(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
-    return finish(compute(*locals_), recipe.output, group, first._spec, keep_partial=keep_partial)
+    return Prepared(locals_, recipe, group)
+
+
+def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether ranks outside the grid can compute with empty tensors: something is cut, and no shell is a copy."""
+    is_cut = any(need.layout.cut_dims for need in recipe.needs)
+    return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
 
 def bring(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
     """Return the local tensor of `x` in the layout it needs, with the backward that this asks for."""
-    if need.moves:
-        assert isinstance(x, ShardedTensor)
-        if is_strict():
-            raise RuleError(
-                f"{name}: an operand must be laid out anew",
-                {"operand": f"{tuple(x.shape)} {x.dtype}", "has": str(x.sharding_spec()), "needs": say(need.layout)},
-                ["bring it there with a reshard first", "leave strict() to let it move"],
-            )
-    local = local_as(x, need.layout, group)
-    if need.addend_axes:
-        local = collectives.sum_gradient(local, along(group, need.layout, need.addend_axes))
+    layout = need.layout
+    if isinstance(x, ShardedTensor):
+        if need.moves:
+            refuse_to_move(name, x, layout)
+        local = x._local if x._layout is layout else local_as(x, layout, group)
+    else:
+        local = part(x, layout, group) if layout.cut_dims else x
+    if need.addend_axes and local.requires_grad:
+        local = collectives.sum_gradient(local, along(group, layout, need.addend_axes))
     return local
+
+
+def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
+    """Under `strict`, refuse to lay `x` out anew."""
+    if is_strict():
+        raise RuleError(
+            f"{name}: an operand must be laid out anew",
+            {"operand": f"{tuple(x.shape)} {x.dtype}", "has": str(x.sharding_spec()), "needs": say(layout)},
+            ["bring it there with a reshard first", "leave strict() to let it move"],
+        )
 
 
 def finish(
@@ -88,15 +121,24 @@ def say(layout: Layout) -> str:
     return "[" + ", ".join("-" if cut is None else "*".join(names[a] for a in cut.axes) for cut in layout.dims) + "]"
 
 
-def _one_group(name: str, operands: Sequence[torch.Tensor]) -> Group:
-    groups = list({id(x._group): x._group for x in operands if isinstance(x, ShardedTensor)}.values())
-    if len(groups) > 1:
-        raise RuleError(
-            f"{name}: the operands live on different process groups",
-            {f"group {i}": f"{len(group.ranks)} ranks" for i, group in enumerate(groups)},
-            "make them on one group, or call full_tensor() on one of them",
-        )
-    return groups[0]
+def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
+    """The one group that the sharded operands live on.
+
+    Raises:
+        RuleError: they live on several.
+    """
+    group: Group | None = None
+    for x in operands:
+        if isinstance(x, ShardedTensor) and x._group is not group:
+            if group is not None:
+                raise RuleError(
+                    f"{name}: the operands live on different process groups",
+                    {"one": f"ranks {list(group.ranks)}", "other": f"ranks {list(x._group.ranks)}"},
+                    "make them on one group, or call full_tensor() on one of them",
+                )
+            group = x._group
+    assert group is not None, "a handler is called for at least one ShardedTensor"
+    return group
 
 
-__all__ = ["bring", "finish", "part", "run", "say"]
+__all__ = ["Prepared", "bring", "finish", "group_of", "part", "prepare", "run", "say"]

@@ -1,44 +1,141 @@
-"""Elementwise operations, with broadcasting."""
+"""Elementwise operations, with broadcasting: ``d0 d1, d1, d0 1 -> d0 d1``.
+
+An operand that is whole along a dim that another one has cut is sliced there. Operands of one layout, whatever it is,
+and Python numbers are worked on where they lie.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shardtensor.ops.engine import run
-from shardtensor.rules.rule import pointwise
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+from shardtensor.comm import collectives
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.engine import group_of, refuse_to_move, run
+from shardtensor.ops.names import ELEMENTWISE
+from shardtensor.ops.out import write_out
+from shardtensor.rules.rule import Rule, pointwise
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, name_of, spellings
+from shardtensor.tensor.move import along, part
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 
-UNARY = "neg exp log relu gelu silu sigmoid tanh sqrt rsqrt abs square sin cos reciprocal".split()
-BINARY = "add sub mul div true_divide pow maximum minimum".split()
+NUMBERS = frozenset((int, float, bool, complex))
 
 
-def elementwise(func: Any) -> Any:
+def elementwise(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of an elementwise function of any operands."""
+
     def handler(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            x = settled(args[0])
-            return wrap(func(x._local), x._layout, None, x._group)
-        places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        tensors = [args[i] for i in places]
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        shape = tuple(torch.broadcast_shapes(*shapes))
-
-        def compute(*locals_: torch.Tensor) -> torch.Tensor:
-            filled = list(args)
-            for i, local in zip(places, locals_, strict=True):
-                filled[i] = local
-            return func(*filled, **kwargs)
-
-        out = run(getattr(func, "__name__", str(func)), pointwise(shapes, shape), tensors, compute)
-        return fall_back(func, args, kwargs) if out is None else out
+        if not kwargs and args and type(args[0]) is ShardedTensor:
+            x = args[0]
+            layout = x._layout
+            if not layout.partial and not layout.is_replicated:
+                if len(args) == 1:
+                    return wrap(func(x._local), layout, x._spec, x._group)
+                if len(args) == 2:
+                    y = args[1]
+                    if type(y) in NUMBERS:
+                        return wrap(func(x._local, y), layout, x._spec, x._group)
+                    if type(y) is ShardedTensor and y._layout == layout and y._group is x._group:
+                        return wrap(func(x._local, y._local), layout, x._spec, x._group)
+        return spread(func, args, kwargs)
 
     return handler
 
 
-for name in UNARY + BINARY:
-    for func in spellings(name):
-        HANDLERS[func] = elementwise(func)
+def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an elementwise function of operands of any layouts and shapes."""
+    if kwargs.get("out") is not None:
+        return write_out(spread, func, args, kwargs)
+    if kwargs.get("inplace"):
+        from shardtensor.ops.inplace import write
 
-__all__ = ["ShardedTensor", "elementwise"]
+        return write(func, args, kwargs)
+    places: list[Any] = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    operands = [args[i] for i in places] + [kwargs[name] for name in names]
+
+    def compute(*locals_: torch.Tensor) -> Any:
+        filled = list(args)
+        for i, local in zip(places, locals_, strict=False):
+            filled[i] = local
+        return func(*filled, **{**kwargs, **dict(zip(names, locals_[len(places) :], strict=True))})
+
+    if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
+        return fall_back(func, args, kwargs)
+    out = broadcast(name_of(func), operands, compute)
+    return fall_back(func, args, kwargs) if out is None else out
+
+
+def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any]) -> Any:
+    """Return ``compute(*locals)`` of operands that broadcast, None when their layouts cannot be met."""
+    rule = rule_for(tuple(x.shape for x in operands))
+    listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, CutLayout)]
+    if not listed or any(
+        isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and not x._layout.is_replicated
+        for x in operands
+    ):
+        return run(name, rule, operands, compute)
+    base = next((x for x in listed if len(x.shape) == len(rule.output) and _fills(x, operands)), None)
+    if base is None or not base.shape:
+        return None
+    group = group_of(name, operands)
+    base = settled(base)
+    return wrap(compute(*(beside(name, x, base) for x in operands)), base._layout, base._spec, group)
+
+
+def _fills(x: torch.Tensor, operands: list[torch.Tensor]) -> bool:
+    return all(
+        size == max(o.shape[i - x.dim()] if o.dim() >= x.dim() - i else 1 for o in operands) or size == 0
+        for i, size in enumerate(x.shape)
+    )
+
+
+def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
+    """Return the local tensor of `x`, broadcast to `base`, where `base` has its boxes; scalars stay scalars."""
+    layout, group = base._layout.reduced(), base._group
+    if isinstance(x, ShardedTensor):
+        if x._layout == layout:
+            return x._local
+        if not x._layout.is_replicated:
+            refuse_to_move(name, x, layout)
+        if tuple(x.shape) == layout.shape:
+            return local_as(x, layout, group)
+        x = x.full_tensor()
+    if not x.dim():
+        return collectives.sum_gradient(x, along(group, layout, layout.parting_axes))
+    return part(x.expand(layout.shape), layout, group)
+
+
+@lru_cache(maxsize=8192)
+def rule_for(shapes: tuple[tuple[int, ...], ...]) -> Rule:
+    """The rule of operands of these shapes; where they do not broadcast, the error that torch gives."""
+    try:
+        shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        total = torch.empty(shapes[0], device="meta")
+        for other in shapes[1:]:
+            total = total + torch.empty(other, device="meta")
+        raise
+    return pointwise(tuple(map(tuple, shapes)), tuple(shape))
+
+
+for _name in ELEMENTWISE:
+    for _func in spellings(_name):
+        HANDLERS[_func] = elementwise(_func)
+
+
+def _where(func: Any) -> Any:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) == 1:  # where(condition) is nonzero
+            return fall_back(func, args, kwargs)
+        return spread(func, args, kwargs)
+
+    return handler
+
+
+for _func in spellings("where"):
+    HANDLERS[_func] = _where(_func)

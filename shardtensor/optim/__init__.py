@@ -1,1 +1,1 @@
-
+"""Optimizers over sharded parameters: `ShardedOptimizer`, state by name, gradient clipping."""

@@ -21,11 +21,16 @@ Letters = tuple[str | None, ...]
 
 @attrs.frozen(cache_hash=True)
 class Rule:
-    """Letters of every operand and of the output, and the letters that must be whole."""
+    """Letters of every operand and of the output, and the letters that must be whole.
+
+    Attributes:
+        made: letters that only the output has, with their sizes (the dim that `cat` fills, a reduced dim that stays).
+    """
 
     inputs: tuple[Letters, ...]
     output: Letters
     whole: frozenset[str] = frozenset()
+    made: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         def side(letters: Letters) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from operator import index
@@ -82,3 +83,8 @@ def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 def tuple_text(numbers: Sequence[int]) -> str:
     """Numbers in round brackets, read as a tuple by the language and by Python alike."""
     return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
+
+
+def quoted(text: str) -> str:
+    """A string of the language, and of Python."""
+    return json.dumps(text, ensure_ascii=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from operator import index
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import optional_sizes, tuple_text, whole_numbers
+from shardtensor.spec.atoms import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.boxes import find_overlap
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.placement import Placement, parse_placement
@@ -93,6 +92,7 @@ class ShardMetadata:
                 f"found {len(self.shard_offsets)} and {len(self.shard_sizes)} respectively",
                 {"offsets": tuple_text(self.shard_offsets), "sizes": tuple_text(self.shard_sizes)},
                 "give one offset and one size for each dim",
+                code="E202",
             )
 
     def _key(self) -> tuple[Any, ...]:
@@ -122,11 +122,6 @@ class PlacedBox(NamedTuple):
         return self.offsets, self.sizes, rank, str(self.placement)
 
 
-def quoted(text: str) -> str:
-    """A string of the language."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _places(value: Any) -> Placements:
     try:
         places = Placements(value)
@@ -154,9 +149,16 @@ def _sharding_dim(dim: Any) -> int:
         raise SpecError(f"Sharding dim needs to be an integer, found: {dim!r}", code="E102") from None
 
 
-@attrs.frozen(cache_hash=True)
+def _assign(spec: Any, attribute: attrs.Attribute, value: Any) -> Any:
+    """Convert and check an assigned value as if the spec were made anew."""
+    return getattr(attrs.evolve(spec, **{attribute.name: value}), attribute.name)
+
+
+@attrs.define(unsafe_hash=True, on_setattr=_assign)
 class ChunkShardingSpec(ShardingSpec):
     """One dim cut into one chunk per placement, by the sizes of ``torch.chunk`` (the last ones may be short or empty).
+
+    Its attributes may be assigned, as torch's may; what takes a spec takes a copy, so this changes no tensor.
 
     Args:
         dim: the dim; negative ones count from the end.
@@ -185,7 +187,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __str__(self) -> str:
         sizes = "" if self.sizes is None else f", sizes={tuple_text(self.sizes)}"
-        return f"chunk(dim={self.dim}, placements={_list(self.placements)}{sizes})"
+        return f"chunk(dim={self.dim}, placements={self.placements!r}{sizes})"
 
 
 @attrs.frozen(cache_hash=True)
@@ -215,7 +217,7 @@ class GridShardingSpec(ShardingSpec):
             )
 
     def __str__(self) -> str:
-        return f"grid(splits={tuple_text(self.splits)}, placements={_list(self.placements)})"
+        return f"grid(splits={tuple_text(self.splits)}, placements={self.placements!r})"
 
 
 @attrs.frozen(init=False, repr=False)
@@ -223,10 +225,10 @@ class EnumerableShardingSpec(ShardingSpec):
     """Every shard written out: any boxes that do not overlap.
 
     Args:
-        shards: `ShardMetadata`, or what has its three attributes; copied, and kept sorted by offset.
+        shards: `ShardMetadata`, or what has its three attributes; copied.
 
     Attributes:
-        boxes: the shards, frozen.
+        boxes: the shards, frozen and sorted by offset; specs with equal boxes are equal.
 
     Raises:
         SpecError: no shards, not the same number of dims everywhere, or two that overlap.
@@ -237,10 +239,11 @@ class EnumerableShardingSpec(ShardingSpec):
     """
 
     boxes: tuple[PlacedBox, ...]
+    _given: tuple[PlacedBox, ...] = attrs.field(eq=False)
     _hash: int = attrs.field(eq=False)
 
     def __init__(self, shards: Sequence[Any]) -> None:
-        boxes = [_frozen(shard) for shard in shards]
+        boxes = tuple(map(_frozen, shards))
         if not boxes:
             raise SpecError(f"Empty shard list provided: {shards}", fix="list every shard", code="E102")
         ranks = [len(box.offsets) for box in boxes]
@@ -259,16 +262,16 @@ class EnumerableShardingSpec(ShardingSpec):
                 "give each element to one shard",
                 code="E209",
             )
-        frozen = tuple(sorted(boxes, key=PlacedBox.order))
-        self.__attrs_init__(frozen, hash(frozen))
+        ordered = tuple(sorted(boxes, key=PlacedBox.order))
+        self.__attrs_init__(ordered, boxes, hash(ordered))
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
     def shards(self) -> list[ShardMetadata]:
-        """The shards as torch spells them: fresh copies, sorted by offset."""
-        return [ShardMetadata(*box) for box in self.boxes]
+        """The shards as torch spells them: fresh copies, in the order they were given in."""
+        return [ShardMetadata(*box) for box in self._given]
 
     def __str__(self) -> str:
         return f"enum({', '.join(map(str, self.boxes))})"
@@ -286,7 +289,3 @@ def _frozen(shard: Any) -> PlacedBox:
     except AttributeError:
         raise SpecError(f"not a shard: {shard!r}", fix="make it with ShardMetadata(...)", code="E102") from None
     return PlacedBox(tuple(copy.shard_offsets), tuple(copy.shard_sizes), copy.placement)
-
-
-def _list(places: Placements) -> str:
-    return f"[{', '.join(map(quoted, places.fold()))}]"

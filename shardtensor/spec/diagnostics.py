@@ -45,7 +45,7 @@ class Source:
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
         """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
-        fault, *facts = str(error).splitlines()
+        fault, *facts = str(error).split("\n")
         rows = [re.sub(r"^  (\S+) +", r"  \1: ", row) for row in facts]
         return self._error(error.code or "E102", span, fault, rows, type(error))
 

@@ -42,11 +42,10 @@ def _cut_over(axes: str | tuple[str, ...]) -> Cut:
 def _dim(value: Any) -> Dim:
     if value is None or value is ... or isinstance(value, Cut):
         return value
-    return _cut_over(tuple(value) if isinstance(value, list) else value) if _hashable(value) else Cut(value)
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, str | tuple | list)
+    try:
+        return _cut_over(value)  # names repeat, so their plain cuts are kept
+    except TypeError:  # not hashable
+        return Cut(value)
 
 
 @attrs.frozen(init=False, repr=False)
@@ -74,7 +73,7 @@ class Spec(ShardingSpec):
     axis_names: frozenset[str] = attrs.field(eq=False)
     _hash: int = attrs.field(eq=False)
 
-    def __new__(cls, *dims: Any, **named: Any) -> Spec:
+    def __new__(cls, /, *dims: Any, **named: Any) -> Spec:
         return object.__new__(Replicate if cls is Spec and not dims and not named else cls)
 
     def __init__(self, /, *dims: Any, **named: Any) -> None:

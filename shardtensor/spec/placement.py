@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from shardtensor.errors import SpecError
+from shardtensor.spec.diagnostics import printable
 
 if TYPE_CHECKING:
     import torch
@@ -193,6 +194,6 @@ def _nearest(owner: str, number: str) -> str:
 
 
 def _unreadable(place: object, why: str, fix: str = "") -> SpecError:
-    shown = str(place)
+    shown = printable(str(place))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return SpecError(f"Could not parse remote_device: {shown}", {"why": why}, fix, code="E501")

@@ -11,6 +11,8 @@ from typing import Any, overload
 import attrs
 
 from shardtensor.errors import SpecError
+from shardtensor.spec.atoms import quoted
+from shardtensor.spec.diagnostics import printable
 from shardtensor.spec.placement import Placement, parse_placement
 
 MAX_PLACEMENTS = 2**20
@@ -91,7 +93,7 @@ def _count(text: str, first: str, last: str) -> int:
 
 
 def _bad_range(text: str, fault: str, fix: str) -> SpecError:
-    return SpecError(fault, {"placement": text if len(text) <= 80 else text[:77] + "..."}, fix, code="E501")
+    return SpecError(fault, {"placement": printable(text if len(text) <= 80 else text[:77] + "...")}, fix, code="E501")
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -182,7 +184,7 @@ class Placements(Sequence[Placement]):
         return self._hash
 
     def __repr__(self) -> str:
-        return "[" + ", ".join(f'"{text}"' for text in self.fold()) + "]"
+        return f"[{', '.join(map(quoted, self.fold()))}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placements, (list(self.fold()),)

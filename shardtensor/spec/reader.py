@@ -174,14 +174,14 @@ class _Reader:
             values[name] = self.value(word.params[name], value, word)
         missing = [name for name in names[: word.required] if name not in values]
         if missing or values.get("") == []:
-            what = f"`{missing[0]}`" if missing else "arguments"
+            what = f"`{missing[0]}`" if missing and len(names) > 1 else "arguments"
             raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=f"write `{word.usage}`")
         return values
 
     def value(self, kind: str, node: Node, word: Word) -> Any:
         """Read an argument that must be of `kind`."""
-        data = node.data if isinstance(node, Tree) else node.type
-        if kind.startswith("number") and kind != "numbers" and data == "number":
+        data = node.data if isinstance(node, Tree) else "number"
+        if data in ("number", "minus") and kind in ("number", "number or row"):
             return self.number(node)
         if data == "axes":
             names = [str(token) for token in node.children[::2]]
@@ -195,19 +195,19 @@ class _Reader:
                 return self.name_tokens(node)[0]
             if kind.startswith("number") or data == "call":
                 why = "a spec read alone has no names in scope: its numbers are written out"
-                raise self.fault("E103", node, f"`{names[0]}` is not a number", why, f"write `{word.usage}`")
+                fix = nearest(names[0], ["row"] if kind == "number or row" else []) or f"write `{word.usage}`"
+                raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
         if kind == "numbers" and data == "tuple":
-            return tuple(self.number(child, kind) for child in node.children)
+            return tuple(self.value("number", child, word) for child in node.children)
         if kind == "places" and data == "places":
             return [self.placement(token) for token in node.children]
         if kind == "box" and data == "box":
             return self.box(node)
-        raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=f"write `{word.usage}`")
+        fix = f"write `({self.number(node)},)`" if (kind, data) == ("numbers", "number") else f"write `{word.usage}`"
+        raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=fix)
 
-    def number(self, node: Node, kind: str = "number") -> int:
-        if not isinstance(node, Tree) or node.data != "number":
-            raise self.fault("E102", node, f"{WANTED[kind]} needed here")
-        return (-1 if len(node.children) > 1 else 1) * self.digits(node.children[-1])
+    def number(self, node: Node) -> int:
+        return self.digits(node) if isinstance(node, Token) else -self.digits(node.children[-1])
 
     def digits(self, token: Node) -> int:
         if len(token) > 19 or int(token) > MAX_NUMBER:

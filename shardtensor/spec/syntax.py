@@ -13,7 +13,7 @@ from shardtensor.spec.diagnostics import Source, listed
 if TYPE_CHECKING:
     from lark import Lark, Tree
 
-MAX_LENGTH = 2**18
+MAX_LENGTH = 2**17
 MAX_DEPTH = 16
 
 _BRACKET = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[\[(]|[\])]')
@@ -45,34 +45,33 @@ def _parser() -> Lark:
     return Lark(grammar, start="spec", parser="lalr", propagate_positions=True, maybe_placeholders=False)
 
 
-def parse_syntax(source: Source) -> Tree:
-    """Return the syntax tree of one spec.
+def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
+    """Return the syntax tree of one spec, of at most `max_length` characters.
 
     Raises:
         SpecError: E001, with the place, what may stand there and what stands there.
     """
     from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
-    _check_limits(source)
+    _check_limits(source, max_length)
     try:
         return _parser().parse(source.text)
     except UnexpectedToken as error:
-        raise _unexpected(
-            source, error.token.start_pos or 0, str(error.token), error.token.type, error.accepts
-        ) from None
+        token = error.token
+        raise _unexpected(source, token.start_pos or 0, str(token), token.type, error.accepts) from None
     except UnexpectedCharacters as error:
-        at = error.pos_in_stream
+        at = error.pos_in_stream or 0
         raise _unexpected(source, at, source.text[at], "", set(error.allowed or ())) from None
 
 
-def _check_limits(source: Source) -> None:
+def _check_limits(source: Source, max_length: int) -> None:
     text = source.text
     if not text.strip():
         raise source.error("E001", (0, 1), "the spec is empty", fix="write `replicate`, or dims as in `[tp, -]`")
-    if len(text) > MAX_LENGTH:
-        why = f"it has {len(text)} characters, and a text is read up to {MAX_LENGTH}"
+    if len(text) > max_length:
+        why = f"it has {len(text)} characters, and a text is read up to {max_length}"
         raise source.error(
-            "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or make it in Python"
+            "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or raise max_length"
         )
     depth = 0
     for match in _BRACKET.finditer(text):
@@ -94,6 +93,10 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
 
 def _advice(text: str, at: int, found: str) -> tuple[str, str]:
     """Why, and what to write, for slips that people make."""
+    if at == len(text.rstrip()) and (opened := _open_bracket(text)) is not None:
+        bracket, closing = ("[", "]") if text[opened] == "[" else ("(", ")")
+        column = opened - text.rfind("\n", 0, opened)
+        return f"the `{bracket}` at column {column} is open", f"close it with `{closing}`"
     if found == '"':
         return "a string ends on its line", 'close it with `"`'
     if found == "'":
@@ -103,3 +106,14 @@ def _advice(text: str, at: int, found: str) -> tuple[str, str]:
     if found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
         return "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
     return "", ""
+
+
+def _open_bracket(text: str) -> int | None:
+    """Where the last bracket that is not closed stands."""
+    opened = []
+    for match in _BRACKET.finditer(text):
+        if match[0] in "[(":
+            opened.append(match.start())
+        elif match[0] in "])" and opened:
+            opened.pop()
+    return opened[-1] if opened else None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError
 
@@ -35,9 +37,65 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def spellings(name: str) -> list[Any]:
-    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add`` where they exist."""
+    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``, if they exist."""
     places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
     return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
+
+
+def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Do `func` on ShardedTensors by a function of one's own, ``f(types, args, kwargs, process_group)``.
+
+    It wins over the handler of the library. Its name and signature are torch's.
+
+    Raises:
+        TypeError: the function does not take these four.
+    """
+
+    def register(user: Callable[..., Any]) -> Callable[..., Any]:
+        _check_signature(user)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            first = _first_sharded(args, kwargs)
+            return user((type(first),), args, kwargs, first._process_group)
+
+        HANDLERS[func] = handler
+        return user
+
+    return register
+
+
+def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same for tensors of one class of spec only: the first sharded argument's; others go where they went."""
+
+    def register(user: Callable[..., Any]) -> Callable[..., Any]:
+        _check_signature(user)
+        otherwise = HANDLERS.get(func)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            first = _first_sharded(args, kwargs)
+            if isinstance(first.sharding_spec(), sharding_spec_class):
+                return user((type(first),), args, kwargs, first._process_group)
+            return fall_back(func, args, kwargs) if otherwise is None else otherwise(*args, **kwargs)
+
+        HANDLERS[func] = handler
+        return user
+
+    return register
+
+
+def _check_signature(user: Callable[..., Any]) -> None:
+    found = inspect.signature(user)
+    if len(found.parameters) != 4:
+        raise TypeError(
+            f"Custom sharded op function expects signature: (types, args, kwargs, process_group), "
+            f"but received signature: {found}"
+        )
+
+
+def _first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor))
 
 
 @contextlib.contextmanager
@@ -101,3 +159,20 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from shardtensor.tensor.fallback import gather_and_compute
 
     return gather_and_compute(func, args, kwargs)
+
+
+def refuse_lost_write(target: Any, name: str) -> None:
+    """Refuse to write in place into a copy that would be a view of another tensor in the dense program.
+
+    Every handler that writes into a ShardedTensor calls it first.
+
+    Raises:
+        RuleError: the write would not reach the tensor that the view was taken of.
+    """
+    view = target._copied
+    if view is not None:
+        raise RuleError(
+            f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
+            {"made by": f"{view}, which had to gather here"},
+            ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
+        )

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
+from shardtensor.tensor.move import cut_part
 from shardtensor.tensor.random import Sample, draw_boxes
 
 
-def agree_on_state(group: Group, device: torch.device, generator: torch.Generator | None) -> None:
-    """Give every rank the generator state of the group's first rank. All ranks of the group call it: one broadcast."""
+def agree_on_state(
+    group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Give every rank the generator state of the group's first rank. All ranks of the group call it: one broadcast.
+
+    Args:
+        group: the ranks that draw together.
+        device: whose default generator is meant when `generator` is None.
+        generator: as passed to the call that draws.
+        note: a few small numbers (0 to 255), as many on every rank, that travel with the state.
+
+    Returns:
+        The first rank's note.
+    """
     if group.size == 1:
-        return
+        return tuple(note)
     if generator is None:
         generator = default_generator(device)
     state = generator.get_state()
-    sent = group.broadcast(state.clone(), 0)
-    if not torch.equal(sent, state):
-        generator.set_state(sent)
+    sent = group.broadcast(torch.cat([state, torch.tensor(list(note), dtype=torch.uint8)]), 0)
+    if not torch.equal(sent[: state.numel()], state):
+        generator.set_state(sent[: state.numel()].clone())
+    return tuple(sent[state.numel() :].tolist())
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -38,22 +54,48 @@ def draw(
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator | None = None,
+    order: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return this rank's local tensor of the draw that ``sample`` makes of the whole. All ranks of the group call it.
 
     Bit for bit the part of the unsharded draw from the first rank's state; every rank's generator ends where that call
     leaves it. See `shardtensor.tensor.random.draw_boxes` for what `sample` may be.
+
+    Args:
+        order: the whole's dims as its memory has them, outermost first (see `memory_order`); the first rank's counts.
+            Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
     """
-    if group.index < 0:
-        return torch.empty(layout.local_shape(group.rank), dtype=dtype, device=device)
-    if device.type == "meta":
-        return torch.empty(layout.local_shape(group.rank), dtype=dtype, device=device)
-    agree_on_state(group, device, generator)
+    local_shape = layout.local_shape(group.rank)
+    if group.index < 0 or device.type == "meta":
+        return torch.empty(local_shape, dtype=dtype, device=device)
+    rows_first = tuple(range(len(layout.shape)))
+    order = agree_on_state(group, device, generator, rows_first if order is None else order)
+    if order != rows_first:
+        whole = torch.empty_permuted(layout.shape, order, dtype=dtype, device=device)
+        sample(whole, generator)
+        return cut_part(whole, layout, group.rank).clone()
     boxes = layout.boxes(group.rank)
     pieces = draw_boxes(sample, layout.shape, boxes, dtype=dtype, device=device, generator=generator)
     if len(pieces) == 1:
-        return pieces[0].view(layout.local_shape(group.rank))
-    local = torch.empty(layout.local_shape(group.rank), dtype=dtype, device=device)
+        return pieces[0].view(local_shape)
+    local = torch.empty(local_shape, dtype=dtype, device=device)
     for place, piece in zip(layout.local_boxes(group.rank), pieces, strict=True):
         local[place.slices].copy_(piece.view(place.sizes))
     return local
+
+
+def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them.
+
+    Two dims of one stride are told apart by their sizes: in memory the longer one is the outer. A rank on which both
+    are of length one or less cannot know, which is why the first rank's answer counts.
+
+    Example:
+        >>> from shardtensor.layout.layout import replicated
+        >>> memory_order(torch.empty(2, 3).t(), replicated((3, 2), range(1)))
+        (1, 0)
+    """
+    dims = range(len(layout.shape))
+    if layout.packed:
+        return tuple(dims)
+    return tuple(sorted(dims, key=lambda dim: (-local.stride(dim), -local.shape[dim])))

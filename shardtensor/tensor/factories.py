@@ -121,7 +121,9 @@ def distribute(
     if layout.partial and group.rank != layout.ranks[0]:
         local = torch.zeros_like(local)
     local = local.to(device)
-    if local.untyped_storage().nbytes() != local.numel() * local.element_size() or local is tensor:
+    source = tensor._local if isinstance(tensor, ShardedTensor) else tensor
+    is_view = local.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    if is_view or local.untyped_storage().nbytes() != local.numel() * local.element_size():
         local = local.clone(memory_format=torch.contiguous_format)
     if requires_grad is not None:
         local.requires_grad_(requires_grad)

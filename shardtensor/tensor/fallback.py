@@ -1,7 +1,8 @@
 """The safety net: gather the operands, compute on wholes, lay the results out again.
 
-Right for any operation that is a function of values, forward and backward. What it cannot do it refuses: an operation
-that shows memory (``data_ptr``, ``numpy``), one that changes a tensor's shape in place.
+Right for any operation that is a function of values, forward and backward, in place or into ``out=``: what it changed
+of a gathered operand, told by the version counter, is written back to the shards. What it cannot do it refuses: an
+operation that shows memory (``data_ptr``, ``numpy``), one that changes a tensor's shape in place.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.dispatch import name_of, warn_of_gather
+from shardtensor.tensor.dispatch import name_of, refuse_lost_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
-from shardtensor.tensor.move import cut_part, part
+from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 SHOWS_MEMORY = frozenset(
-    "data_ptr storage untyped_storage _typed_storage storage_type storage_offset stride numpy __array__ __dlpack__ "
-    "__dlpack_device__ __cuda_array_interface__ is_set_to _storage set_ resize_ resize_as_ as_strided as_strided_ "
-    "share_memory_ is_shared module_load map_ map2_ apply_ as_subclass _make_subclass _base __array_wrap__ "
-    "rename rename_ refine_names align_to align_as _nested_tensor_size is_same_size unflatten_".split()
+    """
+    data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage resize_
+    resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
+    _make_subclass _make_wrapper_subclass _base _is_view rename rename_ refine_names align_to align_as unflatten_
+    to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
+    __array__ __array_wrap__ __dlpack__ __dlpack_device__ __cuda_array_interface__
+    """.split()
 )
-CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())
+CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())  # noqa: SIM905
+CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
+"""Families of operations that change lists of operands in place; other such operations end in an underscore."""
 
 
 def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,47 +41,79 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         RuleError: the function shows memory or changes a shape in place; or `strict` is on.
     """
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    if name in SHOWS_MEMORY or name in CHANGES_SHAPE or name == "__set__":
+    name = _bare_name(func)
+    if name in SHOWS_MEMORY or name in CHANGES_SHAPE or getattr(func, "__name__", "") == "__set__":
         raise RuleError(
             f"{name_of(func)} is not supported for ShardedTensor: no rank holds the whole of it in memory",
             fix=["local_tensor() or local_shards() for this rank's part", "full_tensor() for the whole"],
         )
-    out = kwargs.pop("out", None) if isinstance(kwargs.get("out"), torch.Tensor) else None
     leaves, tree = tree_flatten((args, kwargs))
-    shells = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    shells = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}.values())
     if not shells:
-        assert isinstance(out, ShardedTensor)
-        shells = [out]
-    warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
+        raise RuleError(
+            f"{name_of(func)} got a ShardedTensor inside of a container that is not a list, tuple or dict",
+            fix="pass a list",
+        )
     first = shells[0]
-    changes_first = _changes_its_operand(name) and bool(leaves) and leaves[0] is first
+    warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
+    changes = _changes_operands(name) or "out" in kwargs
 
-    def compute() -> tuple[Any, torch.Tensor | None]:
-        wholes = [leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf for leaf in leaves]
-        target = None
-        if changes_first:  # the whole may be the very bytes of a copy
-            target = wholes[0] = wholes[0].clone()
-        whole_args, whole_kwargs = tree_unflatten(wholes, tree)
-        return func(*whole_args, **whole_kwargs), target
+    def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | None]]:
+        wholes = {id(shell): shell.full_tensor() for shell in shells}
+        if changes:  # a whole may be the very bytes of a copy, or a view that may not be written
+            wholes = {key: whole.clone() for key, whole in wholes.items()}
+        versions = [_version(whole, changes) for whole in wholes.values()]
+        whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
+        return func(*whole_args, **whole_kwargs), wholes, versions
 
-    result, target = _with_one_random_stream(compute, first)
-    if target is not None:
-        if target.shape != first.shape:
-            raise RuleError(f"{name_of(func)} would change the shape of a ShardedTensor in place")
-        first._local.copy_(part(target, first._layout.reduced(), first._group))
-        return first if result is target else tree_map(lambda x: first if x is target else x, result)
-    if out is not None:
-        return out.copy_(result)
-    return tree_map(lambda x: _lay_out(x, first) if isinstance(x, torch.Tensor) else x, result)
+    result, wholes, versions = _with_one_random_stream(compute, first)
+    returned = {id(whole): shell for whole, shell in zip(wholes.values(), shells, strict=True)}
+    for shell, before in zip(shells, versions, strict=True):
+        _write_back(func, shell, wholes[id(shell)], before)
+    return tree_map(
+        lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
+        result,
+    )
 
 
-def _changes_its_operand(name: str) -> bool:
+def _bare_name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _changes_operands(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_")
+    return name.endswith("_") or name.startswith(CHANGES_OPERANDS)
+
+
+def _version(whole: torch.Tensor, changes: bool) -> int | None:
+    """Tells whether `whole` was written; None, for an inference tensor, if it may have been."""
+    return (None if changes else 0) if whole.is_inference() else whole._version
+
+
+def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | None) -> None:
+    """Bring what the function changed of the gathered `whole` back to the shards of `shell`."""
+    if tuple(whole.shape) != shell._layout.shape:
+        raise RuleError(
+            f"{name_of(func)} would change the shape of a ShardedTensor in place",
+            {"from": tuple(shell.shape), "to": tuple(whole.shape)},
+            "use the form that returns a new tensor",
+        )
+    if before is not None and before == (0 if whole.is_inference() else whole._version):
+        return
+    refuse_lost_write(shell, name_of(func))
+    if shell._layout.partial:
+        raise RuleError(
+            f"{name_of(func)} would write into a tensor that is still to be reduced",
+            {"layout": str(shell._layout)},
+            "reduce it first, or use the form that returns a new tensor",
+        )
+    local = part(whole, shell._layout, shell._group)
+    if local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():
+        shell._local.copy_(local)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
@@ -83,7 +121,7 @@ def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
     layout = like._layout.reduced()
     if isinstance(value, ShardedTensor) or tuple(value.shape) != layout.shape or layout.is_replicated:
         return value
-    return wrap(part(value, layout, like._group), layout, like._spec, like._group)
+    return wrap(part(value, layout, like._group), layout, None if like._layout.partial else like._spec, like._group)
 
 
 def _with_one_random_stream(compute: Any, first: ShardedTensor) -> Any:
@@ -100,4 +138,4 @@ def _with_one_random_stream(compute: Any, first: ShardedTensor) -> Any:
     return compute()
 
 
-__all__ = ["cut_part", "gather_and_compute"]
+__all__ = ["gather_and_compute"]

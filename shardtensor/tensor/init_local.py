@@ -1,21 +1,23 @@
 """Sharded tensors from what ranks already hold: `init_from_local_shards`, `init_from_local_tensor`.
 
-Ranks can disagree here, so one exchange of what each brings (never of tensors' contents) comes before anything is
-made, and every fault is the same error on every rank.
+Ranks can disagree here. So whatever a rank finds wrong with its own part travels in one small exchange before anything
+is made, and every fault is the same error on every rank; tensors' contents never travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, combinations, product
+from operator import index
 from typing import Any
 
 import attrs
 import torch
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
@@ -24,36 +26,45 @@ from shardtensor.layout.tiling import check_tiling
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import mesh_of, own_device, placement_of
 from shardtensor.tensor.shard import Shard, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+Size = tuple[int | None, ...]
+Shape = tuple[int, ...]
 
 
 @attrs.frozen
 class Brought:
-    """What one rank brings, as small values that travel."""
+    """What one rank brings, as small values that travel; the properties are None where it has no shard."""
 
-    size: tuple[int | None, ...] | None
-    shards: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
-    dtype: str | None
+    size: Size
+    shards: tuple[tuple[Shape, Shape, str], ...]
+    dtype: torch.dtype | None
     requires_grad: bool | None
     pin_memory: bool | None
-    fault: tuple[str, str] | None
+
+
+# -- from shards -----------------------------------------------------------------------------------------------------
 
 
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """Return the sharded tensor that the ranks' shards make up. All ranks of the group call it: one exchange.
+    """Return the sharded tensor that the ranks' shards make up. All ranks of the group call it: metadata is exchanged.
 
-    A rank's single shard becomes the tensor's leaf as it is, without a copy; several are packed into one.
+    A rank's single shard becomes the tensor's leaf as it is, without a copy; several are packed into a new one. The
+    metadata is copied, so that the caller's objects may change afterwards.
 
     Args:
         local_shards: this rank's shards, perhaps none; placements say global ranks.
-        global_size: the global shape; ``None`` for each dim to lay the shards end to end along dim 0, in rank order.
+        global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
+            all of them does so along dim 0. Their offsets are then worked out anew.
+        process_group: a process group, a DeviceMesh, or None for the default group.
+        init_rrefs: shards are not shown over RPC; True is an error.
 
     Raises:
-        LayoutError: (a ValueError) on every rank alike: no size, holes, overlaps, a property that differs between ranks.
+        LayoutError: (a ValueError) on every rank alike: no size, holes, overlaps, properties that differ.
 
     Example:
         >>> piece = Shard(torch.ones(4), ShardMetadata([0], [4], "rank:0/cpu"))
@@ -61,100 +72,130 @@ def init_from_local_shards(
         tensor([1., 1., 1., 1.])
     """
     group = as_group(process_group)
-    size = _given_size(global_size)
-    if init_rrefs:
-        raise RuntimeError("RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC")
-    fault = _fault_of(local_shards, group, size)
-    brought = Brought(
-        size,
-        tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes), str(s.metadata.placement)) for s in local_shards),
-        str(local_shards[0].tensor.dtype) if local_shards else None,
-        local_shards[0].tensor.requires_grad if local_shards else None,
-        local_shards[0].tensor.is_pinned() if local_shards else None,
-        None if fault is None else (type(fault).__name__, str(fault)),
+    brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank, init_rrefs))
+    agree(group, "init_from_local_shards", {}, fault)
+    holders = {
+        rank: other for rank, other in zip(group.ranks, group.exchange_objects(brought), strict=True) if other.shards
+    }
+    _check_properties(holders)
+    shape, shards = _joined(holders)
+    check_tiling([(rank, _box(shard)) for rank, shard in shards], shape)
+    spec = EnumerableShardingSpec([shard for _, shard in shards])
+    layout = listed_layout(tuple((_rank(box.placement), Box(box.offsets, box.sizes)) for box in spec.boxes), shape)
+    mine = [_box(shard) for rank, shard in shards if rank == group.rank]
+    first = next(iter(holders.values()))
+    leaf = leaf_of(
+        layout,
+        group,
+        {box: shard.tensor for box, shard in zip(mine, local_shards, strict=True)},
+        first.dtype,
+        device=own_device(shards[0][1].placement.device_type),  # type: ignore[union-attr]
+        requires_grad=bool(first.requires_grad),
     )
-    everyone = group.exchange_objects(brought)
-    shape, shards = _joined(everyone, group)
-    spec = EnumerableShardingSpec(shards)
-    owned = tuple((shard.placement.rank(), Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))) for shard in spec.shards)
-    check_tiling(owned, shape)
-    layout = listed_layout(owned, shape)
-    by_box = {_box_of(group, shards, i, shard): shard.tensor for i, shard in enumerate(local_shards)}
-    dtype = next(b.dtype for b in everyone if b.dtype is not None)
-    return wrap(_local_of(layout, group, by_box, dtype), layout, spec, group)
+    return wrap(leaf, layout, spec, group)
 
 
-def _box_of(group: Group, shards: Sequence[ShardMetadata], index: int, shard: Shard) -> Box:
-    """The box of this rank's shard `index` in the joined list, whose offsets may have been worked out anew."""
-    mine = [s for s in shards if s.placement is not None and s.placement.rank() == group.rank]
-    return Box(tuple(mine[index].shard_offsets), tuple(mine[index].shard_sizes))
+def leaf_of(
+    layout: Layout,
+    group: Group,
+    by_box: Mapping[Box, torch.Tensor],
+    dtype: torch.dtype | None,
+    *,
+    device: torch.device | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """Return the tensor that holds a rank's shards: the only one as it is, several packed, an empty one for none.
 
-
-def _local_of(layout: Layout, group: Group, by_box: dict[Box, torch.Tensor], dtype: str) -> torch.Tensor:
+    Shards that are results of a graph stay in it.
+    """
     boxes = layout.boxes(group.rank)
     if len(boxes) == 1 and not layout.packed:
         return by_box[boxes[0]]
     if not boxes:
-        return torch.empty(layout.local_shape(group.rank), dtype=getattr(torch, dtype.removeprefix("torch.")))
-    tensors = [by_box[box] for box in boxes]
-    packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    return packed.requires_grad_(tensors[0].requires_grad)
+        shape = layout.local_shape(group.rank)
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    packed = torch.cat([by_box[box].reshape(-1) for box in boxes])
+    if all(by_box[box].is_leaf for box in boxes):
+        return packed.detach().requires_grad_(packed.requires_grad)
+    return packed
 
 
-def _given_size(global_size: tuple[Any, ...]) -> tuple[int | None, ...] | None:
-    if len(global_size) == 1 and not isinstance(global_size[0], int) and global_size[0] is not None:
-        return tuple(global_size[0])
-    return tuple(global_size) or None
-
-
-def _fault_of(shards: Sequence[Shard], group: Group, size: tuple[int | None, ...] | None) -> ShardTensorError | None:
-    """What is wrong with this rank's own shards."""
+def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int, init_rrefs: bool) -> Brought:
+    """Say what this rank brings, or raise what is wrong with it."""
+    if init_rrefs:
+        raise RuleError(
+            "RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC here",
+            fix="leave it False: full_tensor(), gather() and metadata() tell what other ranks hold",
+        )
+    size = _given_size(global_size)
     if size is None:
-        return LayoutError(
-            "the global size is not given", fix="pass it after the shards, or None for each dim to add the rows up"
+        raise LayoutError(
+            "the global size is not given", fix="pass it after the shards, or None for the dim along which they add up"
         )
     for shard in shards:
-        tensor, placement = shard.tensor, shard.metadata.placement
-        if tensor.layout != torch.strided:
-            return LayoutError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{group.rank}!")
-        if not tensor.is_contiguous():
-            return LayoutError("Only torch.contiguous_format memory_format is currently supported!", fix="contiguous()")
-        if placement is None or placement.rank() != group.rank:
-            return LayoutError(
-                "Local shard metadata's rank does not match with the rank in its process group!",
-                {"this rank": group.rank, "placement": placement},
-                "name this rank in the placement of its shards",
+        _check_shard(shard, rank)
+    first = shards[0].tensor if shards else None
+    properties = {name: {_property(shard.tensor, name) for shard in shards} for name in PROPERTIES}
+    for name, found in properties.items():
+        if len(found) > 1:
+            raise LayoutError(
+                f"Local shards' tensor {name} property need to be the same on rank:{rank}!",
+                {"found": " and ".join(sorted(map(str, found)))},
+                "convert them to one",
             )
-        if not same_device(placement.device(), tensor.device):
-            return LayoutError(
-                "Local shard tensor device does not match with local Shard's placement!",
-                {"tensor": tensor.device, "placement": placement},
-            )
-        for name in ("dtype", "requires_grad", "is_pinned"):
-            first, other = (getattr(s.tensor, name) for s in (shards[0], shard))
-            first, other = (first(), other()) if callable(first) else (first, other)
-            if first != other:
-                what = "pin_memory" if name == "is_pinned" else name
-                return LayoutError(
-                    f"Local shards' tensor {what} property need to be the same on rank:{group.rank}!",
-                    {"found": f"{first} and {other}"},
-                )
-    return None
+    return Brought(
+        size,
+        tuple((*_box(shard.metadata), str(shard.metadata.placement)) for shard in shards),
+        *(None if first is None else _property(first, name) for name in PROPERTIES),
+    )
 
 
-def _joined(everyone: Sequence[Brought], group: Group) -> tuple[tuple[int, ...], list[ShardMetadata]]:
-    """The global shape and all shards, in rank order; raises the same error on every rank."""
-    faults = {rank: brought.fault for rank, brought in zip(group.ranks, everyone, strict=True) if brought.fault}
-    if faults:
-        text = next(iter(faults.values()))[1]
-        if len(faults) == group.size and len({fault[1] for fault in faults.values()}) == 1:
-            raise LayoutError(text)
-        raise LayoutError(text, {"on ranks": ", ".join(map(str, faults)), "state": "nothing was made on any rank"})
-    holders = [(rank, brought) for rank, brought in zip(group.ranks, everyone, strict=True) if brought.shards]
+PROPERTIES = ("dtype", "requires_grad", "pin_memory")
+
+
+def _property(tensor: torch.Tensor, name: str) -> Any:
+    return tensor.is_pinned() if name == "pin_memory" else getattr(tensor, name)
+
+
+def _check_shard(shard: Shard, rank: int) -> None:
+    """Raise when a shard is not plain memory, or not of the place and the size that its metadata says."""
+    tensor, metadata = shard.tensor, shard.metadata
+    if tensor.layout != torch.strided:
+        raise LayoutError(
+            f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!",
+            fix="call to_dense() first",
+        )
+    if not tensor.is_contiguous():
+        raise LayoutError(
+            "Only torch.contiguous_format memory_format is currently supported!", fix="call contiguous() first"
+        )
+    if list(tensor.shape) != list(metadata.shard_sizes):
+        raise LayoutError(
+            "Shard tensor size does not match with metadata.shard_lengths!",
+            {"tensor": _by(tensor.shape), "metadata": _by(metadata.shard_sizes)},
+            "give the metadata the sizes of the tensor",
+        )
+    placement = metadata.placement
+    if placement is None or placement.rank() != rank:
+        raise LayoutError(
+            "Local shard metadata's rank does not match with the rank in its process group!",
+            {"this rank": rank, "placement": placement},
+            "name this rank in the placement of its shards",
+        )
+    if not same_device(placement.device(), tensor.device):
+        raise LayoutError(
+            "Local shard tensor device does not match with local Shard's placement!",
+            {"tensor": tensor.device, "placement": placement},
+            "move the tensor, or name its device in the placement",
+        )
+
+
+def _check_properties(holders: Mapping[int, Brought]) -> None:
+    """Raise, on every rank alike, when the ranks that have shards differ in what a tensor has one of."""
     if not holders:
         raise LayoutError("ShardedTensor have no local shards on all ranks!", fix="bring at least one shard")
-    for name, shown in (("size", "global_size"), ("dtype",) * 2, ("requires_grad",) * 2, ("pin_memory",) * 2):
-        values = {rank: getattr(brought, name) for rank, brought in holders}
+    for name, shown in [("size", "global_size"), *((name, name) for name in PROPERTIES)]:
+        values = {rank: getattr(brought, name) for rank, brought in holders.items()}
         first = next(iter(values))
         other = next((rank for rank, value in values.items() if value != values[first]), None)
         if other is not None:
@@ -163,15 +204,41 @@ def _joined(everyone: Sequence[Brought], group: Group) -> tuple[tuple[int, ...],
                 f"Found {shown}={values[first]} on rank:{first}, and {shown}={values[other]} on rank:{other}.",
                 fix="bring the same on every rank; nothing was made on any rank",
             )
-    size = holders[0][1].size
-    assert size is not None
-    shards = [ShardMetadata(*shard) for _, brought in holders for shard in brought.shards]
-    if size[0] is None:
-        starts = [0, *accumulate(shard.shard_sizes[0] for shard in shards)]
-        for start, shard in zip(starts, shards, strict=False):
-            shard.shard_offsets = [start] + [0] * (len(shard.shard_sizes) - 1)
-        return (starts[-1], *shards[0].shard_sizes[1:]), shards
-    return tuple(int(length or 0) for length in size), shards
+
+
+def _joined(holders: Mapping[int, Brought]) -> tuple[Shape, list[tuple[int, ShardMetadata]]]:
+    """The global shape and every shard with its rank, in rank order; raises the same error on every rank."""
+    shards = [(rank, ShardMetadata(*shard)) for rank, brought in holders.items() for shard in brought.shards]
+    size = next(iter(holders.values())).size
+    unknown = [dim for dim, length in enumerate(size) if length is None]
+    if not unknown:
+        return tuple(length for length in size if length is not None), shards
+    ndim, dim = len(size), unknown[0] if len(unknown) == 1 else 0
+    lengths = [shard.shard_sizes for _, shard in shards]
+    other = next((found for found in lengths if len(found) != ndim), None)
+    if other is not None:
+        raise LayoutError(
+            f"Rank of tensor is {ndim}, but shards rank is {len(other)}",
+            {"global size": _by(size), "shard of size": _by(other)},
+            "give one number or None for each dim of the shards",
+        )
+    starts = list(accumulate((found[dim] for found in lengths), initial=0))
+    for start, (_, shard) in zip(starts, shards, strict=False):
+        shard.shard_offsets = [start if d == dim else 0 for d in range(ndim)]
+    shape = [lengths[0][d] if length is None else length for d, length in enumerate(size)]
+    shape[dim] = starts[-1]
+    return tuple(shape), shards
+
+
+def _box(shard: ShardMetadata) -> Box:
+    return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+
+
+def _rank(placement: Any) -> int:
+    return placement.rank()
+
+
+# -- from one tensor a rank ------------------------------------------------------------------------------------------
 
 
 def init_from_local_tensor(
@@ -179,77 +246,123 @@ def init_from_local_tensor(
 ) -> ShardedTensor:
     """Wrap each rank's local tensor as its part under a spec, without a copy. All ranks of the group call it.
 
-    One exchange tells the ranks the true global size and that all agree. A partial spec makes each rank's tensor an
-    addend.
+    One small exchange makes sure that all agree. A partial spec makes each rank's tensor an addend.
 
     Args:
         local_tensor: of the local shape that the spec gives this rank, contiguous; it becomes the leaf.
         sharding_spec: a spec or its text.
-        global_size: the global shape; left out, it is worked out from the local shapes where one dim is cut.
+        global_size: the global shape. Left out, or with None for some dims, it is worked out from the local shapes of
+            all ranks, which takes another exchange.
+        process_group: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
         LayoutError: (a ValueError) on every rank alike, when a local tensor is not what the spec gives its rank.
+        DisagreementError: (a ValueError) the ranks pass different specs, sizes or dtypes.
 
     Example:
         >>> init_from_local_tensor(torch.ones(2, 3), "[tp, -]").shape
         torch.Size([2, 3])
     """
     group = as_group(process_group)
-    spec = as_spec(sharding_spec)
-    size = _given_size(global_size)
-    facts = (
-        tuple(local_tensor.shape), str(local_tensor.dtype), str(local_tensor.device.type), str(spec), size,
-        local_tensor.is_contiguous(), local_tensor.requires_grad,
-    )  # fmt: skip
-    everyone = dict(zip(group.ranks, group.exchange_objects(facts), strict=True))
-    for i, what in ((1, "dtype"), (3, "sharding_spec"), (4, "global_size"), (6, "requires_grad")):
-        values = {rank: facts[i] for rank, facts in everyone.items()}
-        if len(set(values.values())) > 1:
-            raise LayoutError(
-                f"ShardedTensor {what} property does not match from different ranks!",
-                {f"rank {rank}": value for rank, value in values.items()},
-                "bring the same on every rank; nothing was made on any rank",
-            )
-    strided = [rank for rank, facts in everyone.items() if not facts[5]]
-    if strided:
-        raise LayoutError("local_tensor is not a contiguous Tensor.", {"on ranks": strided}, "call contiguous() first")
-    shape = size if size is not None else _size_from(spec, {rank: facts[0] for rank, facts in everyone.items()}, group)
-    layout = bind(spec, tuple(int(length or 0) for length in shape), mesh_of(group))
-    wrong = {
-        f"rank {rank}": f"brought {_by(facts[0])}, the spec gives it {_by(layout.local_shape(rank))}"
-        for rank, facts in everyone.items()
-        if facts[0] != layout.local_shape(rank)
+    read, fault = _caught(lambda: _read(local_tensor, sharding_spec, global_size, group))
+    spec, size, layout = read or (None, None, None)
+    facts = {
+        "sharding_spec": str(spec),
+        "global_size": "not given" if size is None else _by(size),
+        "dtype": str(getattr(local_tensor, "dtype", None)),
+        "requires_grad": str(getattr(local_tensor, "requires_grad", None)),
     }
-    if wrong:
-        raise LayoutError(
-            "local tensors do not have the shapes that the spec gives their ranks",
-            {"spec": str(spec), "global size": _by(layout.shape), **dict(list(wrong.items())[:8])},
-            "pass the true global size, or a spec with sizes(...) that says how the ranks differ",
-        )
+    agree(group, "init_from_local_tensor", facts, fault)
+    assert spec is not None
+    if layout is None:
+        shapes = dict(zip(group.ranks, group.exchange_objects(tuple(local_tensor.shape)), strict=True))
+        layout = _fitting(spec, size, shapes, group)
     return wrap(local_tensor, layout, spec, group)
 
 
-def _by(shape: Sequence[int | None]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+def _read(
+    local: torch.Tensor, sharding_spec: ShardingSpec | str, global_size: Sequence[Any], group: Group
+) -> tuple[ShardingSpec, Size | None, Layout | None]:
+    """The spec, the size, and the layout where the size is known; raises what is wrong with this rank's part."""
+    spec, size = as_spec(sharding_spec), _given_size(global_size)
+    if not isinstance(local, torch.Tensor) or isinstance(local, ShardedTensor):
+        raise LayoutError(
+            f"local_tensor is a {type(local).__name__}, not a plain tensor", fix="pass this rank's part as a tensor"
+        )
+    if local.layout != torch.strided or not local.is_contiguous():
+        raise LayoutError("local_tensor is not a contiguous Tensor.", fix="call contiguous() first")
+    placement = placement_of(spec, group.rank)
+    if placement is not None and not same_device(placement.device(), local.device):
+        raise LayoutError(
+            "Local shard tensor device does not match with local Shard's placement!",
+            {"tensor": local.device, "placement": placement},
+            "move the tensor, or name its device in the spec",
+        )
+    if size is None or None in size:
+        return spec, size, None
+    layout = bind(spec, tuple(length for length in size if length is not None), mesh_of(group))
+    wanted = layout.local_shape(group.rank)
+    if tuple(local.shape) != wanted:
+        raise LayoutError(
+            f"the local tensor of rank {group.rank} is {_by(local.shape)}, the spec gives it {_by(wanted)}",
+            {"spec": str(spec), "global size": _by(size)},
+            "pass the true global size, or a spec with sizes(...) that says how the ranks differ",
+        )
+    return spec, size, layout
 
 
-def _size_from(spec: ShardingSpec, shapes: dict[int, tuple[int, ...]], group: Group) -> tuple[int, ...]:
-    """The global size that makes every rank's local shape what the spec gives it: the one dim that differs added up."""
-    first = shapes[group.ranks[0]]
-    if all(len(shape) == len(first) for shape in shapes.values()):
-        for dim in range(len(first)):
-            total = sum(shape[dim] for shape in shapes.values())
-            candidates = {total, *({first[dim]} if dim == 0 else ())}
-            for length in sorted(candidates, reverse=True):
-                shape = (*first[:dim], length, *first[dim + 1 :])
-                try:
-                    layout = bind(spec, shape, mesh_of(group))
-                except LayoutError:
-                    continue
-                if all(layout.local_shape(rank) == local for rank, local in shapes.items()):
-                    return shape
+def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape], group: Group) -> Layout:
+    """The layout whose local shapes are those that the ranks brought: lengths added up along axes of the mesh."""
+    mesh = mesh_of(group)
+    first = shapes[mesh.ranks[0]]
+    if all(len(shape) == len(first) for shape in shapes.values()) and (size is None or len(size) == len(first)):
+        ndim = len(mesh.sizes)
+        some_axes = [axes for count in range(ndim + 1) for axes in combinations(range(ndim), count)]
+        lines = [mesh.ranks_along(mesh.ranks[0], axes) for axes in some_axes]
+        lengths = [
+            [known] if known is not None else sorted({sum(shapes[rank][dim] for rank in line) for line in lines})
+            for dim, known in enumerate(size or (None,) * len(first))
+        ]
+        for shape in product(*lengths):
+            try:
+                layout = bind(spec, shape, mesh)
+            except LayoutError:
+                continue
+            if all(layout.local_shape(rank) == local for rank, local in shapes.items()):
+                return layout
     raise LayoutError(
         "the global size does not follow from the local shapes",
         {"spec": str(spec), **{f"rank {rank}": _by(shape) for rank, shape in list(shapes.items())[:8]}},
         "pass the global size after the spec",
     )
+
+
+# -- both ------------------------------------------------------------------------------------------------------------
+
+
+def _caught(work: Any) -> tuple[Any, ShardTensorError | None]:
+    """The result of `work`, or the error to bring to the other ranks, which wait for this one."""
+    try:
+        return work(), None
+    except ShardTensorError as error:
+        return None, error
+    except Exception as error:
+        fault = LayoutError(f"{type(error).__name__}: {error}")
+        fault.__cause__ = error
+        return None, fault
+
+
+def _given_size(global_size: Sequence[Any]) -> Size | None:
+    """The size that ``(4, 6)``, ``((4, 6),)``, ``(None, 6)`` say; None for ``()``."""
+    if len(global_size) == 1 and isinstance(global_size[0], Sequence):
+        global_size = global_size[0]
+    elif not global_size:
+        return None
+    size = tuple(None if length is None else index(length) for length in global_size)
+    if any(length is not None and length < 0 for length in size):
+        raise LayoutError(f"a tensor cannot have the size {_by(size)}", fix="give the number of elements of each dim")
+    return size
+
+
+def _by(shape: Sequence[int | None]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import attrs
 import torch
 
 from shardtensor.comm.group import Group
@@ -64,6 +65,26 @@ def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:
     if placement is not None:
         return str(placement)
     return f"rank:{rank}/{device}" if device.type != "cuda" else f"rank:{rank}/cuda"
+
+
+def moved(spec: ShardingSpec | None, kind: str) -> ShardingSpec | None:
+    """The spec of a tensor whose every shard went to a device of another kind: same dims, same ranks, new devices.
+
+    Indices are left out: each rank means its own device. None where the spec has to be told from the layout.
+    """
+    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+        runs = [
+            attrs.evolve(run, first=attrs.evolve(run.first, device_type=kind, device_index=None), index_step=0)
+            for run in spec.placements.runs
+        ]
+        return attrs.evolve(spec, placements=[str(run) for run in runs])
+    if isinstance(spec, EnumerableShardingSpec):
+        shards = spec.shards
+        for shard in shards:
+            if shard.placement is not None:
+                shard.placement = attrs.evolve(shard.placement, device_type=kind, device_index=None)
+        return EnumerableShardingSpec(shards)
+    return spec if isinstance(spec, Spec) else None
 
 
 _MESHES: dict[Group, Mesh] = {}

@@ -9,7 +9,7 @@ of the card's threads (about a million elements, three of them during the proof)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import add, lt, mul, sub
 
@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Generator, Tensor
 
+from shardtensor.layout.box import runs
 from shardtensor.tensor.random_cpu import PIECE, serial_pieces
 from shardtensor.tensor.random_cuda import philox_pieces
 
@@ -154,15 +155,13 @@ def _targets(shape: Ints, boxes: Sequence[tuple[Ints, Ints, Tensor]]) -> tuple[I
 def _deliver(values: Tensor, start: int, shape: Ints, targets: Sequence[_Target]) -> None:
     """Copy the flat range of the whole that begins at ``start`` into the targets that it meets."""
     done = 0
-    for slab_lows, slab_highs in slabs(start, start + values.numel(), shape):
-        sizes = tuple(map(sub, slab_highs, slab_lows))
-        length = math.prod(sizes)
-        slab = values[done : done + length].view(sizes)
-        done += length
+    for box in runs(start, start + values.numel(), shape):
+        slab = values[done : done + box.numel].view(box.sizes)
+        done += box.numel
         for target in targets:
-            lows, highs = tuple(map(max, slab_lows, target.lows)), tuple(map(min, slab_highs, target.highs))
+            lows, highs = tuple(map(max, box.offsets, target.lows)), tuple(map(min, box.ends, target.highs))
             if all(map(lt, lows, highs)):
-                _window(target.values, lows, highs, target.lows).copy_(_window(slab, lows, highs, slab_lows))
+                _window(target.values, lows, highs, target.lows).copy_(_window(slab, lows, highs, box.offsets))
 
 
 def _window(values: Tensor, lows: Ints, highs: Ints, origin: Ints | None = None) -> Tensor:
@@ -170,36 +169,3 @@ def _window(values: Tensor, lows: Ints, highs: Ints, origin: Ints | None = None)
     if origin is not None:
         lows, highs = tuple(map(sub, lows, origin)), tuple(map(sub, highs, origin))
     return values[tuple(map(slice, lows, highs))]
-
-
-def slabs(start: int, stop: int, shape: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Cut a flat range of a row-major tensor into boxes, in order; at most two a dim and one more.
-
-    Yields:
-        ``(lows, highs)``, the corners of a box whose elements are one contiguous stretch of the range.
-
-    Example:
-        >>> list(slabs(2, 9, (3, 4)))
-        [((0, 2), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (3, 1))]
-    """
-    if not shape:
-        yield (), ()
-        return
-    inner = shape[1:]
-    row_numel = math.prod(inner)
-    first, head = divmod(start, row_numel)
-    last, tail = divmod(stop, row_numel)
-
-    def within(row: int, begin: int, end: int) -> Iterator[tuple[Ints, Ints]]:
-        return (((row, *lows), (row + 1, *highs)) for lows, highs in slabs(begin, end, inner))
-
-    if first == last:
-        yield from within(first, head, tail)
-        return
-    if head:
-        yield from within(first, head, row_numel)
-        first += 1
-    if first < last:
-        yield (first, *[0] * len(inner)), (last, *inner)
-    if tail:
-        yield from within(last, 0, tail)

@@ -95,7 +95,9 @@ class Shard:
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         import copy
 
-        return Shard(copy.deepcopy(self.tensor, memo), copy.deepcopy(self.metadata, memo))
+        tensor = self.tensor
+        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return Shard(memo.setdefault(id(tensor), twin), copy.deepcopy(self.metadata, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Shard, (self.tensor, self.metadata))

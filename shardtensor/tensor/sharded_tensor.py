@@ -14,20 +14,24 @@ from typing import Any, NoReturn
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.errors import RuleError
-from shardtensor.layout.layout import Layout
+from shardtensor.errors import LayoutError, RuleError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import Layout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
+from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardtensor.tensor.move import gather_whole, settle, whole
+from shardtensor.tensor.move import gather_whole, part, settle, whole
 from shardtensor.tensor.shard import Shard
 
-_make_shell = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make_body = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # type: ignore[attr-defined]  # to_dlpack would give null
 _no_override = torch._C.DisableTorchFunctionSubclass
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
     """A tensor of global `shape` whose elements are dealt to ranks by a layout.
 
     Made by the factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and by
@@ -49,8 +53,9 @@ class ShardedTensor(torch.Tensor):
     _layout: Layout
     _spec: ShardingSpec | None
     _group: Group
-    _grad_shell: tuple[torch.Tensor, ShardedTensor] | None
-    _placements: dict[int, Any] | None
+    _grad_shell: tuple[torch.Tensor, ShardedTensor] | None = None
+    _placements: dict[int, Any] | None = None
+    _copied: str | None = None  # the view function of which this is a copy, where the dense result would be a view
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -65,11 +70,9 @@ class ShardedTensor(torch.Tensor):
         return self._local if not self._layout.packed else self._shard_tensor(0)
 
     def local_shards(self) -> list[Shard]:
-        """Return this rank's shards, none for a rank that holds nothing. Their ``tensor`` and ``metadata`` can be set."""
+        """Return this rank's shards, perhaps none. Their ``tensor`` and ``metadata`` can be set."""
         rank = self._group.rank
-        return [
-            Shard.of(self, i, self._shard_metadata(rank, i)) for i in range(len(self._layout.boxes(rank)))
-        ]
+        return [Shard.of(self, i, self._shard_metadata(rank, i)) for i in range(len(self._layout.boxes(rank)))]
 
     def _shard_tensor(self, index: int) -> torch.Tensor:
         boxes = self._layout.local_boxes(self._group.rank)
@@ -83,7 +86,7 @@ class ShardedTensor(torch.Tensor):
         want = self._layout.boxes(self._group.rank)[index].sizes
         if tuple(value.shape) != want:
             raise ValueError(
-                f"a shard of shape {tuple(want)} cannot hold a tensor of shape {tuple(value.shape)}; reshard to change it"
+                f"a shard of shape {tuple(want)} cannot hold one of shape {tuple(value.shape)}; reshard to change it"
             )
         if value is self._local:
             return
@@ -102,9 +105,10 @@ class ShardedTensor(torch.Tensor):
     def _sync_body(self) -> None:
         """Make the shell's C-level body say the dtype, device and requires_grad of the leaf, as C code will ask it."""
         local = self._local
-        body = _make_shell(
+        body = _make_body(
             ShardedTensor, self._layout.shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
+        _refuse_data_pointer(body)
         with _no_override():
             torch._C.TensorBase.data.__set__(self, body)  # type: ignore[attr-defined]
             if local.is_leaf or not local.requires_grad:
@@ -128,7 +132,7 @@ class ShardedTensor(torch.Tensor):
         self._placements = {**(self._placements or {}), index: value.placement}
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return every rank's shards, the global size and the properties. Sends nothing; costs as many ranks as there are."""
+        """Return every rank's shards, the global size and the properties. Sends nothing; its cost grows with the ranks."""
         layout = self._layout
         shards = [self._shard_metadata(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
         properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned())
@@ -168,64 +172,19 @@ class ShardedTensor(torch.Tensor):
 
         gather_to(self, dst, out, enforce_dtype, dtype)
 
-    # -- what torch asks of a tensor, answered without a dispatch -----------------------------------------------------
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
+        """Return this tensor of another dtype or device, or on another ``process_group=``; itself when nothing changes."""
+        return convert.to(self, *args, **kwargs)  # type: ignore[return-value]
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._layout.shape)
+    def cpu(self, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:  # type: ignore[override]
+        """Return this tensor on the CPU, itself when it is there."""
+        return convert.cpu(self, memory_format, process_group)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        return self.shape if dim is None else self.shape[dim]
+    def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
+        """Return this tensor on this rank's GPU; takes ``process_group=`` too."""
+        return convert.cuda(self, *args, **kwargs)
 
-    def dim(self) -> int:
-        return len(self._layout.shape)
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return len(self._layout.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._local.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._local.device
-
-    @property
-    def layout(self) -> torch.layout:  # type: ignore[override]
-        return torch.strided
-
-    @property
-    def is_sparse(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return self._local.is_cuda
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return self._local.is_cpu
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return self._local.is_meta
-
-    def is_pinned(self, device: Any = None) -> bool:
-        return self._local.is_pinned()
-
-    def is_floating_point(self) -> bool:
-        return self._local.is_floating_point()
-
-    def is_complex(self) -> bool:
-        return self._local.is_complex()
-
-    def element_size(self) -> int:
-        return self._local.element_size()
+    # -- autograd: the leaf's ----------------------------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -243,14 +202,6 @@ class ShardedTensor(torch.Tensor):
         return self
 
     @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._local.grad_fn
-
-    @property
     def grad(self) -> ShardedTensor | None:  # type: ignore[override]
         """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
         grad = self._local.grad
@@ -258,19 +209,27 @@ class ShardedTensor(torch.Tensor):
             return None
         cached = self._grad_shell
         if cached is None or cached[0] is not grad:
-            cached = self._grad_shell = (grad, wrap(grad, self._layout, self._spec, self._group))
+            cached = self._grad_shell = (grad, gradient_of(self, grad))
         return cached[1]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             self._local.grad = None
+            self._grad_shell = None
             return
         if tuple(value.shape) != self._layout.shape:
             raise RuntimeError(
-                f"a gradient of shape {tuple(value.shape)} was assigned to a tensor of shape {self._layout.shape}"
+                f"assigned grad has data of a different size: a gradient of shape {tuple(value.shape)} was assigned "
+                f"to a tensor of shape {self._layout.shape}"
             )
-        self._local.grad = local_as(value, self._layout, self._group).detach()
+        layout = self._layout.reduced() if self._layout.partial else self._layout
+        local = local_as(value, layout, self._group)
+        if not isinstance(value, ShardedTensor):
+            local = local.clone(memory_format=torch.contiguous_format)  # else it keeps the whole in memory
+        self._local.grad = local
+        same = isinstance(value, ShardedTensor) and value._local is local
+        self._grad_shell = (self._local.grad, value) if same else None
 
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
@@ -337,6 +296,18 @@ class ShardedTensor(torch.Tensor):
     def _sharding_spec(self) -> ShardingSpec:
         return self.sharding_spec()
 
+    @_sharding_spec.setter
+    def _sharding_spec(self, value: ShardingSpec | str) -> None:
+        spec = as_spec(value)
+        layout = bind(spec, self._layout.shape, placing.mesh_of(self._group))
+        if not same_boxes(layout, self._layout):
+            raise LayoutError(
+                "the spec does not say how this tensor lies",
+                {"tensor": str(self.sharding_spec()), "spec": str(spec)},
+                "make a tensor of that spec and copy_ into it",
+            )
+        self._spec = spec
+
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
     """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds.
@@ -345,16 +316,29 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
         local: of shape ``layout.local_shape(group.rank)``.
         spec: what `sharding_spec` shall return; None to tell it from the layout when asked.
     """
-    shell = _make_shell(
+    shell = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
+    _refuse_data_pointer(shell)
     shell._local = local
     shell._layout = layout
     shell._spec = spec
     shell._group = group
-    shell._grad_shell = None
-    shell._placements = None
     return shell
+
+
+def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
+    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
+
+    Raises:
+        RuleError: the tensor is partial in another way than a sum, whose leaf's gradient is not the tensor's.
+    """
+    layout = tensor._layout
+    if not layout.partial:
+        return wrap(grad, layout, tensor._spec, tensor._group)
+    if any(op != "sum" for _, op in layout.partial):
+        raise RuleError("the gradient of a partial tensor is not kept by its addends", fix="reduce the tensor first")
+    return wrap(grad, layout.reduced(), None, tensor._group)
 
 
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
@@ -362,8 +346,6 @@ def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor
 
     A plain tensor is a copy on every rank. A sharded one of another layout is gathered and cut anew (collective).
     """
-    from shardtensor.tensor.move import part
-
     if isinstance(tensor, ShardedTensor):
         if tensor._layout is layout or tensor._layout == layout:
             return tensor._local
@@ -379,4 +361,6 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
     return wrap(local, tensor._layout.reduced(), None, tensor._group)
 
 
-__all__ = ["ShardedTensor", "gather_whole", "local_as", "settled", "wrap"]
+from shardtensor.tensor import convert  # noqa: E402  (it needs the class)
+
+__all__ = ["ShardedTensor", "gather_whole", "gradient_of", "local_as", "settled", "wrap"]

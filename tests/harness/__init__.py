@@ -18,6 +18,7 @@ Bodies assert on their ranks, too: the failure of a rank fails the test, with th
 from __future__ import annotations
 
 import pytest
+
 from harness.pool import Pool, RankFailed
 from harness.worker import device
 

@@ -14,6 +14,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness import worker
 
 GRACE_S = 5.0  # for the other ranks, once one has failed
@@ -50,7 +52,7 @@ class Pool:
         """
         __tracebackhide__ = True
         if size > self.ranks:
-            raise ValueError(f"the pool has {self.ranks} ranks; this job asks for {size}")
+            pytest.skip(f"needs {size} ranks; this pool has {self.ranks} of device type {self.device_type}")
         self._start()
         self._jobs += 1
         store = str(Path(self._folder.name, f"store-{self._jobs}")) if size != self._kept_size else None

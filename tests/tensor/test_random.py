@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardtensor.tensor.random import draw_boxes, slabs
+from shardtensor.tensor.random import draw_boxes
 from shardtensor.tensor.random_cpu import PIECE, serial_pieces
 from shardtensor.tensor.random_cuda import draw_passes, find_pass, pass_lengths, split_for_indexing
 
@@ -230,18 +230,6 @@ def test_meta_draws_nothing():
     assert part.is_meta
     assert part.shape == (10**6, 7)
     assert torch.equal(torch.get_rng_state(), begin)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 6), max_size=4), st.data())
-def test_slabs_cover_a_flat_range_in_order(shape, data):
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    start = data.draw(st.integers(0, numbers.numel() - 1))
-    stop = data.draw(st.integers(start + 1, numbers.numel()))
-    cut = list(slabs(start, stop, tuple(shape)))
-    found = [numbers[tuple(map(slice, lows, highs))].flatten() for lows, highs in cut]
-    assert torch.cat(found).tolist() == list(range(start, stop))
-    assert len(cut) <= max(1, 2 * len(shape) - 1)
 
 
 class ToyPhilox:

@@ -1,0 +1,97 @@
+"""Start the demo's ranks with torch elastic, wait for them and judge what they found."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+
+from rich.console import Console
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Run ``shardtensor demo``; returns the exit status."""
+    from shardtensor.cli.demo.text import TextError, read_text
+
+    try:
+        text = read_text(options.text)
+    except TextError as error:
+        print(f"shardtensor demo: {error}", file=sys.stderr)
+        return 2
+    device = _device(options.device, options.world)
+    if device is None:
+        return 2
+    console = Console()
+    console.print(
+        f"{options.world} ranks on {device}, {len(text) / 1e6:.1f} MB of "
+        f"{options.text or 'the Python standard library'}, {options.steps} steps, float32; starting ..."
+    )
+    start = time.perf_counter()
+    outcome = _launch(text, options.steps, device, options.world)
+    if outcome is None:
+        return 1
+    return _judge(outcome, console, time.perf_counter() - start)
+
+
+def _device(wanted: str, world: int) -> str | None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if wanted == "cuda" and count < world:
+        print(
+            f"shardtensor demo: {world} ranks need {world} GPUs, this machine has {count}; "
+            f"use --world {count} or --device cpu" if count else "shardtensor demo: no GPU here; use --device cpu",
+            file=sys.stderr,
+        )  # fmt: skip
+        return None
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and count >= world) else "cpu"
+
+
+def _launch(text: bytes, steps: int, device: str, world: int):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from shardtensor.cli.demo.train import work
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told below, once
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id="shardtensor-demo", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+    )  # fmt: skip
+    try:
+        return elastic_launch(config, work)(text, steps, device)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        trace = told.get("extraInfo", {}).get("py_callstack", "")
+        print(f"{trace}shardtensor demo: rank {rank} failed: {told['message']}", file=sys.stderr)
+        return None
+
+
+def _judge(outcome, console: Console, wall_s: float) -> int:
+    from shardtensor.cli.demo.report import TOLERANCE, show_bytes, show_holders, worst_difference
+
+    console.print()
+    show_holders(outcome.held, console)
+    console.print()
+    show_bytes(outcome.bytes_by_rank, outcome.bytes_dense, console)
+    steps = len(outcome.sharded)
+    step, difference = worst_difference(outcome.sharded, outcome.dense)
+    console.print(
+        f"\n{steps} steps: loss {outcome.sharded[0]:.4f} -> {outcome.sharded[-1]:.4f}; "
+        f"{1e3 * outcome.step_s[0] / steps:.0f} ms a sharded step, {1e3 * outcome.step_s[1] / steps:.0f} ms a dense one; "
+        f"{wall_s:.0f} s in all"
+    )
+    if not difference <= TOLERANCE:
+        console.print(
+            f"[bold red]The sharded run and the dense run differ[/]: by {difference:.1e} of the loss at step {step} "
+            f"({outcome.sharded[step - 1]:.6f} sharded, {outcome.dense[step - 1]:.6f} dense); at most {TOLERANCE:.0e} is rounding."
+        )
+        return 1
+    console.print(
+        f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} (worst at step {step})."
+    )
+    return 0

@@ -1,0 +1,133 @@
+"""What each rank of the demo does: train the sharded model with the others, and on rank 0 the dense one beside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardtensor import ShardedOptimizer, ShardedTensor, shard_parameter
+from shardtensor.cli.demo.model import SPECS, Decoder
+from shardtensor.cli.demo.report import Held, Progress
+from shardtensor.cli.demo.text import Corpus
+
+BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
+
+
+@attrs.frozen
+class Outcome:
+    """What the demo found.
+
+    Attributes:
+        sharded, dense: the loss of every step.
+        step_s: seconds that the sharded steps and the dense steps took.
+        held: who holds what of each parameter.
+        bytes_by_rank: of parameters, gradients and optimizer state, measured on each rank.
+        bytes_dense: the same for the dense model.
+    """
+
+    sharded: list[float]
+    dense: list[float]
+    step_s: tuple[float, float]
+    held: list[Held]
+    bytes_by_rank: list[tuple[int, int, int]]
+    bytes_dense: tuple[int, int, int]
+
+
+def work(text: bytes, steps: int, device_type: str) -> Outcome | None:
+    """Train for `steps`; rank 0 returns the outcome. Every rank of the demo calls it, started by torch elastic."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    try:
+        return _train(Corpus(text), steps, device, rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: int) -> Outcome | None:
+    torch.manual_seed(0)
+    model = Decoder(corpus.vocabulary, LENGTH).to(device)
+    dense = copy.deepcopy(model) if rank == 0 else None
+    for name, spec in matched(model, SPECS):
+        shard_parameter(model, name, spec)
+    optimizer: torch.optim.Optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
+    beside = None if dense is None else torch.optim.AdamW(dense.parameters(), lr=LEARNING_RATE)
+
+    losses: tuple[list[float], list[float]] = ([], [])
+    seconds = [0.0, 0.0]
+    with Progress(steps, shown=rank == 0) as progress:
+        for step in range(steps):
+            tokens, targets = (t.to(device) for t in corpus.batch(step, BATCH, LENGTH))
+            start = time.perf_counter()
+            losses[0].append(train_step(model, optimizer, tokens, targets))
+            seconds[0] += time.perf_counter() - start
+            if dense is not None and beside is not None:
+                start = time.perf_counter()
+                losses[1].append(train_step(dense, beside, tokens, targets))
+                seconds[1] += time.perf_counter() - start
+                progress.advance(losses[0][-1], losses[1][-1])
+    held = [Held.of(name, param, world) for name, param in model.named_parameters()]
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, _bytes(model, optimizer))
+    if dense is None or beside is None:
+        return None
+    return Outcome(losses[0], losses[1], (seconds[0], seconds[1]), held, sizes, _bytes(dense, beside))
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
+) -> float:
+    """One step; returns the loss. The same code for the sharded and the dense model."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Each parameter's name with the spec whose pattern it matches; ``{q,k,v}`` stands for one of the listed."""
+    patterns = [(choice, spec) for pattern, spec in specs.items() for choice in _choices(pattern)]
+    for name, _ in list(model.named_parameters()):
+        for pattern, spec in patterns:
+            if fnmatchcase(name, pattern):
+                yield name, spec
+
+
+def _choices(pattern: str) -> list[str]:
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    inside, _, after = rest.partition("}")
+    return [before + word + after for word in inside.split(",")]
+
+
+def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
+    """Bytes this process holds of parameters, gradients and optimizer state."""
+    local: Callable[[torch.Tensor], int] = lambda t: _local(t).numel() * t.element_size()  # noqa: E731
+    params = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return (
+        sum(map(local, params)),
+        sum(local(param.grad) for param in params if param.grad is not None),
+        sum(local(value) for value in states if isinstance(value, torch.Tensor)),
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local if isinstance(tensor, ShardedTensor) else tensor

@@ -1,0 +1,54 @@
+"""The command ``shardtensor``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardtensor.version import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    from shardtensor.cli.demo.launch import run_demo
+
+    return run_demo(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardtensor", description="Tensors that live on many devices.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train a small language model, sharded, beside the same model on one process",
+        description="Start ranks on this machine, shard a small decoder over them with one spec per parameter, train it "
+        "on real text and compare every loss with the same training on one process. Exit status 0 when they are equal, "
+        "1 when they differ or a rank failed, 2 when the options are wrong.",
+    )
+    demo.add_argument("--world", type=_positive, default=4, metavar="N", help="number of ranks (default 4)")
+    demo.add_argument(
+        "--text", type=Path, metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)"
+    )
+    demo.add_argument("--steps", type=_positive, default=100, metavar="N", help="training steps (default 100)")
+    demo.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto takes CUDA when there is a GPU for each rank (default auto)",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

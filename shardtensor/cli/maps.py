@@ -1,0 +1,62 @@
+"""Maps of tensors for the terminal: each rank's boxes in its colour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from shardtensor.layout.box import Box
+
+WIDTH, HEIGHT = 16, 4
+_COLOURS = ("dodger_blue1", "dark_orange", "green3", "medium_purple1", "gold1", "turquoise2", "hot_pink", "chartreuse2")
+
+
+def rank_style(rank: int) -> str:
+    """The colours of a rank."""
+    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+
+
+def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -> Text:
+    """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
+
+    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. A tensor that
+    every rank has whole is one grey line.
+
+    Example:
+        >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
+        >>> print(draw_boxes((4, 4), boxes).plain)
+        0000
+        0000
+        1111
+        1111
+    """
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
+    height, width = min(rows, max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
+    if all(sum(box.numel for box in boxes) == math.prod(shape) for boxes in boxes_by_rank):
+        height = 1
+    text = Text()
+    for line in range(height):
+        if line:
+            text.append("\n")
+        for cell in range(width):
+            row, column = line * rows // height, cell * columns // width
+            at = (row, column, *[0] * (len(shape) - 2)) if len(shape) > 1 else (column,) if shape else ()
+            holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
+            if len(holders) == len(boxes_by_rank):
+                text.append(" ", style="on grey70")
+            elif holders:
+                text.append(_digit(holders[0]), style=rank_style(holders[0]))
+            else:
+                text.append("?")
+    return text
+
+
+def _holds(box: Box, at: tuple[int, ...]) -> bool:
+    return all(offset <= i < offset + size for offset, size, i in zip(box.offsets, box.sizes, at, strict=True))
+
+
+def _digit(rank: int) -> str:
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[rank % 36]

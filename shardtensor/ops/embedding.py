@@ -1,0 +1,111 @@
+"""``F.embedding``: ``i, v d -> i d``. A table cut on rows (v) looks up what it holds and the rows are summed at once.
+
+A table cut on columns (d) gives an output cut on its last dim; ids that are cut give an output cut alike. Indices, and
+`padding_idx`, are global.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.engine import finish, prepare
+from shardtensor.ops.reducing import is_blocked
+from shardtensor.rules.rule import Rule
+from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@implements(F.embedding)
+def embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Rows of a table by global id.
+
+    Args:
+        input: integer ids of any shape, plain or sharded.
+        weight: the table ``(v, d)``, plain or sharded.
+        padding_idx: a row, counted from either end, that gets no gradient.
+        max_norm: rows that are looked up are first scaled to at most this norm, in the table itself.
+
+    Raises:
+        RuleError: `sparse` gradients of a sharded table.
+        IndexError: an id is outside the table (on CUDA an assert on the device, as torch).
+    """
+    if sparse:
+        raise RuleError(
+            "embedding: a sharded table has no sparse gradients",
+            {"table": f"{tuple(weight.shape)}"},
+            "use sparse=False",
+        )
+    rows = weight.shape[0]
+    if padding_idx is not None:
+        if not -rows <= padding_idx < rows:
+            raise AssertionError("Padding_idx must be within num_embeddings")
+        padding_idx %= rows
+    _check(input, rows)
+    if max_norm is not None:
+        _renormalize(input, weight, max_norm, norm_type)
+    ids = tuple(f"i{k}" for k in range(input.dim()))
+    blocked = (
+        isinstance(weight, ShardedTensor) and isinstance(weight._layout, CutLayout) and is_blocked(weight._layout, 0)
+    )
+    ready = None
+    if not scale_grad_by_freq and not blocked:
+        ready = prepare("embedding", Rule((("v", "d"), ids), (*ids, "d")), (weight, input))
+    if ready is None:
+        options = {"padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq}
+        return fall_back(F.embedding, (input, weight), options)
+    (table, local_ids), recipe, group = ready
+    layout = recipe.needs[0].layout
+    if layout.dims[0] is None:
+        return finish(F.embedding(local_ids, table, padding_idx), recipe.output, group)
+    boxes = layout.boxes(group.rank)
+    start = boxes[0].offsets[0] if boxes else 0
+    return finish(_looked_up(local_ids, table, start, padding_idx), recipe.output, group)
+
+
+def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
+    """This rank's rows, and zeros for ids that it does not hold."""
+    count, width = table.shape
+    if not count:
+        return table.sum(0).expand(*ids.shape, width)
+    here = ids - start
+    elsewhere = (here < 0) | (here >= count)
+    here = here.masked_fill(elsewhere, 0)
+    pad = None if padding_idx is None or not start <= padding_idx < start + count else padding_idx - start
+    return F.embedding(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def _check(ids: torch.Tensor, rows: int) -> None:
+    local = ids._local if isinstance(ids, ShardedTensor) else ids
+    if local.is_meta or not local.numel():
+        return
+    inside = ((local >= 0) & (local < rows)).all()
+    if local.is_cpu:
+        if not inside:
+            raise IndexError("index out of range in self")
+    else:
+        torch._assert_async(inside)
+
+
+def _renormalize(ids: torch.Tensor, weight: torch.Tensor, max_norm: float, norm_type: float) -> None:
+    """Scale the rows that are looked up to at most `max_norm`, whole rows whatever the layout."""
+    with torch.no_grad():
+        if isinstance(ids, ShardedTensor):
+            ids = ids.full_tensor()
+        wanted = torch.zeros(weight.shape[0], dtype=torch.bool, device=ids.device)
+        wanted[ids.reshape(-1)] = True
+        norms = torch.linalg.vector_norm(weight, norm_type, 1)
+        scale = torch.where((norms > max_norm) & wanted, max_norm / (norms + 1e-7), 1.0)
+        weight.mul_(scale.to(weight.dtype).unsqueeze(1))

@@ -1,0 +1,230 @@
+"""Operations on lists of tensors: torch's ``_foreach_*`` and ``_fused_*``, with which optimizers step.
+
+A list may mix sharded and plain tensors. The elementwise ones work on the local tensors in the same one call; norms
+take one reduction for the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types as _optim_types
+from torch.utils._foreach_utils import _foreach_supported_types as _list_types
+
+from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import Layout
+from shardtensor.mesh import coordinate
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.move import part
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+
+Tensors = Sequence[torch.Tensor]
+
+for _types in (_optim_types, _list_types):
+    if ShardedTensor not in _types:  # torch's optimizers and clipping then choose foreach and fused as for plain ones
+        _types.append(ShardedTensor)
+
+
+# -- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def on_lists(func: Any) -> Callable[..., Any]:
+    """The handler of an elementwise function over lists of tensors, in place or not."""
+    in_place = func.__name__.endswith("_")
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        operands = [*args, *kwargs.values()]
+        places = [i for i, x in enumerate(operands) if _is_list_of_tensors(x)]
+        locals_, columns = _aligned([operands[i] for i in places], in_place)
+        if locals_ is None:
+            return fall_back(func, args, kwargs)
+        for i, tensors in zip(places, locals_, strict=True):
+            operands[i] = tensors
+        operands = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in operands]  # one number for all
+        count = len(args)
+        out = func(*operands[:count], **dict(zip(kwargs, operands[count:], strict=True)))
+        if in_place:
+            return args[0] if out is not None and args else out
+        return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
+
+    return handler
+
+
+def _is_list_of_tensors(x: Any) -> bool:
+    return isinstance(x, list | tuple) and len(x) > 0 and isinstance(x[0], torch.Tensor)
+
+
+Column = tuple[Layout, Group] | None
+
+
+def _aligned(lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
+    """Local tensors that belong together at every place of the lists, and what the results there are part of."""
+    layouts = [[x._layout if isinstance(x, ShardedTensor) else None for x in tensors] for tensors in lists]
+    first = layouts[0]
+    if all(
+        other == first or all(y is None and not x.dim() for x, y in zip(tensors, other, strict=True))
+        for tensors, other in zip(lists, layouts, strict=True)
+    ) and not any(layout is not None and layout.partial for layout in first):
+        locals_ = [[x._local if isinstance(x, ShardedTensor) else x for x in tensors] for tensors in lists]
+        return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
+    locals_, columns = [[] for _ in lists], []
+    for column in zip(*lists, strict=True):
+        found = _column(column, in_place)
+        if found is None:
+            return None, []
+        columns.append(found[1])
+        for tensors, x in zip(locals_, found[0], strict=True):
+            tensors.append(x)
+    return locals_, columns
+
+
+def _column(column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:
+    """Bring the tensors at one place of the lists to one layout; None when the result has none of their layouts."""
+    base = next((x for x in column if isinstance(x, ShardedTensor)), None)
+    if base is None:
+        return list(column), None
+    if in_place and not isinstance(column[0], ShardedTensor):  # a plain tensor is written: every rank needs the whole
+        return [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in column], None
+    if base._layout.partial:
+        if in_place:
+            raise RuleError(
+                "a partial tensor cannot be changed in place",
+                {"shape": tuple(base.shape), "layout": str(base._layout)},
+                "reduce it first",
+            )
+        base = settled(base)
+    shape, layout, group = base.shape, base._layout, base._group
+    if torch.broadcast_shapes(*(x.shape for x in column)) != shape:
+        return None
+    locals_ = []
+    for x in column:
+        if isinstance(x, ShardedTensor) and x.shape == shape:
+            locals_.append(local_as(x, layout, group))
+        else:
+            x = x.full_tensor() if isinstance(x, ShardedTensor) else x
+            locals_.append(x if x.dim() == 0 else part(x.expand(shape), layout, group))
+    return locals_, (layout, group)
+
+
+_REDUCE = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"})
+
+for _name in dir(torch):
+    _is_fused_step = _name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+    if (_name.startswith("_foreach_") and _name not in _REDUCE) or _is_fused_step:
+        HANDLERS[getattr(torch, _name)] = on_lists(getattr(torch, _name))
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+
+def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) -> torch.Tensor:
+    """Return the norm of every tensor, each element counted once: one reduction for each group of ranks.
+
+    No gradient. All ranks of the groups call it. The number of kernels does not depend on the number of tensors
+    (for each dtype and device).
+
+    Args:
+        tensors: sharded and plain ones (copies on every rank), of any dtypes and devices, at least one.
+        ord: of the norm; ``inf``, ``-inf`` and 0 too.
+        foreach: take the local norms in one call for the list.
+
+    Returns:
+        float64, one number for each tensor, equal on every rank, on the device of the first.
+    """
+    tensors = [settled(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    ord = float(ord)
+    device = tensors[0].device
+    sums = _local_power_sums(tensors, ord, device, foreach)
+    groups: dict[int, tuple[Group, list[int]]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor) and not _is_a_copy(x):
+            groups.setdefault(id(x._group), (x._group, []))[1].append(i)
+    for group, places in groups.values():
+        if len(groups) == 1 and len(places) == len(tensors):
+            _reduce(sums, ord, group)
+        else:
+            index = torch.tensor(places, device=device)
+            sums[index] = _reduce(sums[index], ord, group)
+    return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(1 / ord)
+
+
+def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreach: bool) -> torch.Tensor:
+    """What this rank adds: sums of powers (largest or smallest magnitudes), nothing for elements others count."""
+    nothing = torch.inf if ord < 0 else 0.0  # to the power of ord: what adds nothing
+    sums = torch.full((len(tensors),), nothing, dtype=torch.float64, device=device)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor):
+            if x.numel() and not _is_a_copy(x) and not (x._local.numel() and counts_here(x._layout, x._group.rank)):
+                continue
+            x = x._local
+        kinds.setdefault((x.device, x.dtype), []).append(i)
+    for (_, kind), places in kinds.items():
+        locals_ = [x._local.detach() if isinstance(x := tensors[i], ShardedTensor) else x.detach() for i in places]
+        wide = torch.promote_types(
+            kind, torch.float32
+        )  # a bfloat16 norm of a part would be rounded before it is summed
+        if foreach:
+            norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
+        else:
+            norms = [torch.linalg.vector_norm(x, ord, dtype=wide) for x in locals_]
+        stacked = torch.stack(norms).to(device, torch.float64)
+        if len(places) == len(tensors):
+            sums = stacked
+        else:
+            sums[torch.tensor(places, device=device)] = stacked
+    return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(ord)
+
+
+def _reduce(sums: torch.Tensor, ord: float, group: Group) -> torch.Tensor:
+    if abs(ord) != torch.inf:
+        return group.all_reduce(sums)
+    # Backends may lose a nan among larger numbers: it travels as a second number. The smallest is -largest of -x.
+    sign = 1 if ord > 0 else -1
+    is_nan = sums.isnan()
+    both = torch.cat([sums.masked_fill(is_nan, 0.0) * sign, is_nan.to(sums.dtype)])
+    largest, has_nan = group.all_reduce(both, "max").chunk(2)
+    return sums.copy_(torch.where(has_nan > 0, torch.nan, largest * sign))
+
+
+def _is_a_copy(x: ShardedTensor) -> bool:
+    """Whether every rank of the group holds the whole of `x`, as it holds a plain tensor."""
+    return x._layout.is_replicated and len(x._layout.ranks) == x._group.size
+
+
+def counts_here(layout: Layout, rank: int) -> bool:
+    """Whether a rank is the first of those that hold copies of its elements."""
+    place = coordinate(layout.ranks, layout.grid, rank)
+    if place is None:
+        return False
+    parting = layout.parting_axes
+    return all(i == 0 for axis, i in enumerate(place) if axis not in parting)
+
+
+@implements(torch._foreach_norm)
+def foreach_norm(self: Tensors, ord: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the norm of every tensor as a plain one, equal on every rank; one reduction for the list."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in self):
+        return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self]
+    kinds = [dtype or x.dtype.to_real() for x in self]
+    norms = global_norms(self, ord)
+    if len(set(kinds)) == 1 and all(x.device == norms.device for x in self):
+        return list(norms.to(kinds[0]).unbind())
+    return [norm.to(x.device, kind) for norm, x, kind in zip(norms.unbind(), self, kinds, strict=True)]
+
+
+@implements(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
+    locals_ = [x._local if isinstance(x, ShardedTensor) else x for x in self]
+    torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
+    for group in groups_of(self):
+        group.all_reduce(found_inf, "max")
+
+
+def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
+    """The groups of ranks that tensors live on, in the order they are first met."""
+    return list({id(x._group): x._group for x in tensors if isinstance(x, ShardedTensor)}.values())

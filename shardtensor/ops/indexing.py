@@ -1,0 +1,138 @@
+"""Indexing by integers, slices, None and ``...``, and what is made of it: narrow, select, split, unbind.
+
+A slice is a view that stays where it lies (nothing moves; pieces become uneven). An integer in a cut dim is held by one
+rank, which tells the others (one all-reduce): that result is a copy. Other indices gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.reducing import one_dim
+from shardtensor.ops.views import copied, mark, view
+from shardtensor.rules.indexing import Item, indexing, normalize
+from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+
+
+@implements(torch.Tensor.__getitem__)
+def getitem(input: torch.Tensor, index: Any) -> Any:
+    """``input[index]``."""
+    items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
+    result = None if items is None else take(input, items)  # type: ignore[arg-type]
+    if result is not None:
+        return result
+    return (
+        fall_back(torch.Tensor.__getitem__, (input, index), {})
+        if items is None
+        else copied(torch.Tensor.__getitem__, (input, index), {})
+    )
+
+
+def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
+    """Index by normalized items; None where it must gather."""
+    x = settled(input)
+    layout, group = x._layout, x._group
+    plan = indexing(layout, items, group.rank) if isinstance(layout, CutLayout) else None
+    if plan is None or (layout.is_replicated and len(layout.ranks) != group.size):
+        return None
+    local = x._local[plan.local]
+    if not plan.to_sum:
+        return view(x, local, plan.layout)
+    local = local.sum(plan.to_sum, dtype=local.dtype)  # the one element, or zeros that stay in the graph
+    local = collectives.all_reduce(local, along(group, layout, plan.axes))
+    return mark(local if plan.layout.is_replicated else wrap(local, plan.layout, None, group), x, "indexing a cut dim")
+
+
+@implements(torch.Tensor.__setitem__)
+def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
+    """``input[index] = value``: every rank writes what it holds of it."""
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            input.masked_fill_(index, value)
+            return
+    items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
+    place = (
+        None
+        if items is None
+        else take(
+            input,
+            tuple((i, i + 1, 1) if isinstance(i, int) else i for i in items),  # type: ignore[arg-type]
+        )
+    )
+    if place is None:
+        fall_back(torch.Tensor.__setitem__, (input, index, value), {})
+        return
+    if not isinstance(value, torch.Tensor):
+        place.fill_(value)
+        return
+    assert items is not None
+    shape = [n for item, n in zip(items, place.shape, strict=True) if not isinstance(item, int)]
+    while value.dim() > len(shape) and value.shape[0] == 1:  # torch allows leading ones
+        value = value.squeeze(0)
+    value = value.expand(shape)
+    for d, item in enumerate(items):
+        if isinstance(item, int):
+            value = value.unsqueeze(d)
+    place.copy_(value)
+
+
+@implements(torch.narrow, torch.Tensor.narrow)
+def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
+    """The elements ``start : start + length`` of a dim."""
+    dim = one_dim(input.dim(), dim)
+    torch.narrow(torch.empty(input.shape, device="meta"), dim, int(start), length)  # torch's errors
+    start = int(start) % max(input.shape[dim], 1) if int(start) < 0 else int(start)
+    return input[(*(slice(None),) * dim, slice(start, start + length))]
+
+
+@implements(torch.select, torch.Tensor.select)
+def select(input: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """One index of a dim, which is dropped."""
+    return input[(*(slice(None),) * one_dim(input.dim(), dim), index)]
+
+
+@implements(torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes)
+def split(
+    tensor: torch.Tensor,
+    split_size_or_sections: Any = None,
+    dim: int = 0,
+    *,
+    split_size: Any = None,
+    split_sizes: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Parts of given sizes along a dim, each a view."""
+    sizes = next(s for s in (split_size_or_sections, split_size, split_sizes) if s is not None)
+    parts = torch.split(torch.empty(tensor.shape, device="meta"), sizes if isinstance(sizes, int) else list(sizes), dim)
+    return _cut_up(tensor, dim, [part.shape[dim] for part in parts])
+
+
+@implements(torch.chunk, torch.Tensor.chunk)
+def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """At most `chunks` parts along a dim, each a view."""
+    parts = torch.chunk(torch.empty(input.shape, device="meta"), chunks, dim)
+    return _cut_up(input, dim, [part.shape[dim] for part in parts])
+
+
+def _cut_up(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(narrow(x, dim, start, size))
+        start += size
+    return tuple(parts)
+
+
+@implements(torch.unbind, torch.Tensor.unbind)
+def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Every index of a dim; a cut dim is gathered once."""
+    dim = one_dim(input.dim(), dim)
+    layout = input._layout if isinstance(input, ShardedTensor) else None
+    if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
+        return copied(torch.unbind, (input, dim), {})
+    return tuple(select(input, dim, i) for i in range(input.shape[dim]))

@@ -1,0 +1,129 @@
+"""Operations in place: the operand keeps its layout, what meets it is brought there.
+
+A write goes into the local tensor, so views of a ShardedTensor that are views of its local see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.engine import bring, group_of
+from shardtensor.ops.names import ELEMENTWISE, IN_PLACE_DUNDERS
+from shardtensor.ops.pointwise import NUMBERS, beside
+from shardtensor.rules.propagate import Need, follow
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, refuse_lost_write, spellings
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
+
+
+def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of an elementwise function that writes into its first operand."""
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        return write(func, args, kwargs)
+
+    return handler
+
+
+def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do `func`, elementwise, in place on its first operand."""
+    x = args[0]
+    if type(x) is not ShardedTensor:
+        return fall_back(func, args, kwargs)
+    refuse_lost_write(x, name_of(func))
+    if x._layout.partial:
+        raise RuleError(
+            f"{name_of(func)}: in place on a sum that is not reduced yet",
+            {"spec": str(x.sharding_spec())},
+            "settle it first: x = distribute(x.full_tensor(), spec)",
+        )
+    if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
+        func(x._local, *args[1:], **kwargs)
+        return x
+    others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
+    group_of(name_of(func), [x, *others])
+    shape = torch.broadcast_shapes(x.shape, *(other.shape for other in others))
+    if shape != x.shape:
+        raise RuntimeError(
+            f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(shape)} of {name_of(func)}"
+        )
+    filled = [_meets(name_of(func), value, x) if isinstance(value, torch.Tensor) else value for value in args[1:]]
+    named = {k: _meets(name_of(func), v, x) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    func(x._local, *filled, **named)
+    return x
+
+
+def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
+    """The local tensor of `other` that meets the local tensor of `x`."""
+    if isinstance(other, ShardedTensor):
+        other = settled(other)
+        if other._layout == x._layout:
+            return other._local
+    layout = x._layout
+    if not isinstance(layout, CutLayout):
+        return beside(name, other, x)
+    target = follow(layout, other.shape)
+    moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
+    return bring(name, other, Need(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group)
+
+
+@implements(torch.Tensor.copy_)
+def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Take the values of `src`: each rank its part of a plain tensor, or of a sharded one laid out anew (collective).
+
+    Raises:
+        RuntimeError: `src` does not broadcast to the global shape.
+    """
+    if not isinstance(input, ShardedTensor):
+        assert isinstance(src, ShardedTensor)
+        return input.copy_(src.full_tensor(), non_blocking)
+    refuse_lost_write(input, "copy_")
+    layout, group = input._layout, input._group
+    if torch.broadcast_shapes(input.shape, src.shape) != input.shape:
+        raise RuntimeError(
+            f"output with shape {list(input.shape)} doesn't match the broadcast shape "
+            f"{list(torch.broadcast_shapes(input.shape, src.shape))}"
+        )
+    whole = layout.reduced()
+    from shardtensor.tensor.sharded_tensor import local_as
+
+    if src.shape != input.shape:
+        src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
+    local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
+    input._local.copy_(local if layout.brings_value(group.rank) else torch.zeros_like(local), non_blocking)
+    return input
+
+
+@implements(torch.Tensor.fill_, torch.fill_)
+def fill_(input: torch.Tensor, value: Any) -> Any:
+    """Set every element to one value; of a sum, the first rank brings it."""
+    if not isinstance(input, ShardedTensor):
+        return fall_back(torch.Tensor.fill_, (input, value), {})
+    refuse_lost_write(input, "fill_")
+    value = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return copy_(input, value.to(input.dtype))
+    input._local.fill_(value if input._layout.brings_value(input._group.rank) else 0)
+    return input
+
+
+@implements(torch.Tensor.zero_, torch.zero_)
+def zero_(input: ShardedTensor) -> ShardedTensor:
+    """Set every element to zero."""
+    refuse_lost_write(input, "zero_")
+    input._local.zero_()
+    return input
+
+
+_TAKEN = {torch.fill_, torch.zero_}
+for _name in ELEMENTWISE:
+    for _func in spellings(f"{_name}_"):
+        if _func not in _TAKEN:
+            HANDLERS[_func] = in_place(_func)
+for _name in IN_PLACE_DUNDERS:
+    if hasattr(torch.Tensor, f"__{_name}__"):
+        HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))

@@ -1,0 +1,125 @@
+"""``F.linear`` on sharded weights: ``b k, n k, n -> b n``.
+
+Column-parallel (n cut): a plain input meets cut values, so its gradient is summed over the ranks; the gradient of a
+plain bias is known only in pieces. Both travel in one all-reduce, started before the weight's gradient is computed and
+awaited after. Row-parallel (k cut): products are addends, summed at once; the bias is added after, once.
+
+References:
+    Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3, for the two ways to cut a product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.pieces import Blocked
+from shardtensor.ops.engine import run
+from shardtensor.rules.rule import Rule
+from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@implements(F.linear)
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``input @ weight.T + bias``, any of them sharded. Global shapes ``(..., k), (n, k), (n,) -> (..., n)``."""
+    if weight.dim() == 2 and _is_column_parallel(input, weight, bias):
+        return _column_parallel(input, weight, bias)  # type: ignore[arg-type]
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[-1]:
+        return fall_back(F.linear, (input, weight, bias), {})
+    batch = tuple(f"b{i}" for i in range(input.dim() - 1))
+    if bias is None or _contracts_a_cut(input, weight):
+        out = run("linear", Rule(((*batch, "k"), ("n", "k")), (*batch, "n")), (input, weight), F.linear)
+        return fall_back(F.linear, (input, weight, bias), {}) if out is None else out if bias is None else out + bias
+    rule = Rule(((*batch, "k"), ("n", "k"), ("n",)), (*batch, "n"))
+    out = run("linear", rule, (input, weight, bias), F.linear)
+    return fall_back(F.linear, (input, weight, bias), {}) if out is None else out
+
+
+def _contracts_a_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the contracted dim is cut in either operand."""
+    return any(
+        isinstance(t, ShardedTensor) and (not isinstance(t._layout, CutLayout) or t._layout.dims[-1] is not None)
+        for t in (x, weight)
+    )
+
+
+def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether this is a plain input and a plain bias on a weight cut along its rows, each rank one stretch of them."""
+    if isinstance(x, ShardedTensor) or not isinstance(weight, ShardedTensor) or isinstance(bias, ShardedTensor):
+        return False
+    layout = weight._layout
+    return (
+        isinstance(layout, CutLayout)
+        and not layout.partial
+        and layout.cut_dims == (0,)
+        and not isinstance(layout.dims[0].pieces, Blocked)  # type: ignore[union-attr]
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[-1]
+    )
+
+
+def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    layout, group = weight._layout, weight._group
+    assert isinstance(layout, CutLayout)
+    cut = layout.dims[0]
+    assert cut is not None
+    boxes = layout.boxes(group.rank)
+    start = boxes[0].offsets[0] if boxes else 0
+    local = weight._local
+    if torch.is_autocast_enabled(x.device.type):  # inside the Function autocast would differ between the two passes
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, local = x.to(dtype), local.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    team = along(group, layout, cut.axes)
+    y = ColumnLinear.apply(x, local, bias, team, start)
+    shape = (*x.shape[:-1], layout.shape[0])
+    dims = (*(None,) * (x.dim() - 1), cut)
+    out = CutLayout(shape=shape, ranks=layout.ranks, grid=layout.grid, dims=dims, names=layout.names)
+    return wrap(y, out, None, group)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """Rows of a product on this rank: x ``(..., k)`` and bias ``(n,)`` whole, weight ``(n_local, k)`` -> ``(..., n_local)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.start = group, start
+        ctx.n = None if bias is None else bias.numel()
+        return F.linear(x, weight, None if bias is None else bias[start : start + weight.shape[0]])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, k = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+        grad, flat_x = grad.reshape(rows, weight.shape[0]), x.reshape(rows, k)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        n = ctx.n if wants_bias else 0
+        if not (wants_x or wants_bias):
+            return None, grad.t() @ flat_x if wants_weight else None, None, None, None
+        if torch.is_grad_enabled():  # gradients of gradients are wanted: the same sums, recorded
+            terms = [(grad @ weight).reshape(-1)] if wants_x else []
+            terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - weight.shape[0]))] if wants_bias else []
+            total = collectives.all_reduce(torch.cat(terms), ctx.group)
+            grad_weight = grad.t() @ flat_x if wants_weight else None
+        else:
+            total = grad.new_empty(rows * k * wants_x + n)
+            if wants_x:
+                torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
+            if wants_bias:
+                tail = total[total.numel() - n :].zero_()
+                torch.sum(grad, 0, out=tail[ctx.start : ctx.start + weight.shape[0]])
+            pending = ctx.group.all_reduce_async(total)
+            grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
+            total = pending.wait()
+        grad_x = total[: rows * k].view(x.shape) if wants_x else None
+        return grad_x, grad_weight, total[total.numel() - n :] if wants_bias else None, None, None

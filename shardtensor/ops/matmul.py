@@ -1,0 +1,142 @@
+"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
+
+Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardtensor.ops.engine import run
+from shardtensor.ops.out import write_out
+from shardtensor.rules.einsum import einsum_rule
+from shardtensor.rules.rule import Letters, Rule
+from shardtensor.tensor.dispatch import fall_back, implements
+
+Shape = tuple[int, ...]
+
+
+@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
+def matmul(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``input @ other`` of any numbers of dims, batch dims broadcast."""
+    return _product(torch.matmul, (input, other), matmul_rule(input.shape, other.shape), out)
+
+
+@implements(torch.Tensor.__rmatmul__)
+def rmatmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``other @ input``."""
+    return matmul(other, input)
+
+
+def _same(func: Any, ndims: tuple[int, int]) -> None:
+    @implements(func, *([getattr(torch.Tensor, func.__name__)] if hasattr(torch.Tensor, func.__name__) else []))
+    def product(input: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        rule = matmul_rule(input.shape, mat2.shape) if (input.dim(), mat2.dim()) == ndims else None
+        return _product(func, (input, mat2), rule, out)
+
+
+for _func, _ndims in ((torch.mm, (2, 2)), (torch.bmm, (3, 3)), (torch.mv, (2, 1)), (torch.dot, (1, 1))):
+    _same(_func, _ndims)
+
+
+@implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)
+def outer(input: torch.Tensor, vec2: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``m, n -> m n``."""
+    rule = Rule((("m",), ("n",)), ("m", "n")) if input.dim() == vec2.dim() == 1 else None
+    return _product(torch.outer, (input, vec2), rule, out)
+
+
+def _product(func: Any, operands: tuple[torch.Tensor, ...], rule: Rule | None, out: torch.Tensor | None) -> Any:
+    if out is not None:
+        return write_out(lambda f, a, _: _product(f, a, rule, None), func, operands, {"out": out})
+    if rule is None:
+        func(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands))  # torch's error for such shapes
+        return fall_back(func, operands, {})
+    result = run(func.__name__, rule, operands, func)
+    return fall_back(func, operands, {}) if result is None else result
+
+
+@lru_cache(maxsize=4096)
+def matmul_rule(a: Shape, b: Shape) -> Rule | None:
+    """The rule of ``a @ b`` for their shapes; None when they do not fit.
+
+    Example:
+        >>> str(matmul_rule((5, 2, 3), (3, 4)))
+        'b0 m k, k n -> b0 m n'
+    """
+    if not a or not b or a[-1] != b[-2 if len(b) > 1 else -1]:
+        return None
+    batch: Shape
+    try:
+        batch = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
+    except RuntimeError:
+        return None
+    names = tuple(f"b{i}" for i in range(len(batch)))
+
+    def leading(shape: Shape) -> Letters:
+        skip = len(batch) - len(shape)
+        return tuple(None if n == 1 and batch[skip + i] != 1 else names[skip + i] for i, n in enumerate(shape))
+
+    left = (*leading(a[:-2]), "m", "k") if len(a) > 1 else ("k",)
+    right = (*leading(b[:-2]), "k", "n") if len(b) > 1 else ("k",)
+    result = names + (("m",) if len(a) > 1 else ()) + (("n",) if len(b) > 1 else ())
+    return Rule((left, right), result)
+
+
+def _plus(func: Any, inner: Any) -> None:
+    """``beta * input + alpha * inner(a, b)``; the sum over ranks comes before `input` is added, once."""
+
+    @implements(func, getattr(torch.Tensor, func.__name__))
+    def added(
+        input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+    ) -> torch.Tensor:
+        if out is not None:
+            return write_out(lambda _, x, k: added(*x, **k), func, (input, a, b), dict(beta=beta, alpha=alpha, out=out))
+        product = inner(a, b)
+        if alpha != 1:
+            product = product * alpha
+        if beta == 0:
+            return product
+        return product + (input if beta == 1 else input * beta)
+
+
+_plus(torch.addmm, torch.mm)
+_plus(torch.baddbmm, torch.bmm)
+_plus(torch.addmv, torch.mv)
+_plus(torch.addbmm, lambda a, b: torch.einsum("bmk,bkn->mn", a, b))
+_plus(torch.addr, torch.outer)
+
+
+@implements(torch.einsum)
+def einsum(*args: Any) -> torch.Tensor:
+    """``torch.einsum(equation, *operands)``: its letters are the rule. The form without an equation gathers."""
+    equation, operands = args[0], args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands)) if isinstance(equation, str) else None
+    result = None if rule is None else run("einsum", rule, operands, lambda *xs: torch.einsum(equation, *xs))
+    return fall_back(torch.einsum, args, {}) if result is None else result
+
+
+@implements(torch.tensordot)
+def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Contract dims of `a` with dims of `b`: as many last and first ones, or two lists."""
+    if isinstance(dims, torch.Tensor):
+        return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
+    pairs = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
+    left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
+    mine: list[str] = [f"a{i}" for i in range(a.dim())]
+    yours: list[str] = [f"b{i}" for i in range(b.dim())]
+    for k, (i, j) in enumerate(zip(left, right, strict=True)):
+        mine[i] = yours[j] = f"k{k}"
+    kept = tuple(letter for letter in mine + yours if not letter.startswith("k"))
+    if any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True)):
+        return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
+    rule = Rule((tuple(mine), tuple(yours)), kept)
+    if out is not None:
+        return write_out(lambda f, x, k: tensordot(*x, **k), torch.tensordot, (a, b), {"dims": dims, "out": out})
+    result = run("tensordot", rule, (a, b), lambda x, y: torch.tensordot(x, y, dims=(left, right)))
+    return fall_back(torch.tensordot, (a, b), {"dims": dims}) if result is None else result

@@ -1,0 +1,156 @@
+"""How every reduction is bound: which dims, over which ranks, and what joins the ranks' results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.pieces import Blocked
+from shardtensor.ops.out import write_out
+from shardtensor.rules.reduction import Reduction, reduction
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def reduces(*names: str, also: tuple[Any, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a reduction under all of torch's spellings of `names`; it returns None to fall back."""
+
+    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
+        for func in [*also, *(func for name in names for func in spellings(name))]:
+            HANDLERS[func] = _entry(func, compute)
+        return compute
+
+    return register
+
+
+def _entry(func: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+            if kwargs.get("out") is not None:
+                if isinstance(kwargs["out"], torch.Tensor):
+                    return write_out(lambda _, a, k: handler(*a, **k), func, args, kwargs)
+                return fall_back(func, args, kwargs)
+            kwargs.pop("out", None)
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, ShardedTensor):
+            return fall_back(func, args, kwargs)
+        if x._layout.partial:
+            x = settled(x)
+            if not args:
+                kwargs["input"] = x
+            args = (x, *args[1:]) if args else args
+        result = compute(*args, **kwargs)
+        return fall_back(func, args, kwargs) if result is None else result
+
+    return handler
+
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "a": "input", "x": "input"}
+
+
+class Bound(NamedTuple):
+    """A reduction of one tensor: the local tensor, the plan, and the group that joins (None: nothing to join)."""
+
+    local: torch.Tensor
+    plan: Reduction
+    team: Group | None
+    group: Group
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.plan.dims
+
+    def give(self, joined: torch.Tensor) -> torch.Tensor:
+        """The joined result, its reduced dims dropped or kept, as the tensor it is a part of."""
+        layout = self.plan.layout
+        if layout.is_replicated:
+            return joined.reshape(layout.shape) if tuple(joined.shape) != layout.shape else joined
+        local = layout.local_shape(self.group.rank)
+        return wrap(joined.reshape(local) if tuple(joined.shape) != local else joined, layout, None, self.group)
+
+
+def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
+    """Bind a reduction of `x` over `dim` (None or empty: all). None: the layout has to be gathered first.
+
+    Raises:
+        IndexError: as torch: a dim is out of range.
+    """
+    layout, group = x._layout, x._group
+    plan = reduction(layout, dims_of(layout, dim), keepdim)
+    if plan is None or (len(layout.ranks) != group.size and plan.layout.is_replicated and not plan.axes):
+        return None  # ranks outside the tensor have nothing to tell
+    return Bound(x._local, plan, along(group, layout, plan.axes) if plan.axes else None, group)
+
+
+def dims_of(layout: Layout, dim: Any) -> tuple[int, ...]:
+    """The dims that a torch `dim` argument names, sorted and not negative."""
+    ndim = len(layout.shape)
+    if dim is None:
+        return tuple(range(ndim))
+    if isinstance(dim, int):
+        return (one_dim(ndim, dim),)
+    dims = tuple(sorted(one_dim(ndim, d) for d in dim))
+    if len(set(dims)) != len(dims):
+        raise RuntimeError(
+            f"dim {next(d for d in dims if dims.count(d) > 1)} appears multiple times in the list of dims"
+        )
+    return dims or tuple(range(ndim))
+
+
+def one_dim(ndim: int, dim: int) -> int:
+    """`dim` counted from the front.
+
+    Raises:
+        IndexError: as torch: it is out of range.
+    """
+    bound = max(ndim, 1)
+    if not -bound <= dim < bound:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+    return dim % bound
+
+
+def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:
+    """The equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
+    return collectives.all_gather(t.contiguous(), [t.numel()] * team.size, team).view(team.size, *t.shape)
+
+
+def lowest(dtype: torch.dtype, largest: bool) -> Any:
+    """What leaves a maximum (or a minimum) as it is."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torch.Tensor:
+    """The maximum (minimum) over `dims`, which stay with size 1, also of a part that is empty there."""
+    if any(t.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else n for d, n in enumerate(t.shape)]
+        return t.new_full(shape, lowest(t.dtype, largest))
+    return t.amax(dims, keepdim=True) if largest else t.amin(dims, keepdim=True)
+
+
+def places(layout: CutLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
+    """The global indices along `dim` of the elements that `rank` holds, in local order."""
+    boxes = layout.boxes(rank)
+    if not boxes:
+        return torch.arange(0, device=device)
+    spans = dict.fromkeys((box.offsets[dim], box.sizes[dim]) for box in boxes)
+    pieces = [torch.arange(start, start + size, device=device) for start, size in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def is_blocked(layout: CutLayout, dim: int) -> bool:
+    """Whether a rank holds several stretches of `dim`."""
+    cut = layout.dims[dim]
+    return cut is not None and isinstance(cut.pieces, Blocked)

@@ -1,0 +1,166 @@
+"""Sums and what is made of them: ``d0 d1 -> d1`` where d0 is cut leaves addends, which are summed at once.
+
+Half-precision addends are summed in float32 and rounded once, as the dense sum is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.ops.reducing import HALF, Bound, bound, gathered, reduces
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@reduces("sum")
+def sum_(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Sum over `dim`; one all-reduce of the result where it is cut."""
+    r = bound(input, dim, keepdim)
+    return None if r is None else r.give(_total(r, dtype, keepdim))
+
+
+def _total(r: Bound, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
+    want = dtype or r.local.dtype
+    if r.team is None or want not in HALF:
+        local = torch.sum(r.local, r.dims, keepdim, dtype=dtype)
+        return local if r.team is None else collectives.all_reduce(local, r.team)
+    local = torch.sum(r.local, r.dims, keepdim, dtype=torch.float32)
+    return collectives.all_reduce(local, r.team).to(want)
+
+
+@reduces("mean")
+def mean(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The mean over `dim`, of all elements and not of the ranks' means."""
+    r = bound(input, dim, keepdim)
+    if r is None:
+        return None
+    want = dtype or r.local.dtype
+    if r.team is None or not (want.is_floating_point or want.is_complex):  # the second is torch's error
+        return r.give(torch.mean(r.local, r.dims, keepdim, dtype=dtype))
+    local = torch.sum(r.local, r.dims, keepdim, dtype=torch.float32 if want in HALF else dtype)
+    return r.give((collectives.all_reduce(local, r.team) / r.plan.count).to(want))
+
+
+def _moments(
+    x: ShardedTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+) -> tuple[torch.Tensor, torch.Tensor, Bound] | None:
+    """The variance and the mean, local tensors of the result's layout."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None or unbiased else 0
+    r = bound(x, dim, keepdim)
+    if r is None:
+        return None
+    if r.team is None:
+        both = torch.var_mean(r.local, r.dims, correction=correction, keepdim=keepdim)
+        return *both, r
+    if not (r.local.is_floating_point() or r.local.is_complex()):
+        torch.var_mean(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # torch's error
+    local = r.local.float() if r.local.dtype in HALF else r.local
+    n = r.plan.count
+    average = collectives.all_reduce(local.sum(r.dims, keepdim=True), r.team) / n
+    away = local - collectives.sum_gradient(average, r.team)
+    squares = away.abs().square() if away.is_complex() else away.square()
+    variance = collectives.all_reduce(squares.sum(r.dims, keepdim=True), r.team) / max(n - correction, 0)
+    if not keepdim:
+        variance, average = variance.squeeze(r.dims), average.squeeze(r.dims)
+    dtype = r.local.dtype.to_real() if r.local.is_complex() else r.local.dtype
+    return variance.to(dtype), average.to(r.local.dtype), r
+
+
+@reduces("var")
+def var(
+    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    """The variance, in two passes: two all-reduces of the result where `dim` is cut."""
+    found = _moments(input, dim, unbiased, keepdim, correction)
+    return None if found is None else found[2].give(found[0])
+
+
+@reduces("std")
+def std(
+    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    """The standard deviation; its gradient is 0 where it is 0, as torch's."""
+    found = _moments(input, dim, unbiased, keepdim, correction)
+    return None if found is None else found[2].give(_root(found[0]))
+
+
+@reduces("var_mean")
+def var_mean(
+    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    """The variance and the mean."""
+    found = _moments(input, dim, unbiased, keepdim, correction)
+    return None if found is None else (found[2].give(found[0]), found[2].give(found[1]))
+
+
+@reduces("std_mean")
+def std_mean(
+    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    """The standard deviation and the mean."""
+    found = _moments(input, dim, unbiased, keepdim, correction)
+    return None if found is None else (found[2].give(_root(found[0])), found[2].give(found[1]))
+
+
+def _root(variance: torch.Tensor) -> torch.Tensor:
+    zero = variance == 0
+    return variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+@reduces("prod")
+def prod(
+    input: ShardedTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """The product: the ranks' products are gathered and multiplied, so that gradients at zeros come out right."""
+    r = bound(input, dim, keepdim)
+    if r is None or (dim is not None and not isinstance(dim, int)):
+        return None
+    local = torch.prod(r.local, dtype=dtype) if dim is None else torch.prod(r.local, r.dims[0], keepdim, dtype=dtype)
+    return r.give(local if r.team is None else gathered(local, r.team).prod(0, dtype=local.dtype))
+
+
+@reduces("logsumexp")
+def logsumexp(input: ShardedTensor, dim: Any, keepdim: bool = False) -> Any:
+    """The logarithm of the sum of exponentials; the ranks' results are gathered and joined by the same function."""
+    r = bound(input, dim, keepdim)
+    if r is None:
+        return None
+    local = torch.logsumexp(r.local, r.dims, keepdim)
+    return r.give(local if r.team is None else torch.logsumexp(gathered(local, r.team), 0))
+
+
+@reduces("count_nonzero")
+def count_nonzero(input: ShardedTensor, dim: Any = None) -> Any:
+    """The number of elements that are not zero, int64."""
+    r = bound(input, dim)
+    if r is None:
+        return None
+    local = torch.sum(r.local != 0, r.dims)
+    return r.give(local if r.team is None else collectives.all_reduce(local, r.team))
+
+
+@reduces("any")
+def any_(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
+    """Whether any element is not zero."""
+    return _truth(input, dim, keepdim, torch.any, "sum", "max")
+
+
+@reduces("all")
+def all_(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
+    """Whether all elements are not zero."""
+    return _truth(input, dim, keepdim, torch.all, "prod", "min")
+
+
+def _truth(x: ShardedTensor, dim: Any, keepdim: bool, func: Any, of_bools: str, of_bytes: str) -> Any:
+    r = bound(x, dim, keepdim)
+    if r is None:
+        return None
+    local = func(r.local) if len(r.dims) == r.local.dim() else func(r.local, r.dims, keepdim)
+    if r.team is not None:  # bools add up as any and multiply as all
+        local = r.team.all_reduce(local.clone(), of_bools if local.dtype == torch.bool else of_bytes)
+    return r.give(local)

@@ -1,0 +1,102 @@
+"""Python values of sharded tensors: always the global value, equal on every rank, so every rank must ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(input: ShardedTensor, *args: Any) -> Any:
+        if input.numel() != 1:
+            raise RuntimeError(f"a Tensor with {input.numel()} elements cannot be converted to Scalar")
+        return func(input.full_tensor(), *args)
+
+    return handler
+
+
+for _name in "__float__ __int__ __index__ __complex__".split():
+    HANDLERS[getattr(torch.Tensor, _name)] = _of_whole(getattr(torch.Tensor, _name))
+
+
+@implements(torch.Tensor.item)
+def item(input: ShardedTensor) -> Any:
+    """The value of the one element."""
+    if input.numel() != 1:
+        raise RuntimeError(f"a Tensor with {input.numel()} elements cannot be converted to Scalar")
+    return input.full_tensor().item()
+
+
+def truth(input: ShardedTensor) -> bool:
+    """The truth of the one element."""
+    if input.numel() != 1:
+        kind = "more than one value" if input.numel() else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {kind} is ambiguous")
+    return bool(input.full_tensor().item())
+
+
+for _func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
+    HANDLERS[_func] = truth
+
+
+@implements(torch.Tensor.tolist)
+def tolist(input: ShardedTensor) -> Any:
+    """The whole tensor as nested lists, on every rank."""
+    return input.full_tensor().tolist()
+
+
+@implements(torch.Tensor.__len__)
+def length(input: ShardedTensor) -> int:
+    """The size of the first dim."""
+    if not input.dim():
+        raise TypeError("len() of a 0-d tensor")
+    return input.shape[0]
+
+
+@implements(torch.Tensor.__iter__)
+def iterate(input: ShardedTensor) -> Iterator[torch.Tensor]:
+    """The first dim, one index at a time."""
+    if not input.dim():
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(input.unbind(0))
+
+
+@implements(torch.Tensor.__contains__)
+def contains(input: ShardedTensor, element: Any) -> bool:
+    """Whether any element equals `element`."""
+    if not isinstance(element, torch.Tensor | int | float | complex | bool):
+        return torch.empty(0).__contains__(element)  # torch's error
+    return bool((input == element).any())
+
+
+@implements(torch.Tensor.__format__)
+def format_(input: ShardedTensor, format_spec: str) -> str:
+    """The one value formatted, for a tensor without dims; else what ``repr`` says, which sends nothing."""
+    if not input.dim():
+        return format(input.full_tensor().item(), format_spec)
+    return object.__format__(input, format_spec) if format_spec else repr(input)
+
+
+@implements(torch.equal, torch.Tensor.equal)
+def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and elements, whatever their layouts; the same answer on every rank."""
+    if input.shape != other.shape:
+        return False
+    if input.dtype != other.dtype:
+        raise RuntimeError(
+            f"Expected object of data type {input.dtype} but got data type {other.dtype} for argument #2 'other'"
+        )
+    return bool((input == other).all())
+
+
+@implements(torch.allclose, torch.Tensor.allclose)
+def allclose(
+    input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Whether all elements are close; the same answer on every rank."""
+    return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())

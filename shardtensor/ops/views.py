@@ -1,0 +1,217 @@
+"""Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is seen in the other.
+
+Where elements would have to move, a view gathers (the safety net) and the result is a *copy*. It is marked as such and
+refuses to be written into in place, because the dense program would have written into the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardtensor.layout.layout import CutLayout, Layout, replicated
+from shardtensor.ops.reducing import one_dim
+from shardtensor.rules.propagate import with_dims
+from shardtensor.rules.views import reshaped
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+
+
+def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A view of `x`, over a view of its local tensor; plain when every rank has the whole."""
+    if layout.is_replicated and len(layout.ranks) == x._group.size and x._copied is None:
+        return local
+    shell = wrap(local, layout, None, x._group)
+    shell._copied = x._copied
+    return shell
+
+
+def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do a view by the safety net, and mark the results as copies."""
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardedTensor)), None)
+    result = fall_back(func, args, kwargs)
+    if first is None:
+        return result
+    if isinstance(result, tuple | list):
+        return type(result)(mark(x, first, name_of(func)) for x in result)
+    return mark(result, first, name_of(func))
+
+
+def mark(value: Any, source: ShardedTensor, name: str) -> Any:
+    """Mark a result as a copy that the dense program would have as a view of `source`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, ShardedTensor):
+        value = wrap(value, replicated(tuple(value.shape), source._group.ranks), None, source._group)
+    value._copied = name
+    return value
+
+
+# -- dims in another order ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _order(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Where `func` takes each dim from, read off the strides of a tensor without data; its errors are torch's."""
+    probe = torch.empty_strided((2,) * ndim, tuple(range(1, ndim + 1)), device="meta")
+    return tuple(
+        stride - 1 for stride in func(probe, *(list(a) if isinstance(a, tuple) else a for a in arguments)).stride()
+    )
+
+
+def _permuting(func: Any) -> Callable[..., Any]:
+    names = ("dim0", "dim1", "axis0", "axis1", "source", "destination", "dims")
+
+    def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, ShardedTensor):
+            return fall_back(func, (input, *args), kwargs)
+        x = settled(input)
+        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
+        order = _order(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
+        if not isinstance(x._layout, CutLayout):
+            return copied(func, (input, *args), kwargs)
+        return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
+
+    return handler
+
+
+@lru_cache(maxsize=8192)
+def permuted(layout: CutLayout, order: tuple[int, ...]) -> CutLayout:
+    """The layout with its dims in another order."""
+    return with_dims(layout, tuple(layout.shape[d] for d in order), tuple(layout.dims[d] for d in order))
+
+
+for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
+    for _func in spellings(_name):
+        HANDLERS[_func] = _permuting(_func)
+for _name in "T mT H mH".split():
+    _func = getattr(torch.Tensor, _name).__get__
+    HANDLERS[_func] = _permuting(_func)
+
+
+# -- other shapes, the same elements -----------------------------------------------------------------------------------
+
+
+def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[Any, ...]) -> torch.Tensor:
+    """A view of `x` of another global shape, which has as many elements; `func` with `args` where it must gather."""
+    x = settled(x)
+    if tuple(x.shape) == shape:
+        return view(x, x._local.view_as(x._local), x._layout)
+    if isinstance(x._layout, CutLayout):
+        if 0 in x._layout.shape and len(x._layout.ranks) == x._group.size:
+            return x._local.reshape(shape)  # nothing is held anywhere
+        layout = reshaped(x._layout, shape)
+        if layout is not None:
+            return view(x, x._local.reshape(layout.local_shape(x._group.rank)), layout)
+    return copied(func, args, {})
+
+
+@lru_cache(maxsize=4096)
+def _target(func: Any, shape: tuple[int, ...], arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape that `func` gives a contiguous tensor of `shape`; its errors are torch's."""
+    probe = torch.empty(shape, device="meta")
+    return tuple(func(probe, *(list(a) if isinstance(a, tuple) else a for a in arguments)).shape)
+
+
+def _reshaping(func: Any) -> Callable[..., Any]:
+    def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in (*args, *kwargs.values()))
+        if not isinstance(input, ShardedTensor) or any(isinstance(v, torch.Tensor) for v in values):
+            return copied(func, (input, *args), kwargs)
+        if any(isinstance(v, torch.dtype) for v in values):
+            dtype = next(v for v in values if isinstance(v, torch.dtype))
+            if dtype.itemsize != input.element_size():
+                return copied(func, (input, *args), kwargs)
+            return view(input, input._local.view(dtype), input._layout)
+        if kwargs:
+            shape = tuple(func(torch.empty(input.shape, device="meta"), *args, **kwargs).shape)
+        else:
+            shape = _target(func, tuple(input.shape), values)
+        return to_shape(torch.reshape, input, shape, (input, shape))
+
+    return handler
+
+
+for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():
+    for _func in spellings(_name):
+        HANDLERS[_func] = _reshaping(_func)
+
+
+@implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
+def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A view of `input` of the shape of `other`."""
+    return input.reshape(other.shape)
+
+
+# -- broadcast views and copies ----------------------------------------------------------------------------------------
+
+
+@implements(torch.Tensor.expand, torch.broadcast_to, torch.Tensor.broadcast_to)
+def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> torch.Tensor:
+    """Repeat dims of size 1, and new ones in front, without copying."""
+    sizes = (size,) if size is not None else sizes
+    wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
+    x = settled(input)
+    shape = _target(torch.Tensor.expand, tuple(x.shape), (wanted,))
+    new = len(shape) - x.dim()
+    if not isinstance(x._layout, CutLayout) or any(
+        cut is not None and n != m for n, m, cut in zip(x.shape, shape[new:], x._layout.dims, strict=True)
+    ):
+        return copied(torch.Tensor.expand, (input, wanted), {})
+    layout = with_dims(x._layout, shape, (*(None,) * new, *x._layout.dims))
+    return view(x, x._local.expand(layout.local_shape(x._group.rank)), layout)
+
+
+@implements(torch.Tensor.expand_as)
+def expand_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`input` expanded to the shape of `other`."""
+    return input.expand(other.shape)
+
+
+def _keeps_layout(func: Any) -> Callable[..., Any]:
+    def handler(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
+        return wrap(func(input._local, **kwargs), input._layout, input._spec, input._group)
+
+    return handler
+
+
+for _func in (torch.clone, torch.Tensor.clone):
+    HANDLERS[_func] = _keeps_layout(_func)
+
+
+@implements(torch.detach, torch.Tensor.detach)
+def detach(input: ShardedTensor) -> ShardedTensor:
+    """The same bytes, without the graph."""
+    shell = wrap(input._local.detach(), input._layout, input._spec, input._group)
+    shell._copied = input._copied
+    return shell
+
+
+@implements(torch.Tensor.contiguous)
+def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> ShardedTensor:
+    """Itself where the local tensor is contiguous, else a copy."""
+    local = input._local.contiguous(memory_format=memory_format)
+    return input if local is input._local else wrap(local, input._layout, input._spec, input._group)
+
+
+@implements(torch.Tensor.is_contiguous)
+def is_contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Whether this rank's local tensor is contiguous."""
+    return input._local.is_contiguous(memory_format=memory_format)
+
+
+_OTHER_VIEWS = (
+    "diagonal unfold real imag view_as_real view_as_complex as_strided squeeze_copy tensor_split hsplit vsplit dsplit"
+)
+for _name in _OTHER_VIEWS.split():
+    for _func in spellings(_name):
+
+        def _gathering(*args: Any, _func: Any = _func, **kwargs: Any) -> Any:
+            return copied(_func, args, kwargs)
+
+        HANDLERS.setdefault(_func, _gathering)
+
+__all__ = ["copied", "mark", "one_dim", "to_shape", "view"]

@@ -1,0 +1,103 @@
+"""Clip gradients of sharded and plain parameters by their global norm or by value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardtensor.ops.foreach import global_norms
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their joint norm is at most `max_norm`; return the norm they had.
+
+    Each element of the model counts once, however many ranks hold it. One all-reduce for each group of ranks, one in
+    the usual case; a number of kernels that does not grow with the number of parameters. All ranks of those groups
+    call it.
+
+    Args:
+        parameters: one or many, sharded over any layouts and groups, and plain; a generator is fine.
+        max_norm: of all gradients seen as one vector.
+        norm_type: the p of the norm; ``inf`` is the largest magnitude.
+        error_if_nonfinite: raise on every rank, and leave the gradients as they are, when the norm is inf or nan.
+        foreach: False takes the norms one by one.
+
+    Returns:
+        a plain 0-d tensor, equal on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_(p, 1.0)
+        tensor(5.)
+    """
+    grads = _gradients(parameters)
+    if not grads:
+        return torch.tensor(0.0)
+    norms = global_norms(grads, norm_type, foreach=foreach is not False)
+    dtype = grads[0].dtype.to_real()
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype.to_real())
+    total = torch.linalg.vector_norm(norms, float(norm_type)).to(dtype)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for locals_ in _by_kind(grads):
+        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value] in place. Sends nothing.
+
+    Args:
+        parameters: one or many, sharded and plain.
+        clip_value: the largest magnitude left.
+        foreach: taken for torch's signature.
+    """
+    clip_value = float(clip_value)
+    for locals_ in _by_kind(_gradients(parameters)):
+        torch._foreach_clamp_min_(locals_, -clip_value)
+        torch._foreach_clamp_max_(locals_, clip_value)
+
+
+def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each gradient once, sharded where its parameter is."""
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    found: dict[int, torch.Tensor] = {}
+    for param in params:
+        if isinstance(param, ShardedTensor):
+            local = param._local.grad
+            if local is not None and id(local) not in found:
+                found[id(local)] = wrap(local, param._layout, None, param._group)
+        elif param.grad is not None:
+            found.setdefault(id(param.grad), param.grad)
+    return list(found.values())
+
+
+def _by_kind(grads: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Local gradients by device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        local = grad._local if isinstance(grad, ShardedTensor) else grad
+        kinds.setdefault((local.device, local.dtype), []).append(local)
+    return list(kinds.values())

@@ -1,0 +1,184 @@
+"""Named parameters: found in a module, read from what users pass, kept with the leaf that an optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.group import Group
+from shardtensor.errors import StaleParameterError
+from shardtensor.layout.layout import Layout
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of a module, then every ShardedTensor that it holds as a plain attribute.
+
+    Args:
+        module: any module.
+        prefix: put before every name, with a dot.
+        recurse: also go into submodules.
+
+    Yields:
+        name and tensor; parameters in the order of `named_parameters`; a tensor under two names once.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> [name for name, _ in named_params_with_sharded_tensor(module)]
+        ['weight', 'bias']
+    """
+    seen = set()
+    for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
+        seen.add(id(param))
+        yield name, param
+    for owner_name, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield (f"{owner_name}.{name}" if owner_name else name), value
+
+
+@attrs.define(eq=False)
+class Held:
+    """A parameter that an optimizer holds, and what its state was made for.
+
+    Attributes:
+        name: its FQN.
+        param: what people see, a ShardedTensor or a plain tensor.
+        leaf: this rank's part of it, the tensor that autograd knows; a plain parameter itself.
+        layout, group: of `leaf`; None for a plain parameter.
+        dtype, device: of `leaf`.
+    """
+
+    name: str
+    param: torch.Tensor
+    leaf: torch.Tensor
+    layout: Layout | None
+    group: Group | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor) -> Held:
+        """Hold `param` as it is now."""
+        if isinstance(param, ShardedTensor):
+            local = param._local
+            return cls(name, param, local, param._layout, param._group, local.dtype, local.device)
+        return cls(name, param, param, None, None, param.dtype, param.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return attrs.evolve(self, param=copy.deepcopy(self.param, memo), leaf=copy.deepcopy(self.leaf, memo))
+
+    @property
+    def now(self) -> torch.Tensor:
+        """The tensor to step at this moment."""
+        return self.param._local if isinstance(self.param, ShardedTensor) else self.param
+
+
+def changed(held: Iterable[Held]) -> list[Held]:
+    """Those whose leaf, layout, device or dtype is no longer what their state was made for; 0.2 microseconds each."""
+    found = []
+    for h in held:
+        leaf = h.leaf
+        if h.layout is not None:
+            param = h.param
+            if param._local is not leaf or param._layout is not h.layout:  # type: ignore[attr-defined]
+                found.append(h)
+                continue
+        if leaf.dtype is not h.dtype or leaf.device != h.device:
+            found.append(h)
+    return found
+
+
+def read_groups(params: Any) -> list[dict[str, Any]]:
+    """Read parameters in any form an optimizer takes them, as groups whose ``params`` are lists of (name, tensor).
+
+    Args:
+        params: a module, a mapping, pairs, or a list of dicts whose ``params`` are one of these.
+    """
+    if not isinstance(params, nn.Module | Mapping | torch.Tensor | set):
+        params = list(params)
+        if params and all(isinstance(group, dict) and "params" in group for group in params):
+            return [{**group, "params": read_pairs(group["params"])} for group in params]
+    pairs = read_pairs(params)
+    if not pairs:
+        raise ValueError("optimizer got an empty parameter list")
+    return [{"params": pairs}]
+
+
+def read_pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
+    """Read a module, a mapping or pairs as a list of (name, tensor).
+
+    Raises:
+        TypeError: something has no name, or is no tensor.
+    """
+    if isinstance(params, nn.Module):
+        return list(named_params_with_sharded_tensor(params))
+    if isinstance(params, torch.Tensor):
+        raise TypeError(_NAMELESS)
+    if isinstance(params, set):
+        raise TypeError("parameters in a set have no order that all ranks share; use a dict or a list of pairs")
+    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(_NAMELESS)
+        if not isinstance(pair[1], torch.Tensor):
+            raise TypeError(f'parameter "{pair[0]}" is a {type(pair[1]).__name__}, not a tensor')
+    return pairs
+
+
+_NAMELESS = (
+    "ShardedOptimizer needs the name of every parameter, for its state dict: pass module.named_parameters(), a dict "
+    "of them, or the module; in a group, {'params': <one of these>, ...}"
+)
+
+
+class Watch:
+    """Whether the parameters of a module are still the objects an optimizer was given."""
+
+    def __init__(self, module: nn.Module, held: Iterable[Held]) -> None:
+        self._places: list[tuple[dict[str, Any], str, Any, str]] = []
+        prefixes: set[str] = set()
+        for h in held:
+            owner_name, _, name = h.name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            place: dict[str, Any] = owner._parameters if name in owner._parameters else vars(owner)
+            self._places.append((place, name, h.param, h.name))
+            parts = owner_name.split(".") if owner_name else []
+            prefixes.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+        self._modules: list[tuple[dict[str, Any], str, Any, str]] = []
+        for prefix in sorted(prefixes):
+            parent_name, _, name = prefix.rpartition(".")
+            parent = module.get_submodule(parent_name)
+            self._modules.append((parent._modules, name, parent._modules[name], prefix))
+
+    def check(self) -> None:
+        """Return when nothing was replaced.
+
+        Raises:
+            StaleParameterError: names what the module holds other tensors for; nothing was stepped.
+        """
+        stale = [name for place, key, value, name in self._places if place.get(key) is not value]
+        gone = [name for place, key, value, name in self._modules if place.get(key) is not value]
+        if gone:
+            stale += [name for *_, name in self._places if any(name.startswith(prefix + ".") for prefix in gone)]
+        if stale:
+            raise stale_error(dict.fromkeys(stale), "the module holds other tensors under these names")
+
+
+def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
+    """The refusal to step parameters that no longer live."""
+    names = list(names)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return StaleParameterError(
+        "the optimizer holds parameters that were replaced; nothing was stepped",
+        {"parameters": shown, "because": why},
+        "make a new ShardedOptimizer for them and load the old one's state_dict() into it",
+    )

@@ -1,0 +1,145 @@
+"""State dicts by parameter name: matching what was saved to the groups an optimizer has. No tensors are touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardtensor.errors import LayoutError
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+NOT_LOADED = "nothing has been loaded"
+
+
+def match(
+    state_dict: Mapping[str, Any], own: Sequence[Sequence[str]], aliases: Mapping[str, str]
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """Find the saved state and hyperparameters of each group.
+
+    A group takes the hyperparameters of the saved group that holds its names, wherever that stands in the list; empty
+    groups are matched in order.
+
+    Args:
+        state_dict: with ``state`` and ``param_groups``, by name or by torch's numbers.
+        own: the names in each group of the optimizer.
+        aliases: other names of tied parameters, to the name that stands for them.
+
+    Returns:
+        the state by name (other keys as they are), and the hyperparameters for each group of `own`.
+
+    Raises:
+        LayoutError: a name is missing or unknown, or a group would take two different sets of hyperparameters.
+
+    Example:
+        >>> saved = {"state": {}, "param_groups": [{"params": ["b"], "lr": 2.0}, {"params": ["a"], "lr": 1.0}]}
+        >>> match(saved, [["a"], ["b"]], {})[1]
+        [{'lr': 1.0}, {'lr': 2.0}]
+    """
+    names = _names(state_dict["param_groups"], own)
+    state = {}
+    for key, values in state_dict["state"].items():
+        name = names.get(key, key)
+        state[aliases.get(name, name)] = dict(values) if isinstance(values, Mapping) else values
+    holder: dict[str, int] = {}
+    empty = []
+    options = []
+    for i, group in enumerate(state_dict["param_groups"]):
+        options.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if not group["params"]:
+            empty.append(i)
+        for key in group["params"]:
+            name = names.get(key, key)
+            holder[aliases.get(name, name)] = i
+    known = [name for group in own for name in group]
+    missing = [name for name in known if name not in holder]
+    unknown = [name for name in holder if name not in set(known)]
+    if missing or unknown:
+        raise LayoutError(
+            f"the state dict is of other parameters; {NOT_LOADED}",
+            {key: _some(value) for key, value in (("missing", missing), ("unknown", unknown)) if value},
+            "rename its keys, or leave these parameters out on both sides",
+        )
+    return state, [_options(group, holder, options, empty) for group in own]
+
+
+def _names(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """Names for torch's numbers; empty when the dict has names already."""
+    keys = [key for group in groups for key in group["params"]]
+    if not any(isinstance(key, int) for key in keys):
+        return {}
+    if all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
+        return dict(zip(keys, (name for group in groups for name in group["param_names"]), strict=True))
+    if [len(group["params"]) for group in groups] != [len(group) for group in own]:
+        raise LayoutError(
+            f"a state dict keyed by number has other groups than this optimizer; {NOT_LOADED}",
+            {"saved": [len(group["params"]) for group in groups], "here": [len(group) for group in own]},
+            "save it from an optimizer made with named_parameters(), so that it can be matched by name",
+        )
+    return dict(zip(keys, (name for group in own for name in group), strict=True))
+
+
+def _options(
+    group: Sequence[str], holder: Mapping[str, int], options: Sequence[dict[str, Any]], empty: list[int]
+) -> dict[str, Any]:
+    if not group:
+        return copy.deepcopy(options[empty.pop(0)]) if empty else {}
+    first = holder[group[0]]
+    for name in group:
+        other = holder[name]
+        differing = {
+            key: f"{options[first].get(key)} for {group[0]}, {options[other].get(key)} for {name}"
+            for key in options[first].keys() | options[other].keys()
+            if other != first and not _equal(options[first].get(key), options[other].get(key))
+        }
+        if differing:
+            raise LayoutError(
+                f"parameters of one group were saved with different hyperparameters; {NOT_LOADED}",
+                differing,
+                "make the groups as they were when it was saved",
+            )
+    return copy.deepcopy(options[first])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return bool(torch.as_tensor(a == b).all())
+    return a == b
+
+
+def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Return when every state is a known parameter's, and its tensors are numbers or of the global shape.
+
+    Raises:
+        LayoutError: naming what is unknown, or the first parameter and key whose shape differs.
+    """
+    unknown = [name for name in state if name not in shapes]
+    if unknown:
+        raise LayoutError(f"the state dict has state of other parameters; {NOT_LOADED}", {"unknown": _some(unknown)})
+    for name, shape in shapes.items():
+        for key, value in state.get(name, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
+                raise LayoutError(
+                    f'the saved "{key}" of parameter "{name}" has another shape; {NOT_LOADED}',
+                    {"saved": tuple(value.shape), "needed": shape},
+                    "load a state dict of this model; whole tensors have the global shape",
+                )
+
+
+def outline(state: Mapping[Any, Any]) -> str:
+    """What ranks must agree on before a load: which values there are, and how they are laid out."""
+    lines = []
+    for name, values in state.items():
+        for key, value in values.items() if isinstance(values, Mapping) else ():
+            if isinstance(value, torch.Tensor):
+                spec = value.sharding_spec() if isinstance(value, ShardedTensor) else "whole"
+                lines.append(f"{name}.{key} {tuple(value.shape)} {spec}")
+            else:
+                lines.append(f"{name}.{key}")
+    return "\n".join(sorted(lines))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,181 @@
+"""`shard_parameter`: one parameter of a module, sharded where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import Layout
+from shardtensor.parallel.dim_names import dim_names
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.move import cut_part
+from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec | str,
+    src_rank: int = 0,
+    process_group: Any = None,
+) -> None:
+    """Shard a parameter in place. The module's own forward then gives the dense output and gradients.
+
+    All ranks of the group call it. They first agree on the call in one small exchange; then `src_rank` sends every rank
+    its part, and nothing else moves. The parameter stays the same Python object, so modules that share it, and name
+    tables that hold it, all see it sharded; `requires_grad` stays, a gradient is dropped.
+
+    Args:
+        module: owns the parameter, at any depth.
+        param_name: its name, dotted for a submodule's; of global shape, contiguous. A buffer or a tensor attribute
+            is sharded too.
+        sharding_spec: a spec or its text; dims may be named, ``[out: tp]`` for a Linear.
+        src_rank: group rank whose values are taken.
+        process_group: a process group, a DeviceMesh whose axes the spec names, or None for the default group.
+
+    Raises:
+        MissingParameterError: (an AttributeError) there is no such parameter.
+        LayoutError: (a ValueError) the spec does not fit; on every rank alike, with nothing changed.
+        DisagreementError: (a ValueError) ranks brought different specs, shapes or sources; nothing has moved.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        >>> shard_parameter(mlp, "0.weight", "[tp, -]")
+        >>> shard_parameter(mlp, "2.weight", "[-, tp]")
+        >>> mlp(torch.ones(2, 4)).shape, mlp[0].weight.sharding_spec()
+        (torch.Size([2, 4]), Spec('tp', None))
+    """
+    shell, tensor = _sharded(
+        f'shard_parameter("{param_name}")', lambda: _find(module, param_name), sharding_spec, src_rank, process_group
+    )
+    become(tensor, shell)
+
+
+def shard_tensor(
+    tensor: torch.Tensor, sharding_spec: ShardingSpec | str, src_rank: int = 0, process_group: Any = None
+) -> ShardedTensor:
+    """Return a tensor of global shape, as `src_rank` has it, sharded. All ranks of the group call it.
+
+    Unlike `distribute`, which sends nothing and takes each rank's own copy. A user's own spec with a `shard` method
+    does it itself. Arguments and errors as of `shard_parameter`.
+
+    Example:
+        >>> shard_tensor(torch.arange(4.0), "[tp]").full_tensor()
+        tensor([0., 1., 2., 3.])
+    """
+    return _sharded("shard_tensor", lambda: (None, _checked(tensor, "tensor")), sharding_spec, src_rank, process_group)[0]
+
+
+def _sharded(
+    call: str,
+    find: Callable[[], tuple[tuple[str, ...] | None, torch.Tensor]],
+    sharding_spec: ShardingSpec | str,
+    src_rank: int,
+    process_group: Any,
+) -> tuple[ShardedTensor, torch.Tensor]:
+    """Agree on the call, then take this rank's part from the source; returns the shell and the dense tensor."""
+    group = as_group(process_group)
+    facts: dict[str, str] = {"src_rank": str(src_rank), "sharding_spec": str(sharding_spec)}
+    fault, layout = None, None
+    try:
+        spec = as_spec(sharding_spec)
+        facts["sharding_spec"] = str(spec)
+        names, tensor = find()
+        facts |= {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype)}
+        facts["requires_grad"] = str(tensor.requires_grad)
+        if type(spec).shard is not ShardingSpec.shard:
+            return spec.shard(tensor, src_rank=src_rank, process_group=process_group), tensor
+        layout = _bound(spec, tensor, group, names, src_rank)
+        device = device_for(spec, group)
+    except ShardTensorError as error:
+        fault = error
+    agree(group, call, facts, fault)
+    assert layout is not None
+    local = _scatter(tensor.detach(), layout, group, src_rank, device).requires_grad_(tensor.requires_grad)
+    return wrap(local, layout, spec, group), tensor
+
+
+def _find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
+    """The names of the parameter's dims, where its module type is known, and the parameter."""
+    path, _, name = param_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+        found = getattr(owner, name)
+    except AttributeError:
+        known = [known for known, _ in module.named_parameters()]
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute `{param_name}`",
+            {"parameters": ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")},
+            "name one of its parameters",
+        ) from None
+    return dim_names(owner, name), _checked(found, f"{type(owner).__name__}.{name}")
+
+
+def _checked(found: Any, what: str) -> torch.Tensor:
+    """`found`, when it is a plain contiguous tensor."""
+    if not isinstance(found, torch.Tensor):
+        raise LayoutError(f"Expected {what} to be a Tensor, but found {type(found).__name__}", fix="name a parameter")
+    if isinstance(found, ShardedTensor):
+        raise RuleError(
+            f"{what} is sharded already",
+            {"spec": str(found.sharding_spec())},
+            "set it to nn.Parameter(distribute(param.full_tensor(), spec)) to lay it out anew",
+        )
+    if not found.is_contiguous():
+        raise LayoutError(f"{what} is not a contiguous Tensor", fix="call contiguous() on it first")
+    return found
+
+
+def _bound(
+    spec: ShardingSpec, tensor: torch.Tensor, group: Group, names: tuple[str, ...] | None, src_rank: int
+) -> Layout:
+    layout = bind(spec, tuple(tensor.shape), mesh_of(group), names)
+    if layout.partial:
+        raise LayoutError("a parameter cannot be partial", {"spec": str(spec)}, "leave partial(...) out")
+    if not 0 <= src_rank < group.size:
+        raise LayoutError(
+            f"src_rank={src_rank} is not a rank of this group", {"group ranks": f"0 to {group.size - 1}"}
+        )
+    return layout
+
+
+def _scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
+    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`."""
+    shape = layout.local_shape(group.rank)
+    if tensor.is_meta:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    parts = [cut_part(tensor, layout, rank) for rank in group.ranks] if group.index == src_rank else None
+    like = tensor.new_empty(0, device=device)
+    flat = group.scatter(parts, layout.numel(group.rank), src_rank, like)
+    if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        flat = flat.clone()
+    return flat.to(device).view(shape)
+
+
+def become(tensor: torch.Tensor, shell: ShardedTensor) -> None:
+    """Turn the object `tensor` into `shell`, for everyone who holds it. `shell` must not be used afterwards.
+
+    Raises:
+        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
+    """
+    if isinstance(tensor, nn.Parameter):
+        shell._is_param = True  # type: ignore[attr-defined]
+    tensor.grad = None
+    try:
+        torch.utils.swap_tensors(tensor, shell)
+    except RuntimeError as error:
+        raise RuleError(
+            "the parameter cannot be sharded now: something holds on to its old self",
+            {"torch says": str(error).splitlines()[0]},
+            "shard before the first forward pass, or drop its results (and compiled modules) first",
+        ) from error

@@ -1,0 +1,133 @@
+"""What basic indexing (integers, slices, None, ...) does to a layout. Integers only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import attrs
+
+from shardtensor.layout.layout import CutLayout, DimCut
+from shardtensor.mesh import coordinate
+from shardtensor.rules.propagate import with_dims
+from shardtensor.rules.views import clipped, taken
+
+Item = int | tuple[int, int, int] | None
+"""One integer, a slice as (start, stop, step), or None for a new dim."""
+
+
+@attrs.frozen
+class Indexing:
+    """How one rank indexes its local tensor.
+
+    Attributes:
+        layout: of the result, once joined.
+        local: the index of the local tensor; a slice of nothing where this rank does not hold the integer.
+        to_sum: dims of what that gives (before they are dropped) that an integer took out of a cut dim.
+        axes: along which the results are to be summed, because one rank holds the integer.
+    """
+
+    layout: CutLayout
+    local: tuple[Any, ...]
+    to_sum: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def normalize(index: Any, shape: tuple[int, ...]) -> tuple[Item, ...] | None:
+    """Basic indices, one for each dim and new dim; None for any other kind (tensors, lists, bools).
+
+    Raises:
+        IndexError: as torch: too many indices, or one out of range.
+
+    Example:
+        >>> normalize((..., -1), (2, 3)), normalize((slice(1, None), None), (2, 3))
+        (((0, 2, 1), 2), ((1, 2, 1), None, (0, 3, 1)))
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(i is None or i is Ellipsis or isinstance(i, slice) or _is_integer(i) for i in items):
+        return None
+    taking = sum(i is not None and i is not Ellipsis for i in items)
+    if taking > len(shape):
+        raise IndexError(f"too many indices for tensor of dimension {len(shape)}")
+    if sum(i is Ellipsis for i in items) > 1:
+        return None
+    fill = [slice(None)] * (len(shape) - taking)
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    items[at : at + 1] = fill
+    out: list[Item] = []
+    dim = 0
+    for item in items:
+        if item is None:
+            out.append(None)
+            continue
+        size = shape[dim]
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step < 1:
+                raise ValueError("step must be greater than zero")
+            out.append((start, max(start, stop), step))
+        else:
+            place = item.__index__()
+            if not -size <= place < size:
+                raise IndexError(f"index {place} is out of bounds for dimension {dim} with size {size}")
+            out.append(place % size)
+        dim += 1
+    return tuple(out)
+
+
+def _is_integer(item: Any) -> bool:
+    return not isinstance(item, bool) and hasattr(item, "__index__") and not hasattr(item, "shape")
+
+
+@lru_cache(maxsize=8192)
+def indexing(layout: CutLayout, items: tuple[Item, ...], rank: int) -> Indexing | None:
+    """Return how `rank` indexes; None where a slice cuts a dim of which ranks hold several stretches.
+
+    A slice of a cut dim stays where it lies, so its pieces may be uneven; an integer there is held by one rank.
+    """
+    place = coordinate(layout.ranks, layout.grid, rank)
+    shape: list[int] = []
+    dims: list[DimCut | None] = []
+    local: list[Any] = []
+    to_sum: list[int] = []
+    axes: list[int] = []
+    dim = kept = 0
+    for item in items:
+        if item is None:
+            shape.append(1)
+            dims.append(None)
+            local.append(None)
+            kept += 1
+            continue
+        size, cut = layout.shape[dim], layout.dims[dim]
+        dim += 1
+        if isinstance(item, int):
+            if cut is None:
+                local.append(item)
+                continue
+            axes += cut.axes
+            to_sum.append(kept)
+            kept += 1
+            spans = () if place is None else cut.pieces.intervals(layout.piece(cut, place))
+            at, before = slice(0, 0), 0
+            for a, b in spans:
+                if a <= item < b:
+                    at = slice(before + item - a, before + item - a + 1)
+                before += b - a
+            local.append(at)
+            continue
+        start, stop, step = item
+        count = -(-(stop - start) // step)
+        shape.append(count)
+        kept += 1
+        if cut is None or (start, stop, step) == (0, size, 1):
+            dims.append(cut)
+            local.append(slice(start, stop, step) if cut is None else slice(None))
+            continue
+        pieces = clipped(cut.pieces, start, stop, step)
+        if pieces is None:
+            return None
+        dims.append(DimCut(cut.axes, pieces))
+        first, many = (0, 0) if place is None else taken(*cut.pieces.intervals(layout.piece(cut, place))[0], *item)
+        local.append(slice(first, first + many * step, step) if many else slice(0, 0))
+    return Indexing(with_dims(layout, tuple(shape), tuple(dims)), tuple(local), tuple(to_sum), tuple(sorted(axes)))

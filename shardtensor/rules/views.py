@@ -1,0 +1,109 @@
+"""What a view does to a layout: reshaped groups of dims, slices of cut dims. Integers only."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from shardtensor.layout.layout import CutLayout, DimCut, Shape
+from shardtensor.layout.pieces import Blocked, Pieces, Stepped, listed
+from shardtensor.rules.propagate import with_dims
+
+
+def scaled(pieces: Pieces, factor: int) -> Pieces:
+    """The pieces of a dim whose every element becomes `factor` elements.
+
+    Example:
+        >>> [scaled(Stepped(5, 2, 3), 4).interval(i) for i in range(2)]
+        [(0, 12), (12, 20)]
+    """
+    if factor == 1:
+        return pieces
+    if isinstance(pieces, Blocked):
+        return Blocked(tuple(scaled(block, factor) for block in pieces.blocks))
+    if isinstance(pieces, Stepped):
+        return Stepped(pieces.length * factor, pieces.count, pieces.step * factor)
+    return listed(tuple(pieces.size(i) * factor for i in range(pieces.count)))
+
+
+def divided(pieces: Pieces, factor: int) -> Pieces | None:
+    """The pieces of a dim whose every `factor` elements become one; None when a piece ends within such a group."""
+    if factor == 1:
+        return pieces
+    if isinstance(pieces, Blocked):
+        blocks = [divided(block, factor) for block in pieces.blocks]
+        return None if None in blocks else Blocked(tuple(blocks))  # type: ignore[arg-type]
+    if isinstance(pieces, Stepped):
+        if pieces.length % factor == 0 and (pieces.step % factor == 0 or pieces.step >= pieces.length):
+            return Stepped(pieces.length // factor, pieces.count, -(-pieces.step // factor))
+        return None
+    sizes = [pieces.size(i) for i in range(pieces.count)]
+    return None if any(size % factor for size in sizes) else listed(tuple(size // factor for size in sizes))
+
+
+def clipped(pieces: Pieces, start: int, stop: int, step: int) -> Pieces | None:
+    """The pieces of ``range(start, stop, step)`` of a dim, each where it lies; None for several stretches a piece.
+
+    Example:
+        >>> [clipped(Stepped(8, 4, 2), 1, 7, 2).size(i) for i in range(4)]
+        [1, 1, 1, 0]
+    """
+    if isinstance(pieces, Blocked):
+        return None
+    return listed(tuple(taken(*pieces.intervals(i)[0], start, stop, step)[1] for i in range(pieces.count)))
+
+
+def taken(a: int, b: int, start: int, stop: int, step: int) -> tuple[int, int]:
+    """Where in ``[a, b)`` the first element of ``range(start, stop, step)`` lies, and how many of them do."""
+    first = start + max(0, -(-(a - start) // step)) * step
+    return first - a, max(0, -(-(min(b, stop) - first) // step))
+
+
+@lru_cache(maxsize=8192)
+def reshaped(layout: CutLayout, shape: Shape) -> CutLayout | None:
+    """The layout of a tensor reshaped to `shape` with every element where it is; None when elements would move.
+
+    Dims fall into groups that hold the same elements before and after. A cut dim must be the outermost of its group
+    (only dims of size 1 before it), and the pieces must end where an element of the new outermost dim ends.
+    """
+    before, dims = layout.shape, layout.dims
+    out: list[DimCut | None] = []
+    i = j = 0
+    while i < len(before) or j < len(shape):
+        first, after = i, j
+        have, want = 1, 1
+        if i < len(before):
+            have, i = before[i], i + 1
+        if j < len(shape):
+            want, j = shape[j], j + 1
+        while have != want:
+            if have < want:
+                if i == len(before):
+                    return None
+                have, i = have * before[i], i + 1
+            else:
+                if j == len(shape):
+                    return None
+                want, j = want * shape[j], j + 1
+        group = _regroup(before[first:i], dims[first:i], shape[after:j])
+        if group is None:
+            return None
+        out += group
+    return with_dims(layout, shape, tuple(out))
+
+
+def _regroup(before: Shape, dims: tuple[DimCut | None, ...], shape: Shape) -> list[DimCut | None] | None:
+    cut = [d for d, dim in enumerate(dims) if dim is not None]
+    out: list[DimCut | None] = [None] * len(shape)
+    if not cut:
+        return out
+    if len(cut) > 1 or any(n != 1 for n in before[: cut[0]]) or not shape:
+        return None
+    old = dims[cut[0]]
+    assert old is not None
+    place = next((d for d, n in enumerate(shape) if n != 1), 0)
+    pieces = divided(scaled(old.pieces, math.prod(before[cut[0] + 1 :])), math.prod(shape[place + 1 :]))
+    if pieces is None:
+        return None
+    out[place] = DimCut(old.axes, pieces)
+    return out

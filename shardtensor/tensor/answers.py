@@ -1,0 +1,156 @@
+"""What torch asks of a tensor, answered for the whole one without a dispatch. Nothing here sends anything.
+
+Through ``__torch_function__`` a getter costs some 6 microseconds; optimizers and modules ask thousands of them a step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import Layout
+
+
+class Answers:
+    """The part of `ShardedTensor` that reads its layout and its leaf and changes nothing.
+
+    A sharded tensor has no strides of its own; it tells those of a contiguous tensor of its shape, which is what
+    `full_tensor` gives.
+    """
+
+    __slots__ = ()
+
+    _local: torch.Tensor
+    _layout: Layout
+
+    # -- from the layout: the same on every rank ------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._layout.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        if dim is None:
+            return torch.Size(self._layout.shape)
+        shape = self._layout.shape
+        if not -len(shape) <= dim < len(shape):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-max(len(shape), 1)}, "
+                f"{max(len(shape), 1) - 1}], but got {dim})"
+            )
+        return shape[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    def dim(self) -> int:
+        return len(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        return math.prod(self._layout.shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = [1]
+        for size in reversed(self._layout.shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        found = tuple(reversed(strides)) if self._layout.shape else ()
+        return found if dim is None else found[dim]
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return memory_format in (torch.contiguous_format, torch.preserve_format)
+
+    @property
+    def names(self) -> tuple[None, ...]:
+        return (None,) * len(self._layout.shape)
+
+    def has_names(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self._local.element_size()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise RuleError(
+            "numpy sees one process's memory, which holds only a part of a ShardedTensor",
+            fix=["full_tensor().numpy() for the whole", "local_tensor().numpy() for this rank's part"],
+        )
+
+    # -- from the leaf: the same on every rank, but for the index of the device ------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._local.device
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def itemsize(self) -> int:
+        return self._local.element_size()
+
+    def element_size(self) -> int:
+        return self._local.element_size()
+
+    @property
+    def is_leaf(self) -> bool:
+        return self._local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:
+        return self._local.grad_fn
+
+    @property
+    def output_nr(self) -> int:
+        return self._local.output_nr
+
+    @property
+    def _version(self) -> int:
+        return self._local._version
+
+    @property
+    def retains_grad(self) -> bool:
+        return self._local.retains_grad
+
+    nelement, ndimension = numel, dim
+
+
+def _property(name: str) -> property:
+    return property(lambda self: getattr(self._local, name), doc=f"As of the dense tensor: ``{name}``.")
+
+
+def _question(name: str) -> Any:
+    def ask(self: Answers, *args: Any) -> Any:
+        return getattr(self._local, name)(*args)
+
+    ask.__name__ = name
+    return ask
+
+
+PROPERTIES = """
+is_cpu is_cuda is_meta is_mps is_mtia is_xpu is_ipu is_maia is_vulkan is_xla
+is_mkldnn is_quantized is_nested is_sparse is_sparse_csr
+"""
+QUESTIONS = """
+is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device
+"""
+
+for _name in PROPERTIES.split():
+    if hasattr(torch.Tensor, _name):
+        setattr(Answers, _name, _property(_name))
+for _name in QUESTIONS.split():
+    setattr(Answers, _name, _question(_name))

@@ -1,0 +1,50 @@
+"""What gives a sharded tensor other bytes: ``set_``, and ``module_load`` of torch's swapping load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardtensor.errors import RuleError
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
+    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay.
+
+    Raises:
+        RuleError: the source is anything else: a storage or a plain tensor would be one shard's.
+    """
+    if (
+        not isinstance(tensor, ShardedTensor)
+        or not isinstance(source, ShardedTensor)
+        or source._layout != tensor._layout
+        or place
+    ):
+        raise RuleError(
+            "set_ needs two ShardedTensors of one layout",
+            {"this": type(tensor).__name__, "source": type(source).__name__},
+            "use copy_(source) to take its values",
+        )
+    tensor._local.set_(source._local)
+    tensor._sync_body()
+    return tensor
+
+
+ShardedTensor.set_ = set_  # type: ignore[method-assign,assignment]  # torch asks no override for it
+
+
+@implements(torch.Tensor.module_load)
+def module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
+    """The tensor that takes the place of `tensor` in a module that loads `other`: see torch's ``module_load``."""
+    return other.detach() if assign else tensor.copy_(other).detach()
+
+
+@implements(torch._has_compatible_shallow_copy_type)
+def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``a.data = b`` will do; modules ask it before they convert a parameter in place."""
+    if not isinstance(a, ShardedTensor) or not isinstance(b, ShardedTensor) or a._layout != b._layout:
+        return False
+    return torch._has_compatible_shallow_copy_type(a._local, b._local)

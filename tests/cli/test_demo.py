@@ -1,0 +1,79 @@
+"""The demo trains as the dense model does, shows who holds what, and fails when the two differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from shardtensor.cli.demo.launch import _judge
+from shardtensor.cli.demo.report import Held, worst_difference
+from shardtensor.cli.demo.text import Corpus, TextError, read_text
+from shardtensor.cli.demo.train import Outcome
+from shardtensor.cli.main import main
+from shardtensor.layout.box import Box
+
+HELD = [Held("blocks.0.up.weight", (4, 4), "[tp, -]", ((Box((0, 0), (2, 4)),), (Box((2, 0), (2, 4)),)))]
+
+
+def _demo(*options):
+    command = [sys.executable, "-m", "shardtensor.cli.main", "demo", *options]
+    environment = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_demo_agrees_with_the_dense_run(world, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be, that is the question. " * 200)
+    done = _demo("--world", str(world), "--steps", "4", "--text", str(text), "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The sharded run and the dense run agree" in done.stdout
+    assert "embed.weight" in done.stdout
+    assert f"rank {world - 1}" in done.stdout
+    assert "GatherWarning" not in done.stderr
+
+
+def _outcome(sharded, dense):
+    return Outcome(sharded, dense, (1.0, 1.0), HELD, [(8, 8, 16), (8, 8, 16)], (16, 16, 32))
+
+
+@pytest.mark.parametrize("bad", [2.001, float("nan")])
+def test_a_difference_is_said_and_is_an_error(bad, capsys):
+    console = Console(width=120)
+    assert _judge(_outcome([2.0, bad], [2.0, 2.0]), console, 1.0) == 1
+    assert "differ" in capsys.readouterr().out
+    assert _judge(_outcome([2.0, 2.00001], [2.0, 2.0]), console, 1.0) == 0
+    out = capsys.readouterr().out
+    assert "agree" in out
+    assert "blocks.*.up.weight" in out
+
+
+def test_the_worst_step_is_found():
+    assert worst_difference([1.0, 2.2, 3.0], [1.0, 2.0, 3.0]) == (2, pytest.approx(0.1))
+
+
+def test_a_missing_text_is_said_before_anything_starts(capsys, tmp_path):
+    assert main(["demo", "--text", str(tmp_path / "none.txt")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(TextError, match="at least 1000"):
+        read_text(tmp_path / "short.txt")
+
+
+@pytest.mark.parametrize("options", [["--world", "0"], ["--steps", "x"], ["--device", "tpu"]])
+def test_wrong_options_exit_with_2(options):
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", *options])
+    assert caught.value.code == 2
+
+
+def test_the_corpus_numbers_the_bytes_that_occur():
+    corpus = Corpus(b"abac" * 300)
+    assert corpus.vocabulary == 3
+    tokens, targets = corpus.batch(0, batch=2, length=8)
+    assert tokens.shape == targets.shape == (2, 8)
+    assert tokens[:, 1:].equal(targets[:, :-1])

@@ -1,0 +1,222 @@
+"""The boxes of all ranks tile the tensor, whatever the spec, and local tensors hold them in the order they say."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_cases import MESH, axis_specs, device_specs, elements, places
+
+from shardtensor.layout.bind import bind
+from shardtensor.layout.box import Box, runs, whole
+from shardtensor.layout.chunks import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
+from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout, same_boxes
+from shardtensor.mesh import Mesh
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
+from shardtensor.spec.nodes import Cut, Replicate, Spec
+
+
+def check(layout: Layout) -> None:
+    """Every element is held equally often, and each rank's boxes fill its local tensor without overlap."""
+    held: Counter[tuple[int, ...]] = Counter()
+    for rank in layout.ranks:
+        boxes = layout.boxes(rank)
+        local = layout.local_boxes(rank)
+        assert [box.numel for box in boxes] == [box.numel for box in local]
+        assert layout.numel(rank) == sum(box.numel for box in boxes)
+        if not layout.packed:
+            assert [box.sizes for box in boxes] == [box.sizes for box in local]
+        filled = Counter(element for box in local for element in elements(box))
+        assert set(filled.values()) <= {1}
+        assert all(element in elements(whole(layout.local_shape(rank))) for element in filled)
+        held.update(element for box in boxes for element in elements(box))
+    if not layout.shape and isinstance(layout, ListedLayout):
+        assert set(held) == {()}
+        return
+    copies = len(layout.ranks) // math.prod(layout.grid[axis] for axis in layout.parting_axes)
+    assert held == dict.fromkeys(elements(whole(layout.shape)), copies)
+    outside = max(layout.ranks) + 1
+    assert layout.boxes(outside) == layout.local_boxes(outside) == ()
+    assert layout.numel(outside) == 0 or not layout.shape
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.one_of(device_specs(), axis_specs()))
+def test_boxes_of_all_ranks_tile_the_tensor(case):
+    spec, shape = case
+    check(bind(spec, shape, MESH))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Replicate(),
+        Spec().flat("dp"),
+        Spec().flat("dp", "tp", unit="row"),
+        Spec().flat("tp", sizes=(0, 1, 0)),
+        Spec().only("tp", 2),
+        Spec().partial("dp"),
+    ],
+    ids=str,
+)
+def test_scalars(spec):
+    check(bind(spec, (), MESH))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_chunk_cuts_as_torch_does(length, count):
+    torch = pytest.importorskip("torch")
+    layout = bind(ChunkShardingSpec(0, places(count)), (length, 2), Mesh((("*", count),)))
+    sizes = [len(chunk) for chunk in torch.arange(length).chunk(count)]
+    found = [layout.boxes(rank)[0] for rank in range(count)]
+    assert [box.sizes[0] for box in found] == (sizes + [0] * count)[:count]
+    assert {box.offsets[0] for box in found if not box.numel} <= {length}
+    split = get_split_size(length, count)
+    assert [get_chunked_dim_size(length, split, rank) for rank in range(count)] == [box.sizes[0] for box in found]
+    params = [get_chunk_sharding_params(length, count, ChunkShardingSpec(0, places(count)), r) for r in range(count)]
+    assert params == [(box.offsets[0], box.sizes[0]) for box in found]
+
+
+@pytest.mark.parametrize(
+    ("cut", "length", "expected"),
+    [
+        pytest.param(Cut("tp"), 9, [(0, 3), (3, 6), (6, 9)], id="even"),
+        pytest.param(Cut("tp", balanced=True), 5, [(0, 2), (2, 4), (4, 5)], id="balanced"),
+        pytest.param(Cut("tp", balanced=True, unit=4), 8, [(0, 4), (4, 8), (8, 8)], id="balanced units"),
+        pytest.param(Cut("tp", pad=8), 20, [(0, 8), (8, 16), (16, 20)], id="pad"),
+        pytest.param(Cut("tp", pad=8), 9, [(0, 8), (8, 9), (9, 9)], id="pad, empty"),
+        pytest.param(Cut("tp", sizes=(0, 5, 1)), 6, [(0, 0), (0, 5), (5, 6)], id="sizes"),
+    ],
+)
+def test_intervals_of_each_cut(cut, length, expected):
+    layout = bind(Spec(cut), (length,), Mesh((("tp", 3),)))
+    assert [(b.offsets[0], b.ends[0]) for r in range(3) for b in layout.boxes(r)] == expected
+
+
+def test_blocks_are_cut_one_by_one():
+    layout = bind(Spec(Cut("tp", blocks=(2, 1, 1))), (12,), Mesh((("tp", 3),)))
+    assert [list(map(str, layout.boxes(r))) for r in range(3)] == [
+        ["[0:2]", "[6:7]", "[9:10]"],
+        ["[2:4]", "[7:8]", "[10:11]"],
+        ["[4:6]", "[8:9]", "[11:12]"],
+    ]
+    assert list(map(str, layout.local_boxes(1))) == ["[0:2]", "[2:3]", "[3:4]"]
+
+
+def test_several_axes_cut_a_dim_major_to_minor():
+    def starts(*axes: str) -> list[int]:
+        return [bind(Spec(axes), (6,), MESH).boxes(rank)[0].offsets[0] for rank in range(6)]
+
+    assert starts("dp", "tp") == [0, 1, 2, 3, 4, 5]
+    assert starts("tp", "dp") == [0, 2, 4, 1, 3, 5]
+
+
+def test_flat_over_blocks_keeps_the_order_of_memory():
+    layout = bind(Spec(None, Cut("tp", blocks=2)).flat("dp"), (3, 8), Mesh((("dp", 2), ("tp", 2))))
+    assert list(map(str, layout.boxes(3))) == ["[1:2, 6:8]", "[2:3, 2:4]", "[2:3, 6:8]"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+def test_runs_cover_a_flat_range_in_order(shape, data):
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    cut = runs(start, stop, tuple(shape))
+    order = {element: i for i, element in enumerate(elements(whole(tuple(shape))))}
+    assert [order[element] for box in cut for element in elements(box)] == list(range(start, stop))
+    assert len(cut) <= max(1, 2 * len(shape) - 1)
+
+
+def test_several_boxes_of_a_rank_are_packed_end_to_end():
+    spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu", "rank:1/cpu"])
+    layout = bind(spec, (5, 2), Mesh((("*", 2),)))
+    assert layout.packed
+    assert layout.local_shape(1) == (6,)
+    assert list(map(str, layout.boxes(1))) == ["[0:2, 0:2]", "[4:5, 0:2]"]
+    assert list(map(str, layout.local_boxes(1))) == ["[0:4]", "[4:6]"]
+
+
+def test_box_algebra():
+    a, b = Box((0, 2), (3, 4)), Box((2, 0), (4, 3))
+    assert a.overlap(b) == b.overlap(a) == Box((2, 2), (1, 1))
+    assert a.overlap(Box((3, 2), (1, 1))) is None
+    assert (a.ends, a.numel, str(a)) == ((3, 6), 12, "[0:3, 2:6]")
+
+
+# -- equality --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_cuts_are_equal_layouts():
+    mesh = Mesh((("*", 2),))
+    chunk = bind(ChunkShardingSpec(0, places(2)), (4, 3), mesh)
+    listed = [
+        EnumerableShardingSpec([ShardMetadata([r * 2, 0], [2, 3], f"rank:{r}/cpu") for r in (1, 0)]),
+        ChunkShardingSpec(-2, places(2), sizes=(2, 2)),
+        Spec("tp", None),
+    ]
+    assert all(bind(spec, (4, 3), mesh) == chunk for spec in listed)
+    grid = bind(GridShardingSpec((2, 1), places(2)), (4, 3), mesh)
+    assert same_boxes(grid, chunk)
+    assert not same_boxes(chunk, bind(ChunkShardingSpec(1, places(2)), (4, 3), mesh))
+    assert not same_boxes(chunk, bind(ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), (4, 3), mesh))
+    assert not same_boxes(chunk, bind(ChunkShardingSpec(0, places(2)), (4, 2), mesh))
+
+
+def test_same_boxes_compares_what_is_left_to_reduce():
+    plain, total = bind(Replicate(), (4,), MESH), bind(Replicate().partial("tp"), (4,), MESH)
+    assert not same_boxes(plain, total)
+    assert not same_boxes(total, bind(Replicate().partial("tp", op="max"), (4,), MESH))
+    assert same_boxes(total, bind(Spec(None).partial("tp"), (4,), MESH))
+    assert same_boxes(total.reduced(), plain)
+    assert not total.is_replicated
+    assert plain.is_replicated
+
+
+def test_one_rank_of_a_sum_brings_a_new_value():
+    layout = bind(Spec("dp").partial("tp"), (4,), MESH)
+    assert [layout.brings_value(rank) for rank in range(6)] == [True, False, False] * 2
+    assert all(bind(Spec("dp").partial("tp", op="avg"), (4,), MESH).brings_value(rank) for rank in range(6))
+
+
+def test_kinds():
+    assert isinstance(bind(Spec("tp"), (6,), MESH), CutLayout)
+    assert isinstance(bind(Spec("tp").flat("dp"), (6,), MESH), FlatLayout)
+    assert isinstance(bind(Spec("tp").only("dp", 1), (6,), MESH), CutLayout)
+    assert isinstance(bind(ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"]), (6,), MESH), ListedLayout)
+
+
+def test_only_leaves_the_other_ranks_empty():
+    layout = bind(Replicate().only("tp", 1), (6,), MESH)
+    assert [layout.numel(rank) for rank in MESH.ranks] == [0, 6, 0, 0, 6, 0]
+    assert not layout.is_replicated
+    assert layout.parting_axes == (1,)
+    flat = bind(Replicate().flat("dp").only("tp", 1), (6,), MESH)
+    assert [flat.numel(rank) for rank in MESH.ranks] == [0, 3, 0, 0, 3, 0]
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+
+def _seconds(world: int) -> float:
+    """The best time to bind ten specs that no cache has seen and ask for two boxes of each."""
+    mesh = Mesh((("*", world),))
+    best = math.inf
+    for attempt in range(20):
+        specs = [ChunkShardingSpec(0, [f"rank:0-{world - 1}/cpu"]) for _ in range(10)]
+        start = time.perf_counter()
+        for i, spec in enumerate(specs):
+            layout = bind(spec, (world * 4, attempt * 10 + i + 1), mesh)
+            layout.boxes(0), layout.local_shape(world - 1)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def test_binding_costs_the_same_at_16384_ranks():
+    _seconds(8)
+    assert _seconds(16384) < 3 * _seconds(8)  # O(ranks) would be a thousand times

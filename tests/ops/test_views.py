@@ -1,0 +1,144 @@
+"""Views: shapes, values and gradients; writes through views; copies that refuse to be written."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from harness import every_size
+from oracle import Case, check_table, specs, values, whole
+
+import shardtensor as st
+
+S = (5, 6)
+T3 = (4, 2, 6)
+CASES = [
+    Case("t", lambda x: x.t() * 2, (S,)),
+    Case("T", lambda x: x.T * 2, (S,)),
+    Case("mT", lambda x: x.mT * 2, (T3,)),
+    Case("transpose", lambda x: x.transpose(0, -1) * 2, (T3,)),
+    Case("permute", lambda x: x.permute(2, 0, 1) * 2, (T3,)),
+    Case("permute tuple", lambda x: torch.permute(x, (1, 2, 0)), (T3,)),
+    Case("movedim", lambda x: torch.movedim(x, 0, 2), (T3,)),
+    Case("unsqueeze", lambda x: x.unsqueeze(1) * 2, (S,)),
+    Case("squeeze", lambda x: x[:, None].squeeze(1), (S,)),
+    Case("squeeze all", lambda x: x.squeeze(), ((1, 5, 1),), gathers=(0, 1, 2)),
+    Case("flatten", lambda x: x.flatten(0, 1) * 2, (T3,), gathers=(1,)),
+    Case("flatten last", lambda x: x.flatten(1), (T3,), gathers=(2,)),
+    Case("view merge", lambda x: x.view(8, 6), (T3,), gathers=(1,)),
+    Case("view -1", lambda x: x.view(-1), (S,), gathers=(1,)),
+    Case("view split", lambda x: x.view(4, 2, 3, 2), (T3,), gathers=(2,)),
+    Case("view split rows", lambda x: x.view(2, 4, 3), ((8, 3),), gathers=(0,)),
+    Case("unflatten", lambda x: x.unflatten(1, (4, 2)), ((3, 8),), gathers=(1,)),
+    Case("reshape cross", lambda x: x.reshape(6, 5), (S,), gathers="all"),
+    Case("reshape of transposed", lambda x: x.t().reshape(-1), (S,), gathers="all"),
+    Case("same", lambda x: x.view(5, 6), (S,)),
+    Case("expand", lambda x: x.unsqueeze(1).expand(-1, 3, -1), (S,)),
+    Case("expand_as", lambda x, y: x.expand_as(y) * y, ((1, 6), S), gathers=(0,)),
+    Case("repeat", lambda x: x.repeat(2, 1, 1), (S,), gathers="all"),
+    Case("slice", lambda x: x[1:4] * 2, (S,)),
+    Case("slice both", lambda x: x[1:, :-1], (S,)),
+    Case("slice step", lambda x: x[::2, 1::3], (S,)),
+    Case("slice nothing", lambda x: x[3:3], (S,)),
+    Case("index", lambda x: x[2], (S,)),
+    Case("index last", lambda x: x[..., -1], (S,)),
+    Case("index both", lambda x: x[1, 2], (S,)),
+    Case("index three", lambda x: x[:, 1, None, 2:4], (T3,)),
+    Case("narrow", lambda x: x.narrow(1, 2, 3), (S,)),
+    Case("select", lambda x: x.select(0, 1), (S,)),
+    Case("chunk", lambda x: x.chunk(2, 1), (S,)),
+    Case("split", lambda x: torch.split(x, [1, 3, 1]), (S,)),
+    Case("unbind", lambda x: x.unbind(1), (S,), gathers=(1,)),
+    Case("index list", lambda x: x[[0, 2]], (S,), gathers="all"),
+    Case("index mask", lambda x: x[x > 0], (S,), gathers="all"),
+    Case("cat", lambda x, y: torch.cat([x, y]), (S, (2, 6))),
+    Case("cat 1", lambda x, y: torch.cat([x, y, x], dim=1), (S, (5, 2))),
+    Case("stack", lambda x, y: torch.stack([x, y], 1), (S, S)),
+    Case("clone", lambda x: x.clone() * 1, (S,)),
+    Case("contiguous", lambda x: x.t().contiguous() * 1, (S,)),
+    Case("flip", lambda x: x.flip(1), (S,), gathers=(1,)),
+    Case("tril", lambda x: x.tril(), (T3,), gathers=(1, 2)),
+    Case("gather", lambda x, i: x.gather(1, i), (S, (5, 2)), make=("int", "ids:6"), gathers=(1,)),
+    Case("index_select", lambda x, i: x.index_select(1, i), (S, (3,)), make=("int", "ids:6")),
+    Case("diagonal", lambda x: x.diagonal(), (S,), gathers="all"),
+    Case("no rows", lambda x: x.view(0, 3, 2), ((0, 6),)),
+]
+
+
+def _set(change):
+    def function(x, *others):
+        y = x * 1
+        change(y, *others)
+        return y
+
+    return function
+
+
+SETS = [
+    Case("setitem slice", _set(lambda y: y.__setitem__(slice(1, 4), 7.0)), (S,)),
+    Case("setitem int", _set(lambda y, v: y.__setitem__((2, slice(1, 3)), v)), (S, (2,)), gathers="into plain"),
+    Case("setitem rows", _set(lambda y, v: y.__setitem__(slice(0, 2), v)), (S, (6,)), gathers="into plain"),
+    Case("setitem mask", _set(lambda y: y.__setitem__(y.detach() > 0, 9.0)), (S,)),
+    Case("through t", _set(lambda y: y.t().add_(1)), (S,)),
+    Case("through slice", _set(lambda y: y[1:, 2:4].mul_(3)), (S,)),
+    Case("through view", _set(lambda y: y.view(8, 6).zero_()), ((8, 6),)),
+    Case("setitem list", _set(lambda y: y.__setitem__([0, 2], 5.0)), (S,), gathers="all"),
+]
+
+
+def views() -> None:
+    check_table(CASES)
+
+
+def writes() -> None:
+    check_table(SETS)
+
+
+@every_size
+def test_views_equal_dense(world, size):
+    world(views, size)
+
+
+@every_size
+def test_writes_through_views_equal_dense(world, size):
+    world(writes, size)
+
+
+def lost_writes() -> None:
+    x = st.distribute(values("int", (4, 6), 1), "[-, tp]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", st.GatherWarning)
+        copies = [x.view(-1), x.view(6, 4), x[:, 2], x[1, 2], x.diagonal(), x.view(-1)[3:5], x.reshape(2, 12).t()]
+    for copy in copies:
+        for change in (
+            lambda c: c.add_(1),
+            lambda c: c.zero_(),
+            lambda c: c.copy_(torch.zeros(c.shape)),
+            lambda c: c.fill_(2),
+            lambda c: c.__imul__(2),
+        ):
+            with pytest.raises(st.RuleError, match="in place on a copy"):
+                change(copy)
+        assert (copy.clone().add_(1) == copy + 1).all()
+    before = x.full_tensor().clone()
+    x[:, 2] = 5
+    before[:, 2] = 5
+    assert torch.equal(x.full_tensor(), before)
+
+
+def test_a_write_into_a_copy_that_should_be_a_view_is_refused(world):
+    world(lost_writes, 2)
+
+
+def crossing() -> None:
+    x = st.distribute(torch.arange(96.0).view(12, 8), "[-, tp]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", st.GatherWarning)
+        found = whole(x.view(16, 6))
+    assert found[1].tolist() == [6, 7, 8, 9, 10, 11]
+    assert list(specs((2,)))
+
+
+def test_a_view_across_a_cut_inner_dim_is_right(world):
+    world(crossing, 4)

@@ -1,0 +1,127 @@
+"""The shape of the code base: who imports whom, how long files are, what is public, what runs without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardtensor
+
+PACKAGE = Path(shardtensor.__file__).parent
+ORDER = (
+    "errors mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd cli"
+).split()
+PURE = ORDER[: ORDER.index("comm")]
+UPSTREAM = {"sharded_tensor", "sharding_spec", "sharding_plan", "sharded_optim"}
+"""Thin modules of re-exports under torch's names; nothing lives in them."""
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def _place(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imports(path: Path, *, top_level: bool) -> list[str]:
+    """Modules a file imports; with `top_level` only those that run when it is imported."""
+    tree = ast.parse(path.read_text())
+    nodes = _eager(tree) if top_level else ast.walk(tree)
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def _eager(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from _eager(child)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_left(path):
+    place = _place(path)
+    if place in ("__init__", "version") or place in UPSTREAM:
+        return
+    assert place in ORDER, f"{place} has no place in the order of the package"
+    for module in _imports(path, top_level=False):
+        parts = module.split(".")
+        if parts[0] != "shardtensor" or len(parts) < 2 or parts[1] not in ORDER:
+            continue
+        assert ORDER.index(parts[1]) <= ORDER.index(place), f"{path.name} imports {module}, which is to its right"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_pure_folders_do_not_import_torch(path):
+    if _place(path) in PURE:
+        assert not [m for m in _imports(path, top_level=True) if m.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_are_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines < 400, f"{lines} lines: a concept wants a file of its own"
+
+
+def test_no_drawer_for_odds_and_ends():
+    assert not {path.stem for path in FILES} & {"utils", "util", "common", "helpers", "types", "misc"}
+
+
+def test_pure_folders_run_where_torch_cannot_be_imported():
+    modules = [
+        ".".join(("shardtensor", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for path in FILES
+        if _place(path) in PURE and path.stem != "__init__"
+    ]
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "from shardtensor import Mesh, parse_spec\n"
+        "from shardtensor.layout.bind import bind\n"
+        "layout = bind(parse_spec('[tp, -]'), (8, 4), Mesh((('tp', 4),)))\n"
+        "print(layout.boxes(1)[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[2:4, 0:4]\n"
+
+
+def test_planning_does_not_pay_for_torch():
+    program = "import sys, shardtensor; shardtensor.parse_spec('[tp, -]'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_public_names_are_sorted_and_there():
+    public = shardtensor.__all__
+    assert public == ["__version__", *sorted(public[1:])]
+    for name in public:
+        assert getattr(shardtensor, name) is not None
+    assert not hasattr(shardtensor, "no_such_name")
+
+
+def test_no_public_function_shares_its_name_with_a_module():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert not modules & set(shardtensor.__all__)
+
+
+def test_upstream_modules_only_re_export():
+    for name in UPSTREAM:
+        path = PACKAGE / f"{name}.py"
+        if not path.exists():
+            path = PACKAGE / name / "__init__.py"
+        tree = ast.parse(path.read_text())
+        kinds = {type(node) for node in tree.body}
+        allowed = {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign}
+        assert kinds <= allowed, f"{name}: {kinds - allowed}"
