@@ -38,14 +38,6 @@ def _differentiates(x: torch.Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _incoming(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient that a backward was given; in a compiled graph, which has no gradients of gradients, a constant.
-
-    Without this, torch 2.11 traces the adjoint as a function to differentiate again, and loses gradients silently.
-    """
-    return grad.detach() if torch.compiler.is_compiling() else grad
-
-
 # -- copy and partial ------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +86,7 @@ class _SumGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(_incoming(grad), ctx.group), None
+        return all_reduce(grad, ctx.group), None
 
 
 class _AllReduce(Function):
@@ -105,7 +97,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_gradient(_incoming(grad), ctx.group), None
+        return sum_gradient(grad, ctx.group), None
 
 
 # -- copy and part ---------------------------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather(_incoming(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return all_gather(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
 class _AllGather(Function):
@@ -166,7 +158,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return take(_incoming(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return take(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
 # -- part and partial ------------------------------------------------------------------------------------------------
@@ -214,7 +206,7 @@ class _AllGatherSumGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter(_incoming(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return reduce_scatter(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
 class _ReduceScatter(Function):
@@ -225,7 +217,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_sum_gradient(_incoming(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return all_gather_sum_gradient(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
 # -- part and part ---------------------------------------------------------------------------------------------------
@@ -258,5 +250,5 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = all_to_all(_incoming(grad), ctx.recv_counts, ctx.send_counts, ctx.group)
+        back = all_to_all(grad, ctx.recv_counts, ctx.send_counts, ctx.group)
         return back.view(ctx.shape), None, None, None

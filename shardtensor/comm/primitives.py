@@ -22,8 +22,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
-_gather_call: Any = dist.ProcessGroup.all_gather_single if _NEW_NAMES else dist.ProcessGroup._allgather_base
-_scatter_call: Any = dist.ProcessGroup.reduce_scatter_single if _NEW_NAMES else dist.ProcessGroup._reduce_scatter_base
+# Names, not unbound methods: a process group may be written in Python.
+_GATHER_NAME = "all_gather_single" if _NEW_NAMES else "_allgather_base"
+_SCATTER_NAME = "reduce_scatter_single" if _NEW_NAMES else "_reduce_scatter_base"
 _functional_gather: Any = functional.all_gather_single if _NEW_NAMES else functional.all_gather_tensor
 _functional_scatter: Any = functional.reduce_scatter_single if _NEW_NAMES else functional.reduce_scatter_tensor
 
@@ -86,7 +87,7 @@ def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _graph_result(_functional_gather(t, 0, process_group))
     out = t.new_empty(process_group.size() * t.numel())
-    _wait(_gather_call(process_group, out, t, _GATHER))
+    _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
     return out
 
 
@@ -95,7 +96,7 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
     out = flat.new_empty(flat.numel() // process_group.size())
-    _wait(_scatter_call(process_group, out, flat, _SCATTER))
+    _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
     return out
 
 

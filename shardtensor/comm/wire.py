@@ -116,4 +116,6 @@ class Wire:
         """Undo `to_reduce`: flat, with the dtype and device of `like`."""
         if like.dtype.is_complex:
             sent = torch.view_as_complex(sent.view(-1, 2))
-        return sent.to(like.device, like.dtype)
+        # Not `to` for nothing: torch 2.11 compiles that to a result without a gradient.
+        is_alike = sent.dtype == like.dtype and sent.device == like.device
+        return sent if is_alike else sent.to(like.device, like.dtype)

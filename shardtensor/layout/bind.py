@@ -62,7 +62,7 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
     ndim = len(shape)
     if not -ndim <= spec.dim < ndim:
         raise _does_not_fit(
-            f"dim {spec.dim} is out of range for a tensor of {ndim} dims", spec, shape, _dims_that_fit(ndim)
+            f"Invalid sharding dim: {spec.dim} for a tensor of {ndim} dims", spec, shape, _dims_that_fit(ndim)
         )
     dim = spec.dim % ndim
     length, count = shape[dim], len(ranks)
@@ -117,35 +117,22 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
     mesh = _named(spec, mesh)
     names = mesh.names
     axis_of = {name: i for i, name in enumerate(names)}
-    used: dict[int, str] = {}
 
-    def axes(wanted: Sequence[str], place: str) -> tuple[int, ...]:
-        numbers = []
-        for name in wanted:
-            if name not in axis_of:
-                raise _does_not_fit(
-                    f"no mesh axis is called `{name}`", spec, shape, f"use one of {', '.join(names)}", mesh=mesh
-                )
-            number = axis_of[name]
-            if number in used:
-                raise _does_not_fit(
-                    f"axis `{name}` is used twice: for {used[number]} and for {place}",
-                    spec,
-                    shape,
-                    "keep one of the two, or make the mesh of two axes",
-                    mesh=mesh,
-                )
-            used[number] = place
-            numbers.append(number)
-        return tuple(numbers)
+    def axes(wanted: Sequence[str]) -> tuple[int, ...]:
+        unknown = next((name for name in wanted if name not in axis_of), None)
+        if unknown is not None:
+            raise _does_not_fit(
+                f"no mesh axis is called `{unknown}`", spec, shape, f"use one of {', '.join(names)}", mesh=mesh
+            )
+        return tuple(axis_of[name] for name in wanted)
 
     cuts = _positions(spec, shape, dim_names)
-    dims = []
+    dims: list[DimCut | None] = []
     for dim, cut in enumerate(cuts):
         if cut is None:
             dims.append(None)
             continue
-        numbers = axes(cut.axes, f"dim {dim}")
+        numbers = axes(cut.axes)
         count = math.prod(mesh.sizes[i] for i in numbers)
         dims.append(DimCut(numbers, _pieces(cut, shape[dim], count, dim, spec, shape, mesh)) if count > 1 else None)
     layout: Layout = CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
@@ -154,12 +141,12 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
         assert isinstance(layout, CutLayout)
         unit = 0 if part.unit == "row" else int(part.unit)
         layout = FlatLayout(
-            shape=shape, ranks=mesh.ranks, grid=mesh.sizes, names=names, inner=layout, axes=axes(part.axes, "flat"),
+            shape=shape, ranks=mesh.ranks, grid=mesh.sizes, names=names, inner=layout, axes=axes(part.axes),
             unit=unit, sizes=part.sizes,
         )  # fmt: skip
         _check_flat_sizes(layout, spec, mesh)
     if spec.only_part is not None:
-        (axis,) = axes((spec.only_part.axis,), "only")
+        (axis,) = axes((spec.only_part.axis,))
         if spec.only_part.index >= mesh.sizes[axis]:
             raise _does_not_fit(
                 f"axis `{names[axis]}` has no coordinate {spec.only_part.index}", spec, shape,
@@ -167,7 +154,7 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
             )  # fmt: skip
         layout = _only(layout, axis, spec.only_part.index, mesh)
     if spec.partial_parts:
-        partial = tuple((i, part.op) for part in spec.partial_parts for i in axes(part.axes, "partial"))
+        partial = tuple((i, part.op) for part in spec.partial_parts for i in axes(part.axes))
         layout = _with_partial(layout, partial)
     return layout
 
@@ -200,9 +187,7 @@ def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> l
         cuts: list[Cut | None] = [None] * ndim
         for name, cut in spec.named:
             if name not in dim_names:
-                raise _does_not_fit(
-                    f"no dim is called `{name}`", spec, shape, f"the dims are {', '.join(dim_names)}"
-                )
+                raise _does_not_fit(f"no dim is called `{name}`", spec, shape, f"the dims are {', '.join(dim_names)}")
             cuts[dim_names.index(name)] = cut
         return cuts
     given = list(spec.dims)
@@ -224,7 +209,7 @@ def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> l
             shape,
             f"write one entry for each dim, as in `{hint}`, or `...` for the dims that stay whole",
         )
-    return [None if cut is ... else cut for cut in given]  # type: ignore[misc]
+    return [None if cut is ... else cut for cut in given]
 
 
 def _pieces(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, shape: Shape, mesh: Mesh) -> Pieces:
@@ -291,6 +276,11 @@ def _check_flat_sizes(layout: FlatLayout, spec: Spec, mesh: Mesh) -> None:
         return
     count = math.prod(layout.grid[axis] for axis in layout.axes)
     total = layout.inner.numel(layout.ranks[0])
+    if layout.inner.cut_dims and any(layout.inner.numel(rank) != total for rank in layout.ranks):
+        raise _does_not_fit(
+            "flat has one list of sizes, but the dims leave different numbers of elements on the ranks", spec,
+            layout.shape, "drop sizes=(...), or cut the dims evenly", mesh=mesh,
+        )  # fmt: skip
     if len(layout.sizes) != count or sum(layout.sizes) != total:
         raise _does_not_fit(
             f"flat has {len(layout.sizes)} sizes that add up to {sum(layout.sizes)}", spec, layout.shape,
@@ -305,14 +295,15 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
         owned = tuple((rank, box) for rank in ranks for box in layout.boxes(rank))
         return ListedLayout(shape=(), ranks=ranks, grid=(len(ranks),), owned=owned)
     grid = tuple(1 if i == axis else size for i, size in enumerate(layout.grid))
-    changes: dict[str, object] = {"ranks": ranks, "grid": grid, "names": ()}
     if isinstance(layout, FlatLayout):
-        return attrs.evolve(layout, inner=attrs.evolve(layout.inner, **changes), **changes)
+        inner = attrs.evolve(layout.inner, ranks=ranks, grid=grid, names=())
+        return attrs.evolve(layout, inner=inner, ranks=ranks, grid=grid, names=())
     assert isinstance(layout, CutLayout)
+    dims = layout.dims
     if not layout.cut_dims:  # one piece of dim 0, for a copy on some of the ranks is not a copy on all of them
         length = layout.shape[0]
-        changes["dims"] = (DimCut((axis,), Stepped(length, 1, length)), *layout.dims[1:])
-    return attrs.evolve(layout, **changes)
+        dims = (DimCut((axis,), Stepped(length, 1, length)), *dims[1:])
+    return attrs.evolve(layout, ranks=ranks, grid=grid, names=(), dims=dims)
 
 
 def _with_partial(layout: Layout, partial: tuple[tuple[int, str], ...]) -> Layout:
@@ -335,7 +326,7 @@ def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tu
         missing = next((rank for rank in ranks if rank not in known), None)
     if missing is not None:
         raise no_such_rank(missing, mesh, spec)
-    return ranks
+    return ranks  # type: ignore[return-value]
 
 
 def no_such_rank(rank: int, mesh: Mesh, spec: ShardingSpec | None = None) -> LayoutError:

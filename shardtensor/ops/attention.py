@@ -45,9 +45,9 @@ def scaled_dot_product_attention(
     if groups > 1 and attn_mask is None and _heads_fit(query, key, value, groups):
         q, k, v = query, key, value
         layout = q._layout  # type: ignore[attr-defined]
-        out = with_dims(layout, (*q.shape[:-1], v.shape[-1]), layout.dims)
+        given = with_dims(layout, (*q.shape[:-1], v.shape[-1]), layout.dims)
         group = group_of("scaled_dot_product_attention", operands)
-        return finish(compute(q._local, k._local, v._local), out, group)  # type: ignore[attr-defined]
+        return finish(compute(q._local, k._local, v._local), given, group)  # type: ignore[attr-defined]
     rule = _rule(tuple(tuple(x.shape) for x in operands), groups > 1)
     out = run("scaled_dot_product_attention", rule, operands, compute)
     return fall_back(F.scaled_dot_product_attention, (query, key, value), everything) if out is None else out
@@ -55,27 +55,21 @@ def scaled_dot_product_attention(
 
 def _rule(shapes: tuple[tuple[int, ...], ...], grouped: bool) -> Rule:
     """Letters of query, key, value and mask; with grouped queries the heads are whole."""
-    ndim = len(shapes[0])
-    batch = [f"b{i}" for i in range(ndim - 2)]
-    sizes = [max(shape[i] for shape in shapes[:3]) for i in range(ndim - 2)]
-
-    def side(shape: tuple[int, ...], heads: str, *last: str) -> Letters:
-        names = [*batch[:-1], heads, *last]
-        skip = len(names) - len(shape)
-        full = [*sizes, *shapes[0][-2:-1], *shapes[1][-2:-1]]
-        return tuple(
-            None
-            if n == 1
-            and skip + i < ndim - 2
-            and sizes[skip + i] != 1
-            or (n == 1 and full[skip + i] != 1 and len(last) and last[-1] == "s" and skip + i >= ndim - 2)
-            else names[skip + i]
-            for i, n in enumerate(shape)
-        )
-
+    batch = [f"b{i}" for i in range(len(shapes[0]) - 2)]
+    sizes = {letter: max(shape[i] for shape in shapes[:3]) for i, letter in enumerate(batch)}
+    sizes.update(l=shapes[0][-2], s=shapes[1][-2])
     heads = "g" if grouped else batch[-1]
-    inputs = [side(shapes[0], batch[-1], "l", "e"), side(shapes[1], heads, "s", "e"), side(shapes[2], heads, "s", "f")]
-    inputs += [side(shape, batch[-1], "l", "s") for shape in shapes[3:]]
+
+    def side(shape: tuple[int, ...], *letters: str) -> Letters:
+        names = letters[len(letters) - len(shape) :]
+        return tuple(None if n == 1 and sizes.get(x, 1) != 1 else x for n, x in zip(shape, names, strict=True))
+
+    inputs = [
+        side(shapes[0], *batch, "l", "e"),
+        side(shapes[1], *batch[:-1], heads, "s", "e"),
+        side(shapes[2], *batch[:-1], heads, "s", "f"),
+        *(side(shape, *batch, "l", "s") for shape in shapes[3:]),
+    ]
     whole = frozenset({"l", "s", "e", "f"} | ({"g", batch[-1]} if grouped else set()))
     return Rule(tuple(inputs), (*batch, "l", "f"), whole)
 

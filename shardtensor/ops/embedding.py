@@ -6,8 +6,6 @@ A table cut on columns (d) gives an output cut on its last dim; ids that are cut
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 

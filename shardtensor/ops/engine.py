@@ -45,10 +45,24 @@ def run(
     if ready is None:
         return None
     local = compute(*ready.locals)
+    if not local.numel():
+        local = connected(local, ready.locals)
     recipe = ready.recipe
     if not recipe.summed_axes:
         return local if recipe.settled.is_replicated else wrap(local, recipe.settled, None, ready.group)
     return finish(local, recipe.output, ready.group, keep_partial=keep_partial)
+
+
+def connected(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An empty result, in the graph of all its operands.
+
+    Some of torch's functions leave operands out of the graph when they have nothing to compute. Backward is collective:
+    a rank with an empty part must go through the same nodes as the others.
+    """
+    for x in operands:
+        if x.requires_grad and local.is_floating_point():
+            local = local + x.sum().to(local.dtype) * 0
+    return local
 
 
 class Prepared(NamedTuple):
@@ -82,7 +96,12 @@ def bring(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
     if isinstance(x, ShardedTensor):
         if need.moves:
             refuse_to_move(name, x, layout)
-        local = x._local if x._layout is layout else local_as(x, layout, group)
+        if x._layout is layout or x._layout == layout:
+            local = x._local
+        elif layout.cut_dims or len(layout.ranks) == group.size:
+            local = local_as(x, layout, group)
+        else:  # ranks outside the layout compute with the whole, too
+            local = x.full_tensor()
     else:
         local = part(x, layout, group) if layout.cut_dims else x
     if need.addend_axes and local.requires_grad:

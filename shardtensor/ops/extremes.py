@@ -16,6 +16,7 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import bound, dims_of, gathered, local_extreme, lowest, places, reduces
+from shardtensor.tensor.dispatch import HANDLERS, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -96,11 +97,9 @@ def _with_index(x: ShardedTensor, dim: int, keepdim: bool, largest: bool) -> tup
 
 
 def _max_or_min(largest: bool) -> Any:
-    func, kind = (torch.max, torch.return_types.max) if largest else (torch.min, torch.return_types.min)
+    kind: Any = torch.return_types.max if largest else torch.return_types.min
 
-    def compute(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        if isinstance(dim, torch.Tensor) or other is not None:
-            return spread(func, (input, dim if other is None else other), {})
+    def compute(input: ShardedTensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
             return _extreme(input, None, False, largest)
         found = _with_index(input, dim, keepdim, largest)
@@ -109,8 +108,22 @@ def _max_or_min(largest: bool) -> Any:
     return compute
 
 
+def _either(func: Any) -> Any:
+    """The handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
+    reduce = HANDLERS[func]
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
+            return spread(func, args, kwargs)
+        return reduce(*args, **kwargs)
+
+    return handler
+
+
 reduces("max")(_max_or_min(True))
 reduces("min")(_max_or_min(False))
+for _func in [*spellings("max"), *spellings("min")]:
+    HANDLERS[_func] = _either(_func)
 
 
 def _argument(largest: bool) -> Any:
@@ -119,7 +132,7 @@ def _argument(largest: bool) -> Any:
     def compute(input: ShardedTensor, dim: int | None = None, keepdim: bool = False) -> Any:
         layout = input._layout
         if dim is not None:
-            found = _with_index(input.detach(), dim, keepdim, largest)
+            found = _with_index(_mapped(input, torch.detach), dim, keepdim, largest)
             return None if found is None else found[1]
         r = bound(input, None, keepdim)
         if r is None or not isinstance(layout, CutLayout):

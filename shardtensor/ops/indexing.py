@@ -25,14 +25,14 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 def getitem(input: torch.Tensor, index: Any) -> Any:
     """``input[index]``."""
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
-    result = None if items is None else take(input, items)  # type: ignore[arg-type]
-    if result is not None:
-        return result
-    return (
-        fall_back(torch.Tensor.__getitem__, (input, index), {})
-        if items is None
-        else copied(torch.Tensor.__getitem__, (input, index), {})
-    )
+    if items is None:
+        return fall_back(torch.Tensor.__getitem__, (input, index), {})
+    result = take(input, items)  # type: ignore[arg-type]
+    if result is None:
+        result = copied(torch.Tensor.__getitem__, (input, index), {})
+    if isinstance(result, ShardedTensor) and result._copied is not None:
+        result._source = (input, index)  # type: ignore[assignment]
+    return result
 
 
 def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
@@ -53,26 +53,21 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
 @implements(torch.Tensor.__setitem__)
 def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     """``input[index] = value``: every rank writes what it holds of it."""
-    if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            input.masked_fill_(index, value)
-            return
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape
+    if is_mask and (not isinstance(value, torch.Tensor) or value.dim() == 0):
+        input.masked_fill_(index, value)
+        return
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
-    place = (
-        None
-        if items is None
-        else take(
-            input,
-            tuple((i, i + 1, 1) if isinstance(i, int) else i for i in items),  # type: ignore[arg-type]
-        )
-    )
-    if place is None:
+    place = None
+    if items is not None:
+        assert isinstance(input, ShardedTensor)
+        place = take(input, tuple((i, i + 1, 1) if isinstance(i, int) else i for i in items))
+    if items is None or place is None:
         fall_back(torch.Tensor.__setitem__, (input, index, value), {})
         return
     if not isinstance(value, torch.Tensor):
         place.fill_(value)
         return
-    assert items is not None
     shape = [n for item, n in zip(items, place.shape, strict=True) if not isinstance(item, int)]
     while value.dim() > len(shape) and value.shape[0] == 1:  # torch allows leading ones
         value = value.squeeze(0)
@@ -89,13 +84,13 @@ def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tens
     dim = one_dim(input.dim(), dim)
     torch.narrow(torch.empty(input.shape, device="meta"), dim, int(start), length)  # torch's errors
     start = int(start) % max(input.shape[dim], 1) if int(start) < 0 else int(start)
-    return input[(*(slice(None),) * dim, slice(start, start + length))]
+    return input[(slice(None),) * dim + (slice(start, start + length),)]
 
 
 @implements(torch.select, torch.Tensor.select)
 def select(input: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """One index of a dim, which is dropped."""
-    return input[(*(slice(None),) * one_dim(input.dim(), dim), index)]
+    return input[(slice(None),) * one_dim(input.dim(), dim) + (index,)]
 
 
 @implements(torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes)

@@ -44,6 +44,11 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
         func(x._local, *args[1:], **kwargs)
         return x
+    if len(args) == 2 and not kwargs and type(args[1]) is ShardedTensor:
+        y = args[1]
+        if y._layout == x._layout and y._group is x._group:
+            func(x._local, y._local)
+            return x
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
     group_of(name_of(func), [x, *others])
     shape = torch.broadcast_shapes(x.shape, *(other.shape for other in others))
@@ -103,6 +108,8 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     """Set every element to one value; of a sum, the first rank brings it."""
     if not isinstance(input, ShardedTensor):
         return fall_back(torch.Tensor.fill_, (input, value), {})
+    if _wrote_through(input, value):
+        return input
     refuse_lost_write(input, "fill_")
     value = value.full_tensor() if isinstance(value, ShardedTensor) else value
     if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -114,9 +121,24 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
 @implements(torch.Tensor.zero_, torch.zero_)
 def zero_(input: ShardedTensor) -> ShardedTensor:
     """Set every element to zero."""
+    if _wrote_through(input, 0):
+        return input
     refuse_lost_write(input, "zero_")
     input._local.zero_()
     return input
+
+
+def _wrote_through(input: ShardedTensor, value: Any) -> bool:
+    """Write one value into what `input` is an indexed copy of, and into it; False where it is no such copy.
+
+    ``weight[padding_idx].fill_(0)``, as in ``nn.Embedding.reset_parameters``, is done where the row lies.
+    """
+    if input._copied is None or input._source is None:
+        return False
+    source, index = input._source
+    source[index] = value
+    input._local.fill_(value)
+    return True
 
 
 _TAKEN = {torch.fill_, torch.zero_}

@@ -118,7 +118,7 @@ for _name, _dims in _ALONG.items():
 @implements(torch.gather, torch.Tensor.gather, torch.take_along_dim, torch.Tensor.take_along_dim)
 def gather(input: torch.Tensor, dim: Any = None, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any) -> Any:
     """``input`` at `index` along a whole dim, both cut alike elsewhere: ``d0 !d1, d0 !i -> d0 i``."""
-    func = torch.gather
+    func: Any = torch.gather
     if isinstance(dim, torch.Tensor) or "indices" in kwargs:  # take_along_dim(input, indices, dim)
         func = torch.take_along_dim
         indices = kwargs.pop("indices", dim)

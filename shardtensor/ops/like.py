@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardtensor.tensor.dispatch import HANDLERS, implements
-from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -24,32 +23,8 @@ def _likeness(local: torch.Tensor, x: ShardedTensor) -> ShardedTensor:
     return wrap(local, layout, x._spec if layout is x._layout else None, x._group)
 
 
-for _func in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like):
-    HANDLERS[_func] = _filled(_func)
-
-
-def _drawn(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """All ranks call it: the numbers are those of the dense call from the first rank's generator state."""
-
-    def handler(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
-        dtype = kwargs.get("dtype") or input.dtype
-        device = torch.device(kwargs.get("device") or input.device)
-        with torch.no_grad():
-            local = draw(
-                lambda t, generator: sample(t, generator=generator),
-                input._layout.reduced(),
-                input._group,
-                dtype=dtype,
-                device=device,
-                generator=kwargs.get("generator"),
-            )
-        return _likeness(local.requires_grad_(kwargs.get("requires_grad", False)), input)
-
-    return handler
-
-
-HANDLERS[torch.rand_like] = _drawn(torch.Tensor.uniform_)
-HANDLERS[torch.randn_like] = _drawn(torch.Tensor.normal_)
+for _like in ("zeros_like", "ones_like", "empty_like", "full_like"):
+    HANDLERS[getattr(torch, _like)] = _filled(getattr(torch, _like))
 
 
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,7 +78,7 @@ def _indexed(
     spatial = tuple(f"s{i}" for i in range(x.dim() - 2))
     batch = ("n",) if x.dim() > 1 else ()
     operands = [x, target] + ([] if weight is None else [weight])
-    kwargs = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    kwargs: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     kwargs |= {"label_smoothing": smoothing} if name == "cross_entropy" else {}
     func = getattr(F, name)
     if tuple(target.shape) != (*x.shape[: len(batch)], *x.shape[2:]) or reduction not in ("none", "mean", "sum"):

@@ -53,7 +53,7 @@ def _product(func: Any, operands: tuple[torch.Tensor, ...], rule: Rule | None, o
     if out is not None:
         return write_out(lambda f, a, _: _product(f, a, rule, None), func, operands, {"out": out})
     if rule is None:
-        func(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands))  # torch's error for such shapes
+        func(*(torch.empty((), dtype=x.dtype).expand(x.shape) for x in operands))  # torch's error for such shapes
         return fall_back(func, operands, {})
     result = run(func.__name__, rule, operands, func)
     return fall_back(func, operands, {}) if result is None else result

@@ -50,8 +50,8 @@ def layer_norm(
             x, shape, None if weight is None else next(found), None if bias is None else next(found), eps
         )
 
-    out = _whole("layer_norm", input, len(shape), [p for p in (weight, bias) if p is not None], compute)
-    return fall_back(F.layer_norm, (input, shape, weight, bias, eps), {}) if out is None else out
+    result = _whole("layer_norm", input, len(shape), [p for p in (weight, bias) if p is not None], compute)
+    return fall_back(F.layer_norm, (input, shape, weight, bias, eps), {}) if result is None else result
 
 
 @implements(F.rms_norm, torch.rms_norm)
@@ -66,14 +66,14 @@ def rms_norm(
         small = torch.finfo(x.dtype).eps if eps is None else eps
         out = x * (x.square().mean(dims, keepdim=True) + small).rsqrt()
         return _affine(out, weight, None).to(input.dtype)
-    out = _whole(
+    result = _whole(
         "rms_norm",
         input,
         len(shape),
         [] if weight is None else [weight],
         lambda x, *w: F.rms_norm(x, shape, w[0] if w else None, eps),
     )
-    return fall_back(F.rms_norm, (input, shape, weight, eps), {}) if out is None else out
+    return fall_back(F.rms_norm, (input, shape, weight, eps), {}) if result is None else result
 
 
 def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

@@ -29,21 +29,54 @@ def elementwise(func: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of an elementwise function of any operands."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and args and type(args[0]) is ShardedTensor:
+        if args and type(args[0]) is ShardedTensor:
             x = args[0]
             layout = x._layout
             if not layout.partial and not layout.is_replicated:
-                if len(args) == 1:
-                    return wrap(func(x._local), layout, x._spec, x._group)
-                if len(args) == 2:
-                    y = args[1]
-                    if type(y) in NUMBERS:
-                        return wrap(func(x._local, y), layout, x._spec, x._group)
-                    if type(y) is ShardedTensor and y._layout == layout and y._group is x._group:
-                        return wrap(func(x._local, y._local), layout, x._spec, x._group)
+                local = _fast(func, x, args, kwargs)
+                if local is not None:
+                    return wrap(local, layout, x._spec, x._group)
         return spread(func, args, kwargs)
 
     return handler
+
+
+def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The local result where nothing has to be sliced or moved, in a few microseconds; None for all other calls."""
+    if kwargs:
+        if len(args) > 1 or kwargs.get("inplace") or any(isinstance(v, torch.Tensor) for v in kwargs.values()):
+            return None
+        return func(x._local, **kwargs)
+    if len(args) == 1:
+        return func(x._local)
+    if len(args) > 2:
+        return None
+    y = args[1]
+    if type(y) in NUMBERS:
+        return func(x._local, y)
+    if type(y) is ShardedTensor:
+        if y._layout == x._layout and y._group is x._group:
+            return func(x._local, y._local)
+        return None
+    if isinstance(y, torch.Tensor) and isinstance(x._layout, CutLayout):
+        axes = _meets_whole(x._layout, y.shape)
+        if axes is not None:
+            return func(
+                x._local, collectives.sum_gradient(y, along(x._group, x._layout, axes)) if y.requires_grad else y
+            )
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _meets_whole(layout: CutLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes along which a plain operand of `shape` is an addend when used as it is; None where it is sliced."""
+    skip = len(layout.shape) - len(shape)
+    if skip < 0:
+        return None
+    for n, full, cut in zip(shape, layout.shape[skip:], layout.dims[skip:], strict=True):
+        if n != 1 and (cut is not None or n != full):
+            return None
+    return layout.parting_axes
 
 
 def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,9 +149,9 @@ def rule_for(shapes: tuple[tuple[int, ...], ...]) -> Rule:
     try:
         shape = torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        total = torch.empty(shapes[0], device="meta")
+        total = torch.empty(()).expand(shapes[0])
         for other in shapes[1:]:
-            total = total + torch.empty(other, device="meta")
+            total = total + torch.empty(()).expand(other)
         raise
     return pointwise(tuple(map(tuple, shapes)), tuple(shape))
 

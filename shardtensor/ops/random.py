@@ -127,7 +127,7 @@ HANDLERS[torch.randn_like] = _makes_like(_normal)
 @implements(torch.randint_like)
 def randint_like(x: ShardedTensor, *numbers: Any, **options: Any) -> Any:
     """Draw integers from ``[low, high)`` in the layout of `x`."""
-    bounds = {name: options.pop(name) for name in ("low", "high") if name in options}
+    bounds: dict[str, Any] = {name: options.pop(name) for name in ("low", "high") if name in options}
     if any(isinstance(value, torch.Tensor) for value in (*numbers, *bounds.values())):
         return fall_back(torch.randint_like, (x, *numbers), {**bounds, **options})
     if len(numbers) == 2 or "low" in bounds:

@@ -86,9 +86,16 @@ def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
     """
     layout, group = x._layout, x._group
     plan = reduction(layout, dims_of(layout, dim), keepdim)
-    if plan is None or (len(layout.ranks) != group.size and plan.layout.is_replicated and not plan.axes):
+    if plan is None or (
+        len(layout.ranks) != group.size and plan.layout.is_replicated and _has_copies(layout, plan.axes)
+    ):
         return None  # ranks outside the tensor have nothing to tell
     return Bound(x._local, plan, along(group, layout, plan.axes) if plan.axes else None, group)
+
+
+def _has_copies(layout: Layout, axes: tuple[int, ...]) -> bool:
+    """Whether some axis of the grid, other than `axes`, has more than one rank."""
+    return any(size > 1 for axis, size in enumerate(layout.grid) if axis not in axes) or not axes
 
 
 def dims_of(layout: Layout, dim: Any) -> tuple[int, ...]:

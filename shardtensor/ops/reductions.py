@@ -54,6 +54,9 @@ def _moments(
     r = bound(x, dim, keepdim)
     if r is None:
         return None
+    if r.team is None and r.plan.count and not r.local.numel():  # an empty part, of which var_mean would warn
+        nothing = r.local.sum(r.dims, keepdim)
+        return nothing.abs(), nothing, r
     if r.team is None:
         both = torch.var_mean(r.local, r.dims, correction=correction, keepdim=keepdim)
         return *both, r

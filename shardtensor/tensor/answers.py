@@ -72,9 +72,6 @@ class Answers:
     def names(self) -> tuple[None, ...]:
         return (None,) * len(self._layout.shape)
 
-    def has_names(self) -> bool:
-        return False
-
     @property
     def nbytes(self) -> int:
         return self.numel() * self._local.element_size()

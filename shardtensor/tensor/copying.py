@@ -9,7 +9,7 @@ import torch
 
 from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, wrap
 
-OWN = frozenset({"_local", "_layout", "_spec", "_group", "_grad_shell", "_placements", "_copied", "_owner"})
+OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
 
 

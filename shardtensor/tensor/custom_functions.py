@@ -73,7 +73,7 @@ def _refuse_cut_off(cls: type[Function], out: Any) -> Any:
 def _has_history(x: ShardedTensor) -> bool:
     """Whether the C-level body was tied to a graph."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch._C.TensorBase.grad_fn.__get__(x) is not None  # type: ignore[attr-defined]
+        return torch._C.TensorBase.grad_fn.__get__(x) is not None  # type: ignore[union-attr]
 
 
 def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

@@ -37,7 +37,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def spellings(name: str) -> list[Any]:
-    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``, if they exist."""
+    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``, if there."""
     places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
     return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
 

@@ -95,7 +95,8 @@ def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
         >>> memory_order(torch.empty(2, 3).t(), replicated((3, 2), range(1)))
         (1, 0)
     """
-    dims = range(len(layout.shape))
+    dims = tuple(range(len(layout.shape)))
     if layout.packed:
-        return tuple(dims)
-    return tuple(sorted(dims, key=lambda dim: (-local.stride(dim), -local.shape[dim])))
+        return dims
+    strides, sizes = local.stride(), local.shape
+    return tuple(sorted(dims, key=lambda dim: (-strides[dim], -sizes[dim])))

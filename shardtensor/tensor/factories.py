@@ -118,7 +118,7 @@ def distribute(
     if requires_grad is not None:
         tensor = tensor.detach()
     local = local_as(tensor, layout.reduced(), group)
-    if layout.partial and group.rank != layout.ranks[0]:
+    if not layout.brings_value(group.rank):
         local = torch.zeros_like(local)
     local = local.to(device)
     source = tensor._local if isinstance(tensor, ShardedTensor) else tensor

@@ -20,14 +20,14 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 SHOWS_MEMORY = frozenset(
     """
-    data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage resize_
-    resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
-    _make_subclass _make_wrapper_subclass _base _is_view rename rename_ refine_names align_to align_as unflatten_
+    data_ptr const_data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage
+    resize_ resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
+    _make_subclass _base _is_view rename rename_ refine_names align_to align_as unflatten_
     to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
     __array__ __array_wrap__ __dlpack__ __dlpack_device__ __cuda_array_interface__
     """.split()
 )
-CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())  # noqa: SIM905
+CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())
 CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
 """Families of operations that change lists of operands in place; other such operations end in an underscore."""
 
@@ -47,6 +47,11 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{name_of(func)} is not supported for ShardedTensor: no rank holds the whole of it in memory",
             fix=["local_tensor() or local_shards() for this rank's part", "full_tensor() for the whole"],
         )
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        raise RuleError(
+            f"{name_of(func)} is not supported for ShardedTensor: it moves memory that each process has for itself",
+            fix=["pass local_tensor() to communicate shards", "full_tensor() or gather() to bring them together"],
+        )
     leaves, tree = tree_flatten((args, kwargs))
     shells = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}.values())
     if not shells:
@@ -56,7 +61,7 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     first = shells[0]
     warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
-    changes = _changes_operands(name) or "out" in kwargs
+    changes = _changes_operands(name) or "out" in kwargs or kwargs.get("inplace") is True
 
     def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | None]]:
         wholes = {id(shell): shell.full_tensor() for shell in shells}
@@ -66,7 +71,8 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
         return func(*whole_args, **whole_kwargs), wholes, versions
 
-    result, wholes, versions = _with_one_random_stream(compute, first)
+    generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    result, wholes, versions = _with_one_random_stream(compute, first, generator)
     returned = {id(whole): shell for whole, shell in zip(wholes.values(), shells, strict=True)}
     for shell, before in zip(shells, versions, strict=True):
         _write_back(func, shell, wholes[id(shell)], before)
@@ -124,17 +130,17 @@ def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
     return wrap(part(value, layout, like._group), layout, None if like._layout.partial else like._spec, like._group)
 
 
-def _with_one_random_stream(compute: Any, first: ShardedTensor) -> Any:
+def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch.Generator | None) -> Any:
     """Compute; if that drew random numbers, draw them anew from the first rank's state, the same on every rank."""
     if first._group.size == 1 or first.is_meta:
         return compute()
-    generator = default_generator(first.device)
+    generator = default_generator(first.device) if generator is None else generator
     before = generator.get_state()
     result = compute()
     if torch.equal(generator.get_state(), before):
         return result
     generator.set_state(before)
-    agree_on_state(first._group, first.device, None)
+    agree_on_state(first._group, first.device, generator)
     return compute()
 
 

@@ -26,7 +26,8 @@ def gather_to(
     group = tensor._group
     if group.index < 0:
         return
-    agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, _fault(tensor, dst, out, enforce_dtype))
+    fault = _fault(tensor, dst, out, None if enforce_dtype else dtype or tensor.dtype)
+    agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, fault)
     local, layout = tensor._local, tensor._layout
     if layout.partial:
         local, layout = settle(local, layout, group), layout.reduced()
@@ -39,7 +40,10 @@ def gather_to(
         out.copy_(assemble(flat, layout, group))
 
 
-def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, enforce_dtype: bool) -> LayoutError | None:
+def _fault(
+    tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None
+) -> LayoutError | None:
+    """What is wrong with this rank's call; `dtype` is what `out` must have, None for any."""
     group = tensor._group
     if not 0 <= dst < group.size:
         return LayoutError(f"dst={dst} is not a rank of this group", {"group ranks": f"0 to {group.size - 1}"})
@@ -60,8 +64,6 @@ def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, enforce_dt
             f"Argument ``dst_tensor`` have size {tuple(out.shape)},but should be {tuple(tensor.shape)}",
             fix="pass a tensor of the global shape",
         )
-    if out.dtype != tensor.dtype and not enforce_dtype:
-        return LayoutError(
-            f"out is {out.dtype}, the tensor is {tensor.dtype}", fix="pass enforce_dtype=True to convert"
-        )
+    if dtype is not None and out.dtype != dtype:
+        return LayoutError(f"out is {out.dtype}, what comes is {dtype}", fix="pass enforce_dtype=True to convert")
     return None

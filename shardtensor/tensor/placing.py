@@ -36,7 +36,7 @@ def present(placement: Placement) -> torch.device:
         count = torch.cuda.device_count()
         if not count or (index is not None and index >= count):
             raise LayoutError(
-                f"there is no device {placement.device_text} here",
+                f"there is no device {placement.device()} here",
                 {"placement": str(placement), "cuda devices": count},
                 "name a device that this rank's machine has" if count else f'write "rank:{placement.rank()}/cpu"',
             )

@@ -28,7 +28,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
             {"this": type(tensor).__name__, "source": type(source).__name__},
             "use copy_(source) to take its values",
         )
-    tensor._local.set_(source._local)
+    tensor._local.set_(source._local)  # type: ignore[call-overload]
     tensor._sync_body()
     return tensor
 

@@ -96,8 +96,10 @@ class Shard:
         import copy
 
         tensor = self.tensor
-        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return Shard(memo.setdefault(id(tensor), twin), copy.deepcopy(self.metadata, memo))
+        twin = Shard.__new__(Shard)
+        twin._tensor = memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        twin._metadata, twin._owner, twin._index = copy.deepcopy(self.metadata, memo), None, 0
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Shard, (self.tensor, self.metadata))

@@ -26,12 +26,12 @@ from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import gather_whole, part, settle, whole
 from shardtensor.tensor.shard import Shard
 
-_make_body = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-_refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # type: ignore[attr-defined]  # to_dlpack would give null
+_make_body = torch.Tensor._make_wrapper_subclass
+_refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
 _no_override = torch._C.DisableTorchFunctionSubclass
 
 
-class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
+class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     """A tensor of global `shape` whose elements are dealt to ranks by a layout.
 
     Made by the factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and by
@@ -53,8 +53,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
     _layout: Layout
     _spec: ShardingSpec | None
     _group: Group
-    _grad_shell: tuple[torch.Tensor, ShardedTensor] | None = None
+    _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _placements: dict[int, Any] | None = None
+    _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
     _copied: str | None = None  # the view function of which this is a copy, where the dense result would be a view
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
         self._placements = {**(self._placements or {}), index: value.placement}
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return every rank's shards, the global size and the properties. Sends nothing; its cost grows with the ranks."""
+        """Return every rank's shards, the size and the properties. Sends nothing; its cost grows with the ranks."""
         layout = self._layout
         shards = [self._shard_metadata(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
         properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned())
@@ -172,22 +173,22 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
 
         gather_to(self, dst, out, enforce_dtype, dtype)
 
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
-        """Return this tensor of another dtype or device, or on another ``process_group=``; itself when nothing changes."""
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Return this tensor of another dtype, device or ``process_group=``; itself when nothing changes."""
         return convert.to(self, *args, **kwargs)  # type: ignore[return-value]
 
-    def cpu(self, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:  # type: ignore[override]
+    def cpu(self, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:
         """Return this tensor on the CPU, itself when it is there."""
         return convert.cpu(self, memory_format, process_group)
 
-    def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
+    def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Return this tensor on this rank's GPU; takes ``process_group=`` too."""
         return convert.cuda(self, *args, **kwargs)
 
     # -- autograd: the leaf's ----------------------------------------------------------------------------------------
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self._local.requires_grad
 
     @requires_grad.setter
@@ -202,7 +203,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
         return self
 
     @property
-    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
+    def grad(self) -> ShardedTensor | None:
         """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
         grad = self._local.grad
         if grad is None:
@@ -228,11 +229,11 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
         if not isinstance(value, ShardedTensor):
             local = local.clone(memory_format=torch.contiguous_format)  # else it keeps the whole in memory
         self._local.grad = local
-        same = isinstance(value, ShardedTensor) and value._local is local
-        self._grad_shell = (self._local.grad, value) if same else None
+        is_own = isinstance(value, ShardedTensor) and value._local is local
+        self._grad_shell = (self._local.grad, value) if is_own else None  # type: ignore[assignment]
 
     @property
-    def data(self) -> ShardedTensor:  # type: ignore[override]
+    def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
         return wrap(self._local.data, self._layout, self._spec, self._group)
 
@@ -266,7 +267,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
         return dispatch.fall_back(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> NoReturn:
         raise RuleError(
             f"{func} reached a ShardedTensor below the level where operations are sharded",
             {
@@ -279,7 +282,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[misc]
             ],
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = self._layout.boxes(self._group.rank)
         here = ", ".join(map(str, boxes[:3])) + (", ..." if len(boxes) > 3 else "") if boxes else "nothing"
         grad = ", requires_grad=True" if self.requires_grad else ""

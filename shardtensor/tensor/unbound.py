@@ -23,7 +23,7 @@ for _name in {*vars(Answers), *vars(ShardedTensor)} - {*vars(object), "__torch_f
         continue
     _ours = getattr(ShardedTensor, _name)
     if isinstance(_ours, property):
-        HANDLERS[_theirs.__get__] = _ours.fget
+        HANDLERS[_theirs.__get__] = _ours.fget  # type: ignore[assignment]
         if _ours.fset is not None:
             HANDLERS[_theirs.__set__] = _setter(_name)
     elif callable(_ours) and callable(_theirs) and _theirs not in HANDLERS:

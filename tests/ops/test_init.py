@@ -77,16 +77,19 @@ def same(function: Callable[..., Any], shape: tuple[int, ...], *, may_gather: bo
         assert torch.equal(weight.full_tensor(), dense)
 
 
-def every_shape(name: str) -> None:
-    function = {**DRAWN, **STILL}[name]
-    for shape in (WIDE, TALL, KERNEL):
-        same(function, shape, draws=name in DRAWN)
+def every_function(shape: tuple[int, ...]) -> None:
+    for name, function in {**DRAWN, **STILL}.items():
+        try:
+            same(function, shape, draws=name in DRAWN)
+        except AssertionError as error:
+            error.add_note(name)
+            raise
 
 
 @every_size
-@pytest.mark.parametrize("name", [*DRAWN, *STILL])
-def test_values_and_generator_are_the_dense_ones(world, size, name):
-    world(every_shape, size, name=name)
+@pytest.mark.parametrize("shape", [WIDE, TALL, KERNEL], ids=str)
+def test_values_and_generator_are_the_dense_ones(world, size, shape):
+    world(every_function, size, shape=shape)
 
 
 def matrix(name: str) -> None:

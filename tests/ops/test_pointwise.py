@@ -65,7 +65,14 @@ IN_PLACE = [
     Case("add_", _in_place(lambda y, o: y.add_(o, alpha=3)), (S, (6,)), gathers="into plain"),
     Case("iadd", _in_place(lambda y, o: y.__iadd__(o)), (S, S), gathers="into plain"),
     Case("mul_", _in_place(lambda y: y.mul_(2).sub_(1)), (S,)),
-    Case("div_", _in_place(lambda y, o: y.div_(o)), (S, (5, 1)), make=("int", "positive"), exact=False, gathers="into plain"),
+    Case(
+        "div_",
+        _in_place(lambda y, o: y.div_(o)),
+        (S, (5, 1)),
+        make=("int", "positive"),
+        exact=False,
+        gathers="into plain",
+    ),
     Case("clamp_", _in_place(lambda y: y.clamp_(-1, 1)), (S,)),
     Case("masked_fill_", _in_place(lambda y, m: y.masked_fill_(m > 0, 5.0)), (S, (6,)), gathers="into plain"),
     Case("addcmul_", _in_place(lambda y, a, b: y.addcmul_(a, b, value=2)), (S, S, (6,)), gathers="into plain"),
@@ -75,7 +82,9 @@ IN_PLACE = [
     Case("zero_", _in_place(lambda y: y.zero_()), (S,)),
     Case("relu inplace", _in_place(lambda y: F.relu(y, inplace=True)), (S,)),
     Case("scalar tensor", _in_place(lambda y, o: y.mul_(o)), (S, ()), gathers="into plain"),
-    Case("out", lambda x, y: torch.mul(x.detach(), y.detach(), out=torch.zeros_like(x)), (S, (6,)), gathers="into plain"),
+    Case(
+        "out", lambda x, y: torch.mul(x.detach(), y.detach(), out=torch.zeros_like(x)), (S, (6,)), gathers="into plain"
+    ),
 ]
 
 

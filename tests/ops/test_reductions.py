@@ -36,7 +36,9 @@ CASES = [
     *over("count_nonzero", torch.count_nonzero, keep=False),
     *over("any", lambda x, *a, **k: (x > 3).any(*a, **k)),
     *over("all", lambda x, *a, **k: (x > -3).all(*a, **k)),
-    *over("vector_norm 2", lambda x, dim=None, keepdim=False: torch.linalg.vector_norm(x, 2, dim, keepdim), exact=False),
+    *over(
+        "vector_norm 2", lambda x, dim=None, keepdim=False: torch.linalg.vector_norm(x, 2, dim, keepdim), exact=False
+    ),
     *over("norm 1", lambda x, dim=None, keepdim=False: x.norm(1, dim, keepdim), exact=False),
     *over("norm inf", lambda x, dim=None, keepdim=False: x.norm(float("inf"), dim, keepdim), exact=False),
     *over("norm fro", lambda x, dim=None, keepdim=False: torch.norm(x, "fro", dim, keepdim), exact=False),

@@ -46,7 +46,13 @@ def test_python_values_are_global(world, size):
 def likenesses() -> None:
     for name, spec, group in specs((5, 6)):
         x = st.distribute(values("int", (5, 6), 1), spec, process_group=group)
-        for y in (torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2), x.new_zeros(5, 6), x.new_ones((5, 6))):
+        for y in (
+            torch.zeros_like(x),
+            torch.ones_like(x),
+            torch.full_like(x, 2),
+            x.new_zeros(5, 6),
+            x.new_ones((5, 6)),
+        ):
             assert isinstance(y, st.ShardedTensor), name
             assert y.sharding_spec() == x.sharding_spec()
             assert y.shape == (5, 6)

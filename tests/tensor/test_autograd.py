@@ -1,4 +1,4 @@
-"""Gradients of sharded tensors: the same calls as for plain tensors, the dense numbers, hooks that see ShardedTensors."""
+"""Gradients of sharded tensors: the calls and numbers of plain tensors, hooks that see ShardedTensors."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def check_hooks() -> None:
     for spec in SPECS:
         x = sharded(spec)
         seen = []
-        first = x.register_hook(lambda g: seen.append(g) or g * 2)
+        first = x.register_hook(lambda g, seen=seen: seen.append(g) or g * 2)
         second = x.register_hook(lambda g: g.full_tensor() + 1)
-        post = x.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+        post = x.register_post_accumulate_grad_hook(seen.append)
         (x * 1).backward(torch.ones_like(whole()))
         assert isinstance(seen[0], st.ShardedTensor) and seen[0].shape == x.shape and seen[1] is x
         assert torch.equal(x.grad.full_tensor(), torch.full_like(whole(), 3))

@@ -106,5 +106,7 @@ def test_process_group_switches_the_group_when_it_has_all_the_ranks(world):
 def test_other_memory_formats_are_refused():
     x = st.zeros("[tp, -]", 4, 6)
     for call in (lambda: x.cpu(memory_format=torch.channels_last), lambda: x.to(memory_format=torch.channels_last)):
-        with pytest.raises(RuntimeError, match=r"Only `torch.contiguous_format` or `torch.preserve_format` is supported!"):
+        with pytest.raises(
+            RuntimeError, match=r"Only `torch.contiguous_format` or `torch.preserve_format` is supported!"
+        ):
             call()

@@ -134,54 +134,41 @@ def test_b06_metadata_is_copied_and_the_overlap_message_is_true(world):
     )
 
 
-def rows_of(lengths: list[int], *size: Any, dim: int = 0) -> Any:
+def along(dim: int, *, given: tuple[int | None, ...]) -> tuple[tuple[int, ...], list[int]]:
+    """The shape, and where the shards start along a dim, of pieces that all say they start at 0."""
     sizes = [2, 2]
-    sizes[dim] = lengths[dist.get_rank()]
+    sizes[dim] = [3, 3, 3, 1][dist.get_rank()]
     mine = shard([0, 0], sizes)
-    x = st.init_from_local_shards([mine], *size)
+    x = st.init_from_local_shards([mine], *given)
     assert mine.metadata.shard_offsets == [0, 0]
-    return tuple(x.shape), [shard.shard_offsets[dim] for shard in x.metadata().shards_metadata]
+    return tuple(x.shape), [piece.shard_offsets[dim] for piece in x.metadata().shards_metadata]
 
 
-def unsized() -> tuple[str, str]:
-    return error_of(lambda: rows_of([3, 3, 3, 1]))
+def without_a_size() -> tuple[str, str]:
+    return error_of(lambda: along(0, given=()))
 
 
 def test_b03_the_global_size_is_true_on_every_rank(world):
-    for body, size in ((none_none, 0), (none_first, 0)):
-        assert world(body, 4) == [((10, 2), [0, 3, 6, 9])] * 4, size
-    assert world(none_second, 4) == [((2, 10), [0, 3, 6, 9])] * 4
-    kind, text = only(world(unsized, 4))
+    for given in ((None, None), (None, 2)):
+        assert world(along, 4, dim=0, given=given) == [((10, 2), [0, 3, 6, 9])] * 4
+    assert world(along, 4, dim=1, given=(2, None)) == [((2, 10), [0, 3, 6, 9])] * 4
+    kind, text = only(world(without_a_size, 4))
     assert kind == "LayoutError"
-    assert text == (
-        "the global size is not given\n"
-        "  fix  pass it after the shards, or None for the dim along which they add up"
-    )  # fmt: skip
-
-
-def none_none() -> Any:
-    return rows_of([3, 3, 3, 1], None, None)
-
-
-def none_first() -> Any:
-    return rows_of([3, 3, 3, 1], None, 2)
-
-
-def none_second() -> Any:
-    return rows_of([3, 3, 3, 1], 2, None, dim=1)
+    fix = "  fix  pass it after the shards, or None for the dim along which they add up"
+    assert text == f"the global size is not given\n{fix}"
 
 
 WIDTHS = [2, 3, 4, 5]
 
 
-def columns(size: tuple[int, int], offsets: list[int]) -> list[float]:
+def columns(shape: tuple[int, int], offsets: list[int]) -> list[float]:
     rank = dist.get_rank()
     width = WIDTHS[rank]
     values = torch.arange(2 * width, device=device(), dtype=torch.float32).view(2, width) + 100 * rank
     piece = st.Shard(values, st.ShardMetadata([0, offsets[rank]], [2, width], place()))
-    x = st.init_from_local_shards([piece], size)
+    x = st.init_from_local_shards([piece], shape)
     assert [s.shard_offsets[1] for s in x.metadata().shards_metadata] == offsets
-    out = torch.empty(size, device=device()) if rank == 0 else None
+    out = torch.empty(shape, device=device()) if rank == 0 else None
     x.gather(0, out)
     if out is not None:
         assert torch.equal(out, x.full_tensor())
@@ -190,14 +177,14 @@ def columns(size: tuple[int, int], offsets: list[int]) -> list[float]:
     return x.full_tensor()[0].tolist()
 
 
-def bad_columns(size: tuple[int, int], offsets: list[int]) -> tuple[str, str]:
-    return error_of(lambda: columns(size, offsets))
+def bad_columns(shape: tuple[int, int], offsets: list[int]) -> tuple[str, str]:
+    return error_of(lambda: columns(shape, offsets))
 
 
 def test_b05_uneven_column_shards(world):
     row = [0, 1, 100, 101, 102, 200, 201, 202, 203, 300, 301, 302, 303, 304]
-    assert world(columns, 4, **{"offsets": [0, 2, 5, 9]}, **SIZE14) == [row] * 4
-    kind, text = only(world(bad_columns, 4, **{"offsets": [0, 2, 5, 9]}, **SIZE15))
+    assert world(columns, 4, shape=(2, 14), offsets=[0, 2, 5, 9]) == [row] * 4
+    kind, text = only(world(bad_columns, 4, shape=(2, 15), offsets=[0, 2, 5, 9]))
     assert kind == "LayoutError"
     assert text == (
         "the shards do not cover the entire tensor: no shard holds element (0, 14)\n"
@@ -205,7 +192,7 @@ def test_b05_uneven_column_shards(world):
         "  volume  28 of the shards does not match tensor volume 30\n"
         "  fix     add a shard that starts at (0, 14), or give the true global size"
     )
-    kind, text = only(world(bad_columns, 4, **{"offsets": [0, 2, 4, 9]}, **SIZE14))
+    kind, text = only(world(bad_columns, 4, shape=(2, 14), offsets=[0, 2, 4, 9]))
     assert kind == "LayoutError"
     assert text == (
         "Shards [0:2, 2:5] of rank 1 and [0:2, 4:8] of rank 2 overlap\n"
@@ -336,8 +323,7 @@ FAULTS = {
     ),
     "negative size": (
         "LayoutError",
-        FROM_RANK_1 + "a tensor cannot have the size -6 x 3\n"
-        "            fix  give the number of elements of each dim",
+        FROM_RANK_1 + "a tensor cannot have the size -6 x 3\n            fix  give the number of elements of each dim",
     ),
     "too small": (
         "LayoutError",
@@ -486,14 +472,15 @@ TENSOR_FAULTS = {
     ),
     "spec": (
         "DisagreementError",
-        "init_from_local_tensor: ranks disagree on the sharding_spec; nothing was moved\n"
+        "init_from_local_tensor: sharding_spec of rank 0 does not match with sharding_spec of rank 1; "
+        "nothing was moved\n"
         "  sharding_spec  ranks 0, 2  [tp, -]\n"
         "                 rank 1      [-, tp]\n"
         "  fix            give every rank of the group the same sharding_spec",
     ),
     "dtype": (
         "DisagreementError",
-        "init_from_local_tensor: ranks disagree on the dtype; nothing was moved\n"
+        "init_from_local_tensor: dtype of rank 0 does not match with dtype of rank 1; nothing was moved\n"
         "  dtype  ranks 0, 2  torch.float32\n"
         "         rank 1      torch.float64\n"
         "  fix    give every rank of the group the same dtype",
@@ -523,7 +510,3 @@ def test_text_that_one_rank_cannot_read_is_an_error_on_all(world):
     assert kind == "SpecError"
     assert text.startswith(FROM_RANK_1_TENSOR)
     assert "[tp, -" in text
-
-
-SIZE14: dict[str, Any] = {"size": (2, 14)}
-SIZE15: dict[str, Any] = {"size": (2, 15)}

@@ -135,16 +135,18 @@ def check_bad_load() -> None:
     module = net()
     good = net(None).state_dict()
     bad = dict(good, **{"0.weight": torch.ones(5, 4, device=device())})
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: copying a param with shape torch.Size\(\[5, 4\]\)"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for 0.weight: copying a param with shape torch.Size\(\[5, 4\]\)"
+    ):
         module.load_state_dict(bad)
     local = dict(good, **{"0.weight": torch.ones(module[0].weight._local.shape, device=device())})
-    with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         module.load_state_dict(local)
     with pytest.raises(RuntimeError, match="Missing key"):
         module.load_state_dict({k: v for k, v in good.items() if k != "0.weight"})
     with pytest.raises(RuntimeError, match="Unexpected key"):
         module.load_state_dict(dict(good, more=torch.ones(1)))
-    with pytest.raises(RuntimeError, match="expected torch.Tensor"):
+    with pytest.raises(RuntimeError, match=r"expected torch\.Tensor"):
         module.load_state_dict(dict(good, **{"0.weight": "text"}))
     assert same(module, net(None))
 
@@ -191,10 +193,12 @@ def check_parametrized() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 3, device=device())
-        for parametrization in (lambda m: parametrize.register_parametrization(m[0], "weight", Double()),
-                                lambda m: nn.utils.parametrizations.weight_norm(m[0]),
-                                lambda m: (torch.manual_seed(0), nn.utils.parametrizations.spectral_norm(m[0])),
-                                lambda m: nn.utils.parametrizations.orthogonal(m[0])):
+        for parametrization in (
+            lambda m: parametrize.register_parametrization(m[0], "weight", Double()),
+            lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+            lambda m: (torch.manual_seed(0), nn.utils.parametrizations.spectral_norm(m[0])),
+            lambda m: nn.utils.parametrizations.orthogonal(m[0]),
+        ):
             module, dense = net(), net(None)
             parametrization(dense)
             try:
