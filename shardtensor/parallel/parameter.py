@@ -169,7 +169,7 @@ def become(tensor: torch.Tensor, shell: ShardedTensor) -> None:
         RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
     """
     if isinstance(tensor, nn.Parameter):
-        shell._is_param = True  # type: ignore[attr-defined]
+        shell._is_param = True
     tensor.grad = None
     try:
         torch.utils.swap_tensors(tensor, shell)

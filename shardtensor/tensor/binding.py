@@ -6,9 +6,10 @@ from typing import Any
 
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout
-from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
 
@@ -26,4 +27,10 @@ def bind_to(
     """
     spec = as_spec(spec)
     group = as_group(process_group)
+    if not group.size and isinstance(spec, Spec):
+        raise LayoutError(
+            f"rank {group.rank} is not a member of the process group, so what the axes of the spec mean is unknown here",
+            {"spec": str(spec)},
+            ["call this on the members only", "use a spec that names its ranks, such as chunk(...)"],
+        )
     return spec, group, bind(spec, shape, mesh_of(group), dim_names)

@@ -118,7 +118,8 @@ def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: in
             "reduce it first, or use the form that returns a new tensor",
         )
     local = part(whole, shell._layout, shell._group)
-    if local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():
+    # Empty ones all have address 0, and must enter the graph as on other ranks, whose backward is collective.
+    if not local.numel() or local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():
         shell._local.copy_(local)
 
 

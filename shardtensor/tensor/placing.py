@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import world_place
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Balanced, Blocked, Pieces, Stepped, chunked
@@ -91,9 +92,16 @@ _MESHES: dict[Group, Mesh] = {}
 
 
 def mesh_of(group: Group) -> Mesh:
-    """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name."""
+    """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name.
+
+    Torch does not tell a process which ranks are in a group that it is not a member of; all ranks stand for them, so
+    that specs which name their ranks can be told there too.
+    """
     if group.mesh is not None:
         return group.mesh
+    if not group.size:
+        world = world_place()
+        return Mesh((("*", 1 if world is None else world[1]),))
     mesh = _MESHES.get(group)
     if mesh is None:
         mesh = _MESHES[group] = Mesh((("*", group.size),), group.ranks)

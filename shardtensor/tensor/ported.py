@@ -6,7 +6,7 @@ They do as torch's do; `init_from_local_shards` and `init_from_local_tensor` are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -165,6 +165,15 @@ def refuse_rrefs(init_rrefs: bool) -> None:
         raise RuntimeError("RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC")
 
 
+def remote_shards(tensor: ShardedTensor) -> NoReturn:
+    """Raise RuntimeError: shards are not shown over RPC."""
+    raise RuleError(
+        "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available",
+        fix=["metadata() tells where all shards lie", "full_tensor() or gather() bring them here"],
+    )
+
+
+ShardedTensor.remote_shards = remote_shards  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards = staticmethod(from_local_shards)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_tensor = staticmethod(from_local_tensor)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ bypasses the handlers. The shell points to the leaf and never back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import Layout, same_boxes
+from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
@@ -135,7 +136,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     def metadata(self) -> ShardedTensorMetadata:
         """Return every rank's shards, the size and the properties. Sends nothing; its cost grows with the ranks."""
         layout = self._layout
-        shards = [self._shard_metadata(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
+        shards = [self._shard_metadata(rank, i) for rank, i in _dealt(layout)]
         properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned())
         return ShardedTensorMetadata(shards, torch.Size(layout.shape), properties)
 
@@ -310,6 +311,18 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
                 "make a tensor of that spec and copy_ into it",
             )
         self._spec = spec
+
+
+def _dealt(layout: Layout) -> list[tuple[int, int]]:
+    """Every shard as its rank and its number on that rank, in the order that the spec lists them."""
+    if not isinstance(layout, ListedLayout):
+        return [(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
+    counts: Counter[int] = Counter()
+    order = []
+    for rank, _ in layout.owned:
+        order.append((rank, counts[rank]))
+        counts[rank] += 1
+    return order
 
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:

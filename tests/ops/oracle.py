@@ -67,10 +67,11 @@ def specs(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, Any]]:
     matrix = len(shape) > 1
     if size == 1:
         yield "copy", "replicate", None
+    if size < 3:
         yield "flat", "flat(tp)", None
     if size == 3:
         yield "back", ChunkShardingSpec(len(shape) - 1, where[::-1]), None
-        yield "flat", "flat(tp)", None
+        yield "two", ChunkShardingSpec(0, [where[2], where[1]]), None  # rank 0 is outside
     if size == 4 and matrix:
         yield "grid", "[dp balanced, " + "-, " * (len(shape) - 2) + "tp balanced]", mesh()
         yield "part", "[tp balanced" + ", -" * (len(shape) - 1) + "]", mesh()
@@ -146,7 +147,7 @@ def check(case: Case, row: list[tuple[str, Any, Any] | None]) -> None:
         for x, spec in zip(inputs, row, strict=True)
     ]
     expected = as_tuple(case.function(*dense))
-    strange = any(spec is not None and spec[0] in ("boxes", "flat") for spec in row)
+    strange = any(spec is not None and spec[0] in ("boxes", "flat", "two") for spec in row)
     with warnings.catch_warnings():
         if strange or may_gather(case, row):
             warnings.simplefilter("ignore", st.GatherWarning)

@@ -265,3 +265,19 @@ def check_write_back() -> None:
 
 def test_the_safety_net_writes_back_every_operand_that_changed(world):
     world(check_write_back, 2)
+
+
+def check_outside() -> None:
+    group = dist.new_group([1, 2])
+    spec = st.ChunkShardingSpec(0, [f"rank:{rank}/{device(rank)}" for rank in (1, 2, 1)])
+    x = st.zeros(spec, 6, 3, process_group=group)
+    assert [shard.shard_offsets for shard in x.metadata().shards_metadata] == [[0, 0], [2, 0], [4, 0]]
+    assert [shard.placement.rank() for shard in x.metadata().shards_metadata] == [1, 2, 1]
+    if dist.get_rank() == 0:
+        assert x.local_shards() == [] and x.shape == (6, 3)
+        with pytest.raises(ValueError, match="rank 0 is not a member of the process group"):
+            st.zeros("[tp, -]", 6, 3, process_group=group)
+
+
+def test_a_rank_outside_of_the_group_has_the_metadata_and_no_shards(world):
+    world(check_outside, 3)

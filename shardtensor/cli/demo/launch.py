@@ -7,8 +7,12 @@ import logging
 import os
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from shardtensor.cli.demo.train import Outcome
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -49,7 +53,7 @@ def _device(wanted: str, world: int) -> str | None:
     return "cuda" if wanted == "cuda" or (wanted == "auto" and count >= world) else "cpu"
 
 
-def _launch(text: bytes, steps: int, device: str, world: int):
+def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -65,13 +69,13 @@ def _launch(text: bytes, steps: int, device: str, world: int):
         return elastic_launch(config, work)(text, steps, device)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        told = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        told: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
         trace = told.get("extraInfo", {}).get("py_callstack", "")
         print(f"{trace}shardtensor demo: rank {rank} failed: {told['message']}", file=sys.stderr)
         return None
 
 
-def _judge(outcome, console: Console, wall_s: float) -> int:
+def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
     from shardtensor.cli.demo.report import TOLERANCE, show_bytes, show_holders, worst_difference
 
     console.print()
