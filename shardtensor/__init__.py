@@ -17,6 +17,7 @@ _HOME = {
     "GridShardingSpec": "spec.devices",
     "LayoutError": "errors",
     "Mesh": "mesh",
+    "MissingParameterError": "errors",
     "Placement": "spec.placement",
     "Replicate": "spec.nodes",
     "RuleError": "errors",
@@ -58,7 +59,7 @@ _UPSTREAM = {"_shard_tensor": ("parallel.parameter", "shard_tensor")}
 
 _PURE = ("errors", "mesh", "spec")
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,12 @@
 .. code-block:: text
 
     ShardTensorError
-    ├── SpecError          (ValueError)    the text or value of a spec is wrong; has a position
-    ├── LayoutError        (ValueError)    a spec does not fit the mesh, the world or the shape
-    ├── RuleError          (RuntimeError)  an operation cannot be done on these layouts
-    ├── DisagreementError  (ValueError)    ranks brought different things; nothing has moved
-    ├── MissingParameterError (AttributeError) a module has no parameter of that name
-    └── StaleParameterError (RuntimeError) an optimizer holds parameters that no longer live
+    ├── SpecError              (ValueError)      the text or value of a spec is wrong; has a position
+    ├── LayoutError            (ValueError)      a spec does not fit the mesh, the world or the shape
+    ├── RuleError              (RuntimeError)    an operation cannot be done on these layouts
+    ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
+    ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
+    └── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
 
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
 A message has three parts: the fault in the user's nouns, facts as aligned pairs, and the ways out.

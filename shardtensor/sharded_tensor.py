@@ -11,6 +11,7 @@ from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.ported import ShardedTensorBase, pre_load_state_dict_hook, state_dict_hook
 from shardtensor.tensor.ported import create_tensor_from_params as _create_tensor_from_params
 from shardtensor.tensor.ported import parse_and_validate_remote_device as _parse_and_validate_remote_device
+from shardtensor.tensor.remote import SHOWN as _sharded_tensor_map
 from shardtensor.tensor.shard import Shard
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -23,6 +24,7 @@ __all__ = [
     "TensorProperties",
     "_create_tensor_from_params",
     "_parse_and_validate_remote_device",
+    "_sharded_tensor_map",
     "custom_sharded_op_impl",
     "empty",
     "full",

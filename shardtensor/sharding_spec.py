@@ -1,5 +1,7 @@
 """The names of ``torch.distributed._shard.sharding_spec``, its ``api`` and ``_internals``; nothing lives here."""
 
+import shardtensor.ops  # gives ShardedTensor its operations
+import shardtensor.parallel.parameter  # noqa: F401  (gives specs build_metadata and shard)
 from shardtensor.layout.chunks import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.spec.devices import (

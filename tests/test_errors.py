@@ -17,6 +17,7 @@ from shardtensor.errors import LayoutError, ShardTensorError, SpecError, message
         ("LayoutError", ValueError),
         ("RuleError", RuntimeError),
         ("DisagreementError", ValueError),
+        ("MissingParameterError", AttributeError),
         ("StaleParameterError", RuntimeError),
     ],
 )

@@ -11,9 +11,8 @@ from shardtensor.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    from shardtensor.cli.demo.launch import run_demo
+    options = _parser().parse_args(argv)
+    from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
 
@@ -25,13 +24,13 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",
-        description="Start ranks on this machine, shard a small decoder over them with one spec per parameter, train it "
-        "on real text and compare every loss with the same training on one process. Exit status 0 when they are equal, "
-        "1 when they differ or a rank failed, 2 when the options are wrong.",
+        description="Start ranks on this machine, shard a small decoder over them with one spec per parameter, train "
+        "it on real text and compare every loss with the same training on one process. Exit status 0 when they are "
+        "equal, 1 when they differ or a rank failed, 2 when the options are wrong.",
     )
     demo.add_argument("--world", type=_positive, default=4, metavar="N", help="number of ranks (default 4)")
     demo.add_argument(
-        "--text", type=Path, metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)"
+        "--text", type=Path, metavar="PATH", help="a text file, or a folder of them (default: Python's own library)"
     )
     demo.add_argument("--steps", type=_positive, default=100, metavar="N", help="training steps (default 100)")
     demo.add_argument(

@@ -198,12 +198,7 @@ def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tenso
     return _ReduceScatter.apply(x, counts, group) if _differentiates(x) else group.reduce_scatter(x, counts)
 
 
-class _AllGatherSumGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return group.all_gather(x, counts)
-
+class _AllGatherSumGradient(_AllGather):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return reduce_scatter(grad, ctx.counts, ctx.group).view(ctx.shape), None, None

@@ -94,6 +94,9 @@ class Group(Protocol):
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return the group of some members, by global rank. Its members call it; others may, and get index -1."""
 
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
+        """Return this group seen as a grid; sends nothing. `axes` are the groups along some axes, if made already."""
+
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
 
@@ -103,12 +106,12 @@ class LoneGroup:
 
     size = 1
     index = 0
-    device_type = "cpu"
     mesh: Mesh | None = None
 
-    def __init__(self, rank: int = 0, process_group: Any = None) -> None:
+    def __init__(self, rank: int = 0, process_group: Any = None, device_type: str = "cpu") -> None:
         self.rank = rank
         self.process_group = process_group
+        self.device_type = device_type
         self.ranks: Ranks = range(rank, rank + 1)
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -151,6 +154,11 @@ class LoneGroup:
     def subgroup(self, ranks: Sequence[int]) -> Group:
         assert list(ranks) == [self.rank], "a world of one has one subgroup"
         return self
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
+        alone = LoneGroup(self.rank, self.process_group, self.device_type)
+        alone.mesh = mesh
+        return alone
 
     def axis(self, *names: str) -> Group:
         return self

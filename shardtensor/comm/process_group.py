@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import _world
 
 from shardtensor.comm.group import Group, LoneGroup
 from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
+from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh
 
 _groups: dict[Any, Group] = {}  # by process group, which hashes by identity
@@ -78,7 +80,7 @@ def world_place() -> tuple[int, int] | None:
 def _find_group(where: Any) -> Group:
     if isinstance(where, dist.ProcessGroup):
         forget_destroyed()
-        group: Group = TorchGroup(where) if where.size() > 1 else LoneGroup(dist.get_rank(), where)
+        group: Group = TorchGroup(where) if where.size() > 1 else _alone_in(where)
         _groups[where] = group
         return group
     if isinstance(where, dist.DeviceMesh):
@@ -92,10 +94,16 @@ def _find_group(where: Any) -> Group:
     if isinstance(where, Group):
         return where
     if where is dist.GroupMember.NON_GROUP_MEMBER or where == dist.GroupMember.NON_GROUP_MEMBER:
-        return OutsideGroup(dist.get_rank())
+        return _outside(dist.get_rank())
     raise TypeError(
         f"a process group, a DeviceMesh or None says which ranks take part; this is a {type(where).__name__}"
     )
+
+
+@lru_cache(maxsize=256)  # there may be a thread for each rank
+def _outside(rank: int) -> Group:
+    """The one group that stands for all that torch calls NON_GROUP_MEMBER: tensors on it can be put side by side."""
+    return OutsideGroup(rank)
 
 
 def forget_destroyed() -> None:
@@ -120,8 +128,9 @@ def _group_of_mesh(device_mesh: Any) -> Group:
     mesh = Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), ranks)
     whole = as_group(dist.group.WORLD).subgroup(ranks)
     axes: dict[tuple[str, ...], Group] = {(name,): as_group(device_mesh.get_group(i)) for i, name in enumerate(names)}
-    if isinstance(whole, TorchGroup):
-        return whole.on_mesh(mesh, axes)
-    alone = LoneGroup(whole.rank, whole.process_group)
-    alone.mesh = mesh
-    return alone
+    return whole.on_mesh(mesh, axes)
+
+
+def _alone_in(process_group: Any) -> LoneGroup:
+    wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
+    return LoneGroup(dist.get_rank(), process_group, wire.device_type)

@@ -188,7 +188,6 @@ class TorchGroup:
         return TorchGroup(primitives.new_group(ranks))
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
-        """Return this group seen as a grid; `axes` are the groups along single axes."""
         group = TorchGroup(self.process_group)
         group.mesh, group._axes = mesh, axes
         return group
@@ -222,7 +221,7 @@ class OutsideGroup:
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = all_to_all = scatter = gather = broadcast = _refuse
-    exchange = exchange_objects = barrier = subgroup = axis = _refuse
+    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = _refuse
 
     def __repr__(self) -> str:
         return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"

@@ -8,7 +8,6 @@ import attrs
 
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, Shape
-from shardtensor.layout.pieces import Blocked
 from shardtensor.mesh import Ranks, coordinate
 
 
@@ -42,7 +41,7 @@ def assembly(layout: Layout, members: Ranks) -> Assembly:
     """Return who of `members` (global ranks, group order) brings what to the whole tensor of `layout`."""
     counts, contributions, start = [], [], 0
     for rank in members:
-        brings = layout.numel(rank) if _holds_first_copy(layout, rank, members) else 0
+        brings = layout.numel(rank) if _contributes(layout, rank, members) else 0
         if brings:
             contributions.append(
                 Contribution(start, layout.local_shape(rank), layout.local_boxes(rank), layout.boxes(rank))
@@ -52,18 +51,16 @@ def assembly(layout: Layout, members: Ranks) -> Assembly:
     return Assembly(tuple(counts), tuple(contributions), _in_order(layout, contributions))
 
 
-def _holds_first_copy(layout: Layout, rank: int, members: Ranks) -> bool:
-    """Of ranks that hold the same boxes, the one at the start of the axes that do not part the tensor, if a member."""
+def _contributes(layout: Layout, rank: int, members: Ranks) -> bool:
+    """Whether a rank brings its elements: it holds the first copy of them, or the rank that does is no member."""
     place = coordinate(layout.ranks, layout.grid, rank)
     if place is None:
         return False
-    parting = layout.parting_axes
-    others = [axis for axis in range(len(layout.grid)) if axis not in parting]
-    if all(place[axis] == 0 for axis in others):
+    if layout.holds_first_copy(rank):
         return True
     first, stride = layout.ranks.index(rank), 1
     for axis in reversed(range(len(layout.grid))):
-        if axis in others:
+        if axis not in layout.parting_axes:
             first -= place[axis] * stride
         stride *= layout.grid[axis]
     return layout.ranks[first] not in members
@@ -71,9 +68,7 @@ def _holds_first_copy(layout: Layout, rank: int, members: Ranks) -> bool:
 
 def _in_order(layout: Layout, contributions: list[Contribution]) -> bool:
     if isinstance(layout, CutLayout):
-        if layout.cut_dims not in ((), (0,)):
-            return False
-        if layout.cut_dims and isinstance(layout.dims[0].pieces, Blocked):  # type: ignore[union-attr]
+        if layout.cut_dims not in ((), (0,)) or (layout.cut_dims and layout.is_blocked(0)):
             return False
     elif not (isinstance(layout, FlatLayout) and not layout.inner.cut_dims):
         return False

@@ -155,7 +155,7 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
         layout = _only(layout, axis, spec.only_part.index, mesh)
     if spec.partial_parts:
         partial = tuple((i, part.op) for part in spec.partial_parts for i in axes(part.axes))
-        layout = _with_partial(layout, partial)
+        layout = attrs.evolve(layout, partial=partial)
     return layout
 
 
@@ -306,10 +306,6 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
     return attrs.evolve(layout, ranks=ranks, grid=grid, names=(), dims=dims)
 
 
-def _with_partial(layout: Layout, partial: tuple[tuple[int, str], ...]) -> Layout:
-    return attrs.evolve(layout, partial=partial)
-
-
 def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tuple[int, ...]:
     """The ranks that the placements name, each of them at hand."""
     ranks = spec.placements.ranks
@@ -356,7 +352,9 @@ def _listed(boxes: Sequence[tuple[Placement | None, Box]], shape: Shape, mesh: M
     return listed_layout(tuple(owned), shape)
 
 
-def _does_not_fit(fault: str, spec: ShardingSpec, shape: Shape, fix: str | list[str], mesh: Mesh | None = None):
+def _does_not_fit(
+    fault: str, spec: ShardingSpec, shape: Shape, fix: str | list[str], mesh: Mesh | None = None
+) -> LayoutError:
     facts: dict[str, object] = {"spec": str(spec), "shape": " x ".join(map(str, shape)) or "scalar"}
     if mesh is not None:
         facts["mesh"] = str(mesh)

@@ -7,7 +7,8 @@ Three kinds, by what a rank's local tensor looks like:
   *packed*: one dim, the rank's boxes row-major and end to end.
 * `FlatLayout`: what a `CutLayout` leaves on a rank is flattened and cut into ranges; packed.
 
-Layouts compare by what they mean. The names of axes are for messages and do not count.
+Layouts compare by what they mean. The names of axes are for messages and do not count. ``str`` is for messages too:
+it says the cuts and not every number, which a spec does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from itertools import accumulate, product
 import attrs
 
 from shardtensor.layout.box import Box, runs, whole
-from shardtensor.layout.pieces import Pieces
+from shardtensor.layout.pieces import Blocked, Pieces
 from shardtensor.mesh import Ranks, coordinate
 
 Shape = tuple[int, ...]
@@ -90,6 +91,16 @@ class Layout:
         """The number of elements a global rank holds."""
         return math.prod(self.local_shape(rank))
 
+    def is_whole_on_all(self, count: int) -> bool:
+        """Whether each of `count` ranks, a whole group's, holds the whole, as it would hold a plain tensor."""
+        return self.is_replicated and len(self.ranks) == count
+
+    def holds_first_copy(self, rank: int) -> bool:
+        """Whether a rank is the first of those in the grid that hold copies of its elements."""
+        place = coordinate(self.ranks, self.grid, rank)
+        parting = self.parting_axes
+        return place is not None and all(i == 0 for axis, i in enumerate(place) if axis not in parting)
+
     def brings_value(self, rank: int) -> bool:
         """Whether a rank brings the value where a new one is given to what is a sum; the others bring zeros."""
         place = coordinate(self.ranks, self.grid, rank)
@@ -98,6 +109,13 @@ class Layout:
     def reduced(self) -> Layout:
         """This layout with nothing left to reduce."""
         return attrs.evolve(self, partial=()) if self.partial else self
+
+    def axis_name(self, axis: int) -> str:
+        """What messages call an axis of the grid."""
+        return self.names[axis] if self.names else f"axis{axis}"
+
+    def _partial_text(self) -> str:
+        return "".join(f" partial({self.axis_name(axis)}{f', op={op}' * (op != 'sum')})" for axis, op in self.partial)
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -117,6 +135,16 @@ class CutLayout(Layout):
     @property
     def cut_axes(self) -> tuple[int, ...]:
         return tuple(axis for dim in self.dims if dim is not None for axis in dim.axes)
+
+    def is_blocked(self, dim: int) -> bool:
+        """Whether a dim is cut in blocks, so that a rank holds several stretches of it."""
+        cut = self.dims[dim]
+        return cut is not None and isinstance(cut.pieces, Blocked)
+
+    def start(self, rank: int, dim: int) -> int:
+        """The first index along a dim, not one cut in blocks, that a rank holds; 0 for a rank outside."""
+        boxes = self.boxes(rank)
+        return boxes[0].offsets[dim] if boxes else 0
 
     def piece(self, cut: DimCut, place: tuple[int, ...]) -> int:
         """Which piece of a cut the ranks at a place of the grid hold."""
@@ -181,6 +209,10 @@ class CutLayout(Layout):
         cut = self.cut_dims or (0,)
         return tuple(0 if dim in cut else size for dim, size in enumerate(self.shape))
 
+    def __str__(self) -> str:
+        dims = ("-" if cut is None else "*".join(map(self.axis_name, cut.axes)) for cut in self.dims)
+        return f"[{', '.join(dims)}]{self._partial_text()}"
+
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class ListedLayout(Layout):
@@ -201,6 +233,9 @@ class ListedLayout(Layout):
         if self.packed:
             return (sum(box.numel for box in boxes),)
         return boxes[0].sizes if boxes else (0,) * len(self.shape)
+
+    def __str__(self) -> str:
+        return f"{len(self.owned)} boxes on {len(self.ranks)} ranks{self._partial_text()}"
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -256,6 +291,9 @@ class FlatLayout(Layout):
         start, stop = self.span(rank)
         return (stop - start,)
 
+    def __str__(self) -> str:
+        return f"{self.inner} flat({'*'.join(map(self.axis_name, self.axes))}){self._partial_text()}"
+
 
 def _end_to_end(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Where intervals of a dim lie in the local tensor that holds them one after the other."""
@@ -283,6 +321,3 @@ def same_boxes(a: Layout, b: Layout) -> bool:
     if a.partial and (a.ranks != b.ranks or a.grid != b.grid or a.partial != b.partial):
         return False
     return all(a.boxes(rank) == b.boxes(rank) for rank in {*a.ranks, *b.ranks})
-
-
-__all__ = ["CutLayout", "DimCut", "FlatLayout", "Layout", "ListedLayout", "replicated", "runs", "same_boxes", "whole"]

@@ -1,5 +1,6 @@
 """Torch's operations on ShardedTensors. Importing this package registers them."""
 
+from shardtensor.ops import along_dims as along_dims
 from shardtensor.ops import attention as attention
 from shardtensor.ops import embedding as embedding
 from shardtensor.ops import extremes as extremes
@@ -18,5 +19,4 @@ from shardtensor.ops import random as random
 from shardtensor.ops import reductions as reductions
 from shardtensor.ops import scalars as scalars
 from shardtensor.ops import softmax as softmax
-from shardtensor.ops import turning as turning
 from shardtensor.ops import views as views

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import finish, group_of, run
+from shardtensor.rules.attention import attention_rule, heads_fit
 from shardtensor.rules.propagate import with_dims
-from shardtensor.rules.rule import Letters, Rule
-from shardtensor.rules.views import scaled
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -48,46 +47,15 @@ def scaled_dot_product_attention(
         given = with_dims(layout, (*q.shape[:-1], v.shape[-1]), layout.dims)
         group = group_of("scaled_dot_product_attention", operands)
         return finish(compute(q._local, k._local, v._local), given, group)  # type: ignore[attr-defined]
-    rule = _rule(tuple(tuple(x.shape) for x in operands), groups > 1)
+    rule = attention_rule(tuple(tuple(x.shape) for x in operands), groups > 1)
     out = run("scaled_dot_product_attention", rule, operands, compute)
     return fall_back(F.scaled_dot_product_attention, (query, key, value), everything) if out is None else out
 
 
-def _rule(shapes: tuple[tuple[int, ...], ...], grouped: bool) -> Rule:
-    """Letters of query, key, value and mask; with grouped queries the heads are whole."""
-    batch = [f"b{i}" for i in range(len(shapes[0]) - 2)]
-    sizes = {letter: max(shape[i] for shape in shapes[:3]) for i, letter in enumerate(batch)}
-    sizes.update(l=shapes[0][-2], s=shapes[1][-2])
-    heads = "g" if grouped else batch[-1]
-
-    def side(shape: tuple[int, ...], *letters: str) -> Letters:
-        names = letters[len(letters) - len(shape) :]
-        return tuple(None if n == 1 and sizes.get(x, 1) != 1 else x for n, x in zip(shape, names, strict=True))
-
-    inputs = [
-        side(shapes[0], *batch, "l", "e"),
-        side(shapes[1], *batch[:-1], heads, "s", "e"),
-        side(shapes[2], *batch[:-1], heads, "s", "f"),
-        *(side(shape, *batch, "l", "s") for shape in shapes[3:]),
-    ]
-    whole = frozenset({"l", "s", "e", "f"} | ({"g", batch[-1]} if grouped else set()))
-    return Rule(tuple(inputs), (*batch, "l", "f"), whole)
-
-
 def _heads_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int) -> bool:
-    """Whether every rank's query heads are those of its key and value heads, and nothing else differs."""
+    """Whether all three are sharded on one group, every rank's query heads with their key and value heads."""
     shells = [x for x in (query, key, value) if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout)]
     if len(shells) < 3 or len({id(x._group) for x in shells}) > 1:
         return False
     q, k, v = (x._layout for x in shells)
-    assert isinstance(q, CutLayout)
-    assert isinstance(k, CutLayout)
-    assert isinstance(v, CutLayout)
-    if q.partial or k.partial or v.partial or not (q.grid == k.grid == v.grid and q.ranks == k.ranks == v.ranks):
-        return False
-    if k.dims != v.dims or any((*q.dims[-2:], *k.dims[-2:])) or q.dims[:-3] != k.dims[:-3]:
-        return False
-    heads, fewer = q.dims[-3], k.dims[-3]
-    if heads is None or fewer is None:
-        return heads is fewer
-    return heads.axes == fewer.axes and heads.pieces == scaled(fewer.pieces, groups)
+    return heads_fit(q, k, v, groups)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import finish, prepare
-from shardtensor.ops.reducing import is_blocked
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -56,7 +55,7 @@ def embedding(
         _renormalize(input, weight, max_norm, norm_type)
     ids = tuple(f"i{k}" for k in range(input.dim()))
     blocked = (
-        isinstance(weight, ShardedTensor) and isinstance(weight._layout, CutLayout) and is_blocked(weight._layout, 0)
+        isinstance(weight, ShardedTensor) and isinstance(weight._layout, CutLayout) and weight._layout.is_blocked(0)
     )
     ready = None
     if not scale_grad_by_freq and not blocked:
@@ -68,8 +67,7 @@ def embedding(
     layout = recipe.needs[0].layout
     if layout.dims[0] is None:
         return finish(F.embedding(local_ids, table, padding_idx), recipe.output, group)
-    boxes = layout.boxes(group.rank)
-    start = boxes[0].offsets[0] if boxes else 0
+    start = layout.start(group.rank, 0)
     return finish(_looked_up(local_ids, table, start, padding_idx), recipe.output, group)
 
 

@@ -6,14 +6,14 @@ What an operation needs is decided in `shardtensor.rules`; nothing is decided he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import Layout
 from shardtensor.rules.propagate import Need, Recipe, propagate
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import is_strict
@@ -26,17 +26,16 @@ def run(
     rule: Rule,
     operands: Sequence[torch.Tensor],
     compute: Callable[..., torch.Tensor],
-    *,
-    keep_partial: bool = False,
 ) -> torch.Tensor | None:
     """Return ``compute(*local operands)`` as the tensor it is a part of; None when the rule does not apply.
+
+    Addends are summed at once (one all-reduce). All ranks of the operands' group call it.
 
     Args:
         name: of the operation, for messages.
         rule: one letter for each dim of each operand.
         operands: plain tensors (copies on every rank) and sharded ones.
         compute: gets the local tensors, in order, and returns the local result.
-        keep_partial: leave a result that is to be summed partial; the default sums it at once (one all-reduce).
 
     Returns:
         A ShardedTensor; a plain tensor when no rank holds only a part; None when no operand is cut over a grid.
@@ -47,10 +46,7 @@ def run(
     local = compute(*ready.locals)
     if not local.numel():
         local = connected(local, ready.locals)
-    recipe = ready.recipe
-    if not recipe.summed_axes:
-        return local if recipe.settled.is_replicated else wrap(local, recipe.settled, None, ready.group)
-    return finish(local, recipe.output, ready.group, keep_partial=keep_partial)
+    return finish(local, ready.recipe.output, ready.group)
 
 
 def connected(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -110,34 +106,24 @@ def bring(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
 
 
 def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
-    """Under `strict`, refuse to lay `x` out anew."""
+    """Raise RuleError under `strict`, where `x` would be laid out anew for operation `name`."""
     if is_strict():
         raise RuleError(
             f"{name}: an operand must be laid out anew",
-            {"operand": f"{tuple(x.shape)} {x.dtype}", "has": str(x.sharding_spec()), "needs": say(layout)},
-            ["bring it there with a reshard first", "leave strict() to let it move"],
+            {"operand": f"{tuple(x.shape)} {x.dtype}", "has": str(x.sharding_spec()), "needs": str(layout)},
+            ["make it of that layout: distribute(operand, spec)", "leave strict() to let it move"],
         )
 
 
-def finish(
-    local: torch.Tensor, layout: Layout, group: Group, spec: Any = None, *, keep_partial: bool = False
-) -> torch.Tensor:
+def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Wrap a local result; sum it when it is partial; hand out a plain tensor when every rank has the whole."""
-    if layout.partial and not keep_partial:
+    if layout.partial:
         axes = [axis for axis, _ in layout.partial]
         local = collectives.all_reduce(local, along(group, layout, axes))
         layout = layout.reduced()
     if layout.is_replicated:
         return local
     return wrap(local, layout, None, group)
-
-
-def say(layout: Layout) -> str:
-    """A layout in brackets, for messages."""
-    if not isinstance(layout, CutLayout):
-        return str(layout)
-    names = layout.names or tuple(f"axis{i}" for i in range(len(layout.grid)))
-    return "[" + ", ".join("-" if cut is None else "*".join(names[a] for a in cut.axes) for cut in layout.dims) + "]"
 
 
 def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
@@ -152,7 +138,7 @@ def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
             if group is not None:
                 raise RuleError(
                     f"{name}: the operands live on different process groups",
-                    {"one": f"ranks {list(group.ranks)}", "other": f"ranks {list(x._group.ranks)}"},
+                    {"one": _say_group(group), "other": _say_group(x._group)},
                     "make them on one group, or call full_tensor() on one of them",
                 )
             group = x._group
@@ -160,4 +146,5 @@ def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
     return group
 
 
-__all__ = ["Prepared", "bring", "finish", "group_of", "part", "prepare", "run", "say"]
+def _say_group(group: Group) -> str:
+    return f"ranks {list(group.ranks)}" + ("" if group.mesh is None else f" of the mesh {group.mesh}")

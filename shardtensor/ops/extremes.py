@@ -15,7 +15,8 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.pointwise import spread
-from shardtensor.ops.reducing import bound, dims_of, gathered, local_extreme, lowest, places, reduces
+from shardtensor.ops.reducing import HALF, bound, gathered, local_extreme, lowest, places, reduces
+from shardtensor.rules.dims import several_dims
 from shardtensor.tensor.dispatch import HANDLERS, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -44,7 +45,7 @@ def _extreme(x: ShardedTensor, dim: Any, keepdim: bool, largest: bool) -> Any:
     if r is None:
         return None
     if r.plan.count == 0:
-        torch.amax(torch.empty(x.shape, device="meta"), dims_of(x._layout, dim))  # torch's error
+        torch.amax(torch.empty(x.shape, device="meta"), several_dims(x.dim(), dim))  # torch's error
         return None
     if r.team is None:
         return r.give(torch.amax(r.local, r.dims, keepdim) if largest else torch.amin(r.local, r.dims, keepdim))
@@ -170,13 +171,13 @@ def vector_norm(
     if math.isinf(ord):
         return _extreme(_mapped(x, torch.abs), dim, keepdim, ord > 0)
     if ord == 0:
-        return torch.sum(_mapped(x, lambda t: (t != 0).to(t.dtype)), dims_of(x._layout, dim), keepdim)
+        return torch.sum(_mapped(x, lambda t: (t != 0).to(t.dtype)), several_dims(x.dim(), dim), keepdim)
     r = bound(x, dim, keepdim)
     if r is None:
         return None
     if r.team is None:
         return r.give(torch.linalg.vector_norm(r.local, ord, r.dims, keepdim))
-    wide = torch.float32 if r.local.dtype in (torch.float16, torch.bfloat16) else None
+    wide = torch.float32 if r.local.dtype in HALF else None
     local = torch.linalg.vector_norm(r.local, ord, r.dims, keepdim, dtype=wide)
     joined = (
         collectives.all_reduce(local, r.team) if ord == 1 else torch.linalg.vector_norm(gathered(local, r.team), ord, 0)
@@ -199,7 +200,7 @@ def linalg_norm(
     input: ShardedTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """``torch.linalg.norm`` where it is a vector norm or a Frobenius norm; other matrix norms gather."""
-    dims = dims_of(input._layout, dim)
+    dims = several_dims(input.dim(), dim)
     if ord is None or (ord == "fro" and len(dims) == 2):
         return vector_norm(input, 2, dim, keepdim, dtype=dtype)
     if isinstance(ord, str) or len(dims) != 1:

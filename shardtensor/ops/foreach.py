@@ -16,7 +16,6 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout
-from shardtensor.mesh import coordinate
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
@@ -140,7 +139,7 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
     sums = _local_power_sums(tensors, ord, device, foreach)
     groups: dict[int, tuple[Group, list[int]]] = {}
     for i, x in enumerate(tensors):
-        if isinstance(x, ShardedTensor) and not _is_a_copy(x):
+        if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size):
             groups.setdefault(id(x._group), (x._group, []))[1].append(i)
     for group, places in groups.values():
         if len(groups) == 1 and len(places) == len(tensors):
@@ -158,15 +157,13 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            if x.numel() and not _is_a_copy(x) and not (x._local.numel() and counts_here(x._layout, x._group.rank)):
+            if x.numel() and not _counts(x):
                 continue
             x = x._local
         kinds.setdefault((x.device, x.dtype), []).append(i)
     for (_, kind), places in kinds.items():
         locals_ = [x._local.detach() if isinstance(x := tensors[i], ShardedTensor) else x.detach() for i in places]
-        wide = torch.promote_types(
-            kind, torch.float32
-        )  # a bfloat16 norm of a part would be rounded before it is summed
+        wide = torch.promote_types(kind, torch.float32)  # a bfloat16 norm would be rounded before it is summed
         if foreach:
             norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
         else:
@@ -179,6 +176,14 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
     return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(ord)
 
 
+def _counts(x: ShardedTensor) -> bool:
+    """Whether this rank counts the elements it holds of `x`: as a plain tensor's, or as the first that holds them."""
+    layout, group = x._layout, x._group
+    if layout.is_whole_on_all(group.size):
+        return True
+    return x._local.numel() > 0 and layout.holds_first_copy(group.rank)
+
+
 def _reduce(sums: torch.Tensor, ord: float, group: Group) -> torch.Tensor:
     if abs(ord) != torch.inf:
         return group.all_reduce(sums)
@@ -188,20 +193,6 @@ def _reduce(sums: torch.Tensor, ord: float, group: Group) -> torch.Tensor:
     both = torch.cat([sums.masked_fill(is_nan, 0.0) * sign, is_nan.to(sums.dtype)])
     largest, has_nan = group.all_reduce(both, "max").chunk(2)
     return sums.copy_(torch.where(has_nan > 0, torch.nan, largest * sign))
-
-
-def _is_a_copy(x: ShardedTensor) -> bool:
-    """Whether every rank of the group holds the whole of `x`, as it holds a plain tensor."""
-    return x._layout.is_replicated and len(x._layout.ranks) == x._group.size
-
-
-def counts_here(layout: Layout, rank: int) -> bool:
-    """Whether a rank is the first of those that hold copies of its elements."""
-    place = coordinate(layout.ranks, layout.grid, rank)
-    if place is None:
-        return False
-    parting = layout.parting_axes
-    return all(i == 0 for axis, i in enumerate(place) if axis not in parting)
 
 
 @implements(torch._foreach_norm)

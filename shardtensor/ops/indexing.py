@@ -13,8 +13,8 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.reducing import one_dim
 from shardtensor.ops.views import copied, mark, view
+from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.move import along

@@ -1,6 +1,7 @@
 """Operations in place: the operand keeps its layout, what meets it is brought there.
 
-A write goes into the local tensor, so views of a ShardedTensor that are views of its local see it.
+A write goes into the local tensor, so views of a ShardedTensor that are views of its local see it. ``transpose_`` and
+its kin turn the local tensor and the layout; nothing moves.
 """
 
 from __future__ import annotations
@@ -11,13 +12,23 @@ from typing import Any
 import torch
 
 from shardtensor.errors import RuleError
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import CutLayout, replicated
+from shardtensor.ops.elementwise_names import ELEMENTWISE, IN_PLACE_DUNDERS
 from shardtensor.ops.engine import bring, group_of
-from shardtensor.ops.names import ELEMENTWISE, IN_PLACE_DUNDERS
 from shardtensor.ops.pointwise import NUMBERS, beside
+from shardtensor.ops.random import refuse_leaf
+from shardtensor.ops.views import order_of, permuted
 from shardtensor.rules.propagate import Need, follow
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, refuse_lost_write, spellings
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
+from shardtensor.tensor.dispatch import (
+    HANDLERS,
+    fall_back,
+    implements,
+    name_of,
+    refuse_lost_write,
+    spellings,
+    warn_of_gather,
+)
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
 
 
 def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,8 +105,6 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
             f"{list(torch.broadcast_shapes(input.shape, src.shape))}"
         )
     whole = layout.reduced()
-    from shardtensor.tensor.sharded_tensor import local_as
-
     if src.shape != input.shape:
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
     local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
@@ -141,11 +150,40 @@ def _wrote_through(input: ShardedTensor, value: Any) -> bool:
     return True
 
 
-_TAKEN = {torch.fill_, torch.zero_}
 for _name in ELEMENTWISE:
     for _func in spellings(f"{_name}_"):
-        if _func not in _TAKEN:
-            HANDLERS[_func] = in_place(_func)
+        HANDLERS[_func] = in_place(_func)
 for _name in IN_PLACE_DUNDERS:
     if hasattr(torch.Tensor, f"__{_name}__"):
         HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))
+
+
+# -- dims in another order ---------------------------------------------------------------------------------------------
+
+
+def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., ShardedTensor]:
+    """The handler of `func`, which does in place what `new` does in a view; the layout's dims change places too."""
+
+    def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+        refuse_lost_write(input, func.__name__)
+        order = order_of(new, input.dim(), (*args, *kwargs.values()))
+        refuse_leaf(input)
+        layout = input._layout
+        if isinstance(layout, CutLayout):
+            func(input._local, *args, **kwargs)
+            input._layout = permuted(layout, order)
+        else:  # boxes and ranges have no other order of dims
+            warn_of_gather(func, input.numel() * input.element_size())
+            input._local = new(input.full_tensor(), *args, **kwargs)
+            input._layout = replicated(tuple(input._local.shape), input._group.ranks)
+        input._spec = None
+        input._placements = None
+        input._sync_body()
+        return input
+
+    return handler
+
+
+for _name in ("t", "transpose", "swapaxes", "swapdims"):
+    _func = getattr(torch.Tensor, f"{_name}_")
+    HANDLERS[_func] = _transposes(_func, getattr(torch.Tensor, _name))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
-from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.engine import run
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
@@ -36,10 +35,17 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     batch = tuple(f"b{i}" for i in range(input.dim() - 1))
     if bias is None or _contracts_a_cut(input, weight):
         out = run("linear", Rule(((*batch, "k"), ("n", "k")), (*batch, "n")), (input, weight), F.linear)
-        return fall_back(F.linear, (input, weight, bias), {}) if out is None else out if bias is None else out + bias
+        if out is None:
+            return fall_back(F.linear, (input, weight, bias), {})
+        return out if bias is None else out + as_cast(bias, out)
     rule = Rule(((*batch, "k"), ("n", "k"), ("n",)), (*batch, "n"))
     out = run("linear", rule, (input, weight, bias), F.linear)
     return fall_back(F.linear, (input, weight, bias), {}) if out is None else out
+
+
+def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
+    return x.to(product.dtype) if torch.is_autocast_enabled(product.device.type) else x
 
 
 def _contracts_a_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -59,7 +65,7 @@ def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         isinstance(layout, CutLayout)
         and not layout.partial
         and layout.cut_dims == (0,)
-        and not isinstance(layout.dims[0].pieces, Blocked)  # type: ignore[union-attr]
+        and not layout.is_blocked(0)
         and x.dim() > 0
         and x.shape[-1] == weight.shape[-1]
     )
@@ -70,8 +76,7 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor 
     assert isinstance(layout, CutLayout)
     cut = layout.dims[0]
     assert cut is not None
-    boxes = layout.boxes(group.rank)
-    start = boxes[0].offsets[0] if boxes else 0
+    start = layout.start(group.rank, 0)
     local = weight._local
     if torch.is_autocast_enabled(x.device.type):  # inside the Function autocast would differ between the two passes
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -86,7 +91,7 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor 
 
 
 class ColumnLinear(torch.autograd.Function):
-    """Rows of a product on this rank: x ``(..., k)`` and bias ``(n,)`` whole, weight ``(n_local, k)`` -> ``(..., n_local)``."""
+    """A product's columns on this rank: x ``(..., k)``, the whole bias ``(n,)``, weight ``(n_local, k)``."""
 
     @staticmethod
     def forward(
@@ -110,6 +115,7 @@ class ColumnLinear(torch.autograd.Function):
             terms = [(grad @ weight).reshape(-1)] if wants_x else []
             terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - weight.shape[0]))] if wants_bias else []
             total = collectives.all_reduce(torch.cat(terms), ctx.group)
+            flat_x = collectives.sum_gradient(flat_x, ctx.group)  # a copy that meets this rank's rows
             grad_weight = grad.t() @ flat_x if wants_weight else None
         else:
             total = grad.new_empty(rows * k * wants_x + n)

@@ -115,7 +115,7 @@ def _over_cut_classes(
         raise IndexError(f"Target out of bounds: the classes are 0 to {classes - 1}")
     column = [-1 if d == dim else 1 for d in range(x.dim())]
     held = places(layout, ready.group.rank, dim, x.device)
-    if x.shape[dim] and _is_one_stretch(layout, ready.group.rank):
+    if x.shape[dim] and not layout.is_blocked(dim):
         at = labels - held[0]
         mine = (at >= 0) & (at < x.shape[dim]) & live
         at = at.masked_fill(~mine, 0)
@@ -143,8 +143,7 @@ def _over_cut_classes(
     return losses.masked_fill(~live, 0).to(dtype), shares
 
 
-def _is_one_stretch(layout: CutLayout, rank: int) -> bool:
-    return len(layout.boxes(rank)) == 1
+
 
 
 def _reduced(losses: torch.Tensor, shares: torch.Tensor, ready: Prepared, reduction: str) -> torch.Tensor:

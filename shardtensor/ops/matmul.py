@@ -5,18 +5,17 @@ Where the contracted letter is cut, the local products are addends and are summe
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardtensor.ops.engine import run
+from shardtensor.ops.linear import as_cast
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule
-from shardtensor.rules.rule import Letters, Rule
+from shardtensor.rules.matmul import matmul_rule
+from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
-
-Shape = tuple[int, ...]
 
 
 @implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
@@ -59,33 +58,6 @@ def _product(func: Any, operands: tuple[torch.Tensor, ...], rule: Rule | None, o
     return fall_back(func, operands, {}) if result is None else result
 
 
-@lru_cache(maxsize=4096)
-def matmul_rule(a: Shape, b: Shape) -> Rule | None:
-    """The rule of ``a @ b`` for their shapes; None when they do not fit.
-
-    Example:
-        >>> str(matmul_rule((5, 2, 3), (3, 4)))
-        'b0 m k, k n -> b0 m n'
-    """
-    if not a or not b or a[-1] != b[-2 if len(b) > 1 else -1]:
-        return None
-    batch: Shape
-    try:
-        batch = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
-    except RuntimeError:
-        return None
-    names = tuple(f"b{i}" for i in range(len(batch)))
-
-    def leading(shape: Shape) -> Letters:
-        skip = len(batch) - len(shape)
-        return tuple(None if n == 1 and batch[skip + i] != 1 else names[skip + i] for i, n in enumerate(shape))
-
-    left = (*leading(a[:-2]), "m", "k") if len(a) > 1 else ("k",)
-    right = (*leading(b[:-2]), "k", "n") if len(b) > 1 else ("k",)
-    result = names + (("m",) if len(a) > 1 else ()) + (("n",) if len(b) > 1 else ())
-    return Rule((left, right), result)
-
-
 def _plus(func: Any, inner: Any) -> None:
     """``beta * input + alpha * inner(a, b)``; the sum over ranks comes before `input` is added, once."""
 
@@ -100,6 +72,7 @@ def _plus(func: Any, inner: Any) -> None:
             product = product * alpha
         if beta == 0:
             return product
+        input = as_cast(input, product)
         return product + (input if beta == 1 else input * beta)
 
 

@@ -14,8 +14,8 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.elementwise_names import ELEMENTWISE
 from shardtensor.ops.engine import group_of, refuse_to_move, run
-from shardtensor.ops.names import ELEMENTWISE
 from shardtensor.ops.out import write_out
 from shardtensor.rules.rule import Rule, pointwise
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, name_of, spellings

@@ -10,8 +10,8 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
-from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.out import write_out
+from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
 from shardtensor.tensor.move import along
@@ -85,7 +85,7 @@ def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
         IndexError: as torch: a dim is out of range.
     """
     layout, group = x._layout, x._group
-    plan = reduction(layout, dims_of(layout, dim), keepdim)
+    plan = reduction(layout, several_dims(len(layout.shape), dim), keepdim)
     if plan is None or (
         len(layout.ranks) != group.size and plan.layout.is_replicated and _has_copies(layout, plan.axes)
     ):
@@ -96,33 +96,6 @@ def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
 def _has_copies(layout: Layout, axes: tuple[int, ...]) -> bool:
     """Whether some axis of the grid, other than `axes`, has more than one rank."""
     return any(size > 1 for axis, size in enumerate(layout.grid) if axis not in axes) or not axes
-
-
-def dims_of(layout: Layout, dim: Any) -> tuple[int, ...]:
-    """The dims that a torch `dim` argument names, sorted and not negative."""
-    ndim = len(layout.shape)
-    if dim is None:
-        return tuple(range(ndim))
-    if isinstance(dim, int):
-        return (one_dim(ndim, dim),)
-    dims = tuple(sorted(one_dim(ndim, d) for d in dim))
-    if len(set(dims)) != len(dims):
-        raise RuntimeError(
-            f"dim {next(d for d in dims if dims.count(d) > 1)} appears multiple times in the list of dims"
-        )
-    return dims or tuple(range(ndim))
-
-
-def one_dim(ndim: int, dim: int) -> int:
-    """`dim` counted from the front.
-
-    Raises:
-        IndexError: as torch: it is out of range.
-    """
-    bound = max(ndim, 1)
-    if not -bound <= dim < bound:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
-    return dim % bound
 
 
 def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:
@@ -155,9 +128,3 @@ def places(layout: CutLayout, rank: int, dim: int, device: torch.device) -> torc
     spans = dict.fromkeys((box.offsets[dim], box.sizes[dim]) for box in boxes)
     pieces = [torch.arange(start, start + size, device=device) for start, size in spans]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def is_blocked(layout: CutLayout, dim: int) -> bool:
-    """Whether a rank holds several stretches of `dim`."""
-    cut = layout.dims[dim]
-    return cut is not None and isinstance(cut.pieces, Blocked)

@@ -20,16 +20,8 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _name in "__float__ __int__ __index__ __complex__".split():
+for _name in "item __float__ __int__ __index__ __complex__".split():
     HANDLERS[getattr(torch.Tensor, _name)] = _of_whole(getattr(torch.Tensor, _name))
-
-
-@implements(torch.Tensor.item)
-def item(input: ShardedTensor) -> Any:
-    """The value of the one element."""
-    if input.numel() != 1:
-        raise RuntimeError(f"a Tensor with {input.numel()} elements cannot be converted to Scalar")
-    return input.full_tensor().item()
 
 
 def truth(input: ShardedTensor) -> bool:
@@ -48,14 +40,6 @@ for _func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
 def tolist(input: ShardedTensor) -> Any:
     """The whole tensor as nested lists, on every rank."""
     return input.full_tensor().tolist()
-
-
-@implements(torch.Tensor.__len__)
-def length(input: ShardedTensor) -> int:
-    """The size of the first dim."""
-    if not input.dim():
-        raise TypeError("len() of a 0-d tensor")
-    return input.shape[0]
 
 
 @implements(torch.Tensor.__iter__)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.reducing import HALF, local_extreme, one_dim
+from shardtensor.ops.reducing import HALF, local_extreme
+from shardtensor.rules.dims import one_dim
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
@@ -43,9 +44,7 @@ def _over(name: str, log: bool) -> None:
         cut = layout.dims[d] if layout.shape else None
         if cut is None:
             local = local_func(x._local, d, dtype=dtype)
-            return (
-                local if layout.is_replicated and len(layout.ranks) == group.size else wrap(local, layout, None, group)
-            )
+            return local if layout.is_whole_on_all(group.size) else wrap(local, layout, None, group)
         local = x._local if dtype is None else x._local.to(dtype)
         if not local.is_floating_point():
             local_func(torch.empty(1, dtype=local.dtype), 0)  # torch's error

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout, Layout, replicated
-from shardtensor.ops.reducing import one_dim
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.views import reshaped
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
@@ -22,7 +21,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A view of `x`, over a view of its local tensor; plain when every rank has the whole."""
-    if layout.is_replicated and len(layout.ranks) == x._group.size and x._copied is None:
+    if layout.is_whole_on_all(x._group.size) and x._copied is None:
         return local
     shell = wrap(local, layout, None, x._group)
     shell._copied = x._copied
@@ -54,7 +53,7 @@ def mark(value: Any, source: ShardedTensor, name: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _order(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def order_of(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Where `func` takes each dim from, read off the strides of a tensor without data; its errors are torch's."""
     probe = torch.empty_strided((2,) * ndim, tuple(range(1, ndim + 1)), device="meta")
     return tuple(
@@ -70,7 +69,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
             return fall_back(func, (input, *args), kwargs)
         x = settled(input)
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
-        order = _order(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
+        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
         if not isinstance(x._layout, CutLayout):
             return copied(func, (input, *args), kwargs)
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
@@ -197,10 +196,8 @@ def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.
     return input if local is input._local else wrap(local, input._layout, input._spec, input._group)
 
 
-@implements(torch.Tensor.is_contiguous)
-def is_contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """Whether this rank's local tensor is contiguous."""
-    return input._local.is_contiguous(memory_format=memory_format)
+def _gathering(func: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: copied(func, args, kwargs)
 
 
 _OTHER_VIEWS = (
@@ -208,10 +205,4 @@ _OTHER_VIEWS = (
 )
 for _name in _OTHER_VIEWS.split():
     for _func in spellings(_name):
-
-        def _gathering(*args: Any, _func: Any = _func, **kwargs: Any) -> Any:
-            return copied(_func, args, kwargs)
-
-        HANDLERS.setdefault(_func, _gathering)
-
-__all__ = ["copied", "mark", "one_dim", "to_shape", "view"]
+        HANDLERS.setdefault(_func, _gathering(_func))

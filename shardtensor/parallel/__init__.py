@@ -1,1 +1,1 @@
-
+"""Modules whose parameters are sharded: `shard_parameter`."""

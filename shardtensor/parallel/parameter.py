@@ -12,11 +12,12 @@ from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
-from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout
 from shardtensor.parallel.dim_names import dim_names
-from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
+from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.move import cut_part
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -73,7 +74,19 @@ def shard_tensor(
         >>> shard_tensor(torch.arange(4.0), "[tp]").full_tensor()
         tensor([0., 1., 2., 3.])
     """
-    return _sharded("shard_tensor", lambda: (None, _checked(tensor, "tensor")), sharding_spec, src_rank, process_group)[0]
+    shell, _ = _sharded(
+        "shard_tensor", lambda: (None, _checked(tensor, "tensor")), sharding_spec, src_rank, process_group
+    )
+    return shell
+
+
+def _shard(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
+    """As `shard_tensor`: the method of specs, given to them here because specs know no tensors."""
+    return shard_tensor(tensor, spec, src_rank, process_group)
+
+
+for _kind in (Spec, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec):
+    _kind.shard = _shard  # type: ignore[method-assign,assignment]
 
 
 def _sharded(
@@ -93,10 +106,10 @@ def _sharded(
         names, tensor = find()
         facts |= {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype)}
         facts["requires_grad"] = str(tensor.requires_grad)
-        if type(spec).shard is not ShardingSpec.shard:
+        if type(spec).shard not in (ShardingSpec.shard, _shard):
             return spec.shard(tensor, src_rank=src_rank, process_group=process_group), tensor
         layout = _bound(spec, tensor, group, names, src_rank)
-        device = device_for(spec, group)
+        device = device_for(spec, group, tensor.device)
     except ShardTensorError as error:
         fault = error
     agree(group, call, facts, fault)
@@ -139,13 +152,11 @@ def _checked(found: Any, what: str) -> torch.Tensor:
 def _bound(
     spec: ShardingSpec, tensor: torch.Tensor, group: Group, names: tuple[str, ...] | None, src_rank: int
 ) -> Layout:
-    layout = bind(spec, tuple(tensor.shape), mesh_of(group), names)
+    layout = bind_named(spec, tuple(tensor.shape), mesh_of(group), names)
     if layout.partial:
         raise LayoutError("a parameter cannot be partial", {"spec": str(spec)}, "leave partial(...) out")
     if not 0 <= src_rank < group.size:
-        raise LayoutError(
-            f"src_rank={src_rank} is not a rank of this group", {"group ranks": f"0 to {group.size - 1}"}
-        )
+        raise LayoutError(f"src_rank={src_rank} is not a rank of this group", {"group ranks": f"0 to {group.size - 1}"})
     return layout
 
 

@@ -1,0 +1,1 @@
+"""What operations do to layouts. Integers only; `shardtensor.ops` carries it out."""

@@ -28,16 +28,15 @@ class Need:
 
 @attrs.frozen
 class Recipe:
-    """The needs of every operand, the layout of the result of the local computation (perhaps partial), and of the sum.
+    """What every operand needs, and what the local computation then gives.
 
     Attributes:
-        summed_axes: along which the local results are addends.
+        output: of the local computation; ``output.partial`` has the axes along which the local results are addends.
         settled: `output` with the addends joined.
     """
 
     needs: tuple[Need, ...]
     output: CutLayout
-    summed_axes: tuple[int, ...]
     settled: CutLayout
 
 
@@ -81,7 +80,7 @@ def propagate(rule: Rule, operands: tuple[Layout | Shape, ...]) -> Recipe | None
     settled = _laid_out(rule.output, shape, chosen, base)
     lost = tuple(sorted(axis for letter, dim in chosen.items() if letter not in rule.output for axis in dim.axes))
     output = attrs.evolve(settled, partial=tuple((axis, "sum") for axis in lost)) if lost else settled
-    return Recipe(tuple(needs), output, lost, settled)
+    return Recipe(tuple(needs), output, settled)
 
 
 def _laid_out(letters: Letters, shape: Shape, chosen: dict[str, DimCut], base: CutLayout) -> CutLayout:

@@ -30,15 +30,7 @@ class Source:
     text: str
     file: str = "<spec>"
 
-    def error(
-        self,
-        code: str,
-        span: tuple[int, int],
-        fault: str,
-        why: str = "",
-        fix: str = "",
-        kind: type[SpecError] = SpecError,
-    ) -> SpecError:
+    def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
         """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
         rows = [f"  {key}: {value}" for key, value in (("why", why), ("fix", fix)) if value]
         return self._error(code, span, fault, rows, SpecError)

@@ -131,12 +131,6 @@ class Placements(Sequence[Placement]):
             raise SpecError(f"more than {MAX_PLACEMENTS} placements", fix="name fewer ranks", code="E501")
         self.__attrs_init__(runs, _ranks(runs), tuple(starts), length, hash(runs))
 
-    @property
-    def max_rank(self) -> int | None:
-        """The largest rank, None when no placement has one."""
-        ends = (place.rank_ for run in self.runs for place in (run[0], run[run.count - 1]))
-        return max((rank for rank in ends if rank is not None), default=None)
-
     def index_of(self, rank: int) -> int | None:
         """The first index whose placement has `rank`, None when there is none. Costs a step per run."""
         for start, run in zip(self._starts, self.runs, strict=True):

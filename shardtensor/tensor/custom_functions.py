@@ -10,6 +10,7 @@ replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2 m
 * Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is: the safety
   net of any operation without a rule, with its one warning, an error under `strict`.
 * Reentrant checkpointing, a Function too, gets the local tensors and gathers nothing.
+* Full backward hooks of modules, another, are shown whole gradients: the tensors they watch are gathered and stay whole.
 * A Function that itself makes a ShardedTensor out of plain arguments is refused.
 """
 
@@ -20,9 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.dispatch import warn_of_gather
 from shardtensor.tensor.fallback import gather_and_compute
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -37,6 +40,8 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return _checkpoint(*args)
     for x in args:
         if type(x) is ShardedTensor:
+            if cls is BackwardHookFunction:
+                return _watched_whole(args)
             return gather_and_compute(_on_plain(cls), args, kwargs)
     if kwargs:
         if ShardedTensor in map(type, kwargs.values()):
@@ -90,6 +95,13 @@ def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -
     out = _plain_apply(CheckpointFunction, on_locals, preserve_rng_state, *map(_leaf, args))
     shown = tuple(map(_dressed, _as_tuple(out), kinds_out))
     return shown if isinstance(out, tuple) else shown[0]
+
+
+def _watched_whole(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What a module takes or returns, whole, with the node that its full backward hooks watch directly behind."""
+    size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, ShardedTensor))
+    warn_of_gather(torch.nn.Module.register_full_backward_hook, size)
+    return _plain_apply(BackwardHookFunction, *(x.full_tensor() if isinstance(x, ShardedTensor) else x for x in tensors))
 
 
 def _leaf(x: Any) -> Any:

@@ -23,6 +23,7 @@ from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.move import cut_part, settle
 from shardtensor.tensor.placing import device_for
 from shardtensor.tensor.random import Sample
+from shardtensor.tensor.remote import share
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str
@@ -36,7 +37,8 @@ class Options(TypedDict, total=False):
         requires_grad: whether autograd follows the tensor.
         pin_memory: page-lock this rank's part (CPU placements).
         process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
-        layout, memory_format, init_rrefs: for torch's signatures: strided, contiguous and False are the only ones.
+        layout, memory_format: for torch's signatures: strided and contiguous are the only ones.
+        init_rrefs: show the shards to all ranks over RPC, see `remote_shards`; then every rank of the world calls it.
     """
 
     dtype: torch.dtype | None
@@ -114,7 +116,7 @@ def distribute(
         tensor([0., 1., 2., 3.])
     """
     spec, group, layout = bind_to(sharding_spec, tuple(tensor.shape), process_group)
-    device = device_for(spec, group)
+    device = device_for(spec, group, tensor.device)
     if requires_grad is not None:
         tensor = tensor.detach()
     local = local_as(tensor, layout.reduced(), group)
@@ -158,7 +160,8 @@ def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker:
         local = maker(layout, group, dtype, device_for(spec, group), options.get("pin_memory", False))
     if options.get("requires_grad"):
         local.requires_grad_()
-    return wrap(local, layout, spec, group)
+    tensor = wrap(local, layout, spec, group)
+    return share(tensor) if options.get("init_rrefs") else tensor
 
 
 def as_shape(size: Sequence[Any]) -> tuple[int, ...]:
@@ -179,7 +182,6 @@ _KNOWN = frozenset(Options.__annotations__)
 def _refuse_what_is_not_plain(
     layout: torch.layout = torch.strided,
     memory_format: torch.memory_format = torch.contiguous_format,
-    init_rrefs: bool = False,
     **rest: Any,
 ) -> None:
     unknown = next((name for name in rest if name not in _KNOWN), None)
@@ -189,11 +191,20 @@ def _refuse_what_is_not_plain(
         raise LayoutError(f"Only torch.strided layout is currently supported, found {layout}")
     if memory_format != torch.contiguous_format:
         raise LayoutError(f"Only torch.contiguous_format memory_format is currently supported, found {memory_format}")
-    if init_rrefs:
-        raise RuntimeError(
-            "RPC Framework needs to be initialized for init_rrefs=True, and shards are not shown over RPC here; "
-            "full_tensor(), gather() and metadata() tell what other ranks hold"
-        )
 
 
-__all__ = ["Options", "SpecLike", "as_group", "as_spec", "cut_part", "distribute", "empty", "full", "ones", "rand", "randn", "settle", "zeros"]
+__all__ = [
+    "Options",
+    "SpecLike",
+    "as_group",
+    "as_spec",
+    "cut_part",
+    "distribute",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "settle",
+    "zeros",
+]

@@ -1,7 +1,8 @@
 """The safety net: gather the operands, compute on wholes, lay the results out again.
 
 Right for any operation that is a function of values, forward and backward, in place or into ``out=``: what it changed
-of a gathered operand, told by the version counter, is written back to the shards. What it cannot do it refuses: an
+of a gathered operand, told by the version counter (by the values, where torch writes without counting), is written back
+to the shards. What it cannot do it refuses: an
 operation that shows memory (``data_ptr``, ``numpy``), one that changes a tensor's shape in place.
 """
 
@@ -30,6 +31,8 @@ SHOWS_MEMORY = frozenset(
 CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())
 CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
 """Families of operations that change lists of operands in place; other such operations end in an underscore."""
+WRITES_STATISTICS = ("batch_norm", "instance_norm")
+"""Families whose kernels write running statistics, one number a channel, past the version counter."""
 
 
 def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,18 +66,20 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
     changes = _changes_operands(name) or "out" in kwargs or kwargs.get("inplace") is True
 
-    def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | None]]:
+    has_statistics = any(family in name for family in WRITES_STATISTICS)
+
+    def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | torch.Tensor | None]]:
         wholes = {id(shell): shell.full_tensor() for shell in shells}
         if changes:  # a whole may be the very bytes of a copy, or a view that may not be written
             wholes = {key: whole.clone() for key, whole in wholes.items()}
-        versions = [_version(whole, changes) for whole in wholes.values()]
+        befores = [_before(whole, changes, has_statistics) for whole in wholes.values()]
         whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
-        return func(*whole_args, **whole_kwargs), wholes, versions
+        return func(*whole_args, **whole_kwargs), wholes, befores
 
     generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
-    result, wholes, versions = _with_one_random_stream(compute, first, generator)
+    result, wholes, befores = _with_one_random_stream(compute, first, generator)
     returned = {id(whole): shell for whole, shell in zip(wholes.values(), shells, strict=True)}
-    for shell, before in zip(shells, versions, strict=True):
+    for shell, before in zip(shells, befores, strict=True):
         _write_back(func, shell, wholes[id(shell)], before)
     return tree_map(
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
@@ -95,12 +100,20 @@ def _changes_operands(name: str) -> bool:
     return name.endswith("_") or name.startswith(CHANGES_OPERANDS)
 
 
-def _version(whole: torch.Tensor, changes: bool) -> int | None:
-    """Tells whether `whole` was written; None, for an inference tensor, if it may have been."""
+def _before(whole: torch.Tensor, changes: bool, has_statistics: bool) -> int | torch.Tensor | None:
+    """What tells whether `whole` gets written: its version, its values, or None for "take it that it is"."""
+    if has_statistics and whole.dim() == 1 and not whole.requires_grad:
+        return whole.clone()
     return (None if changes else 0) if whole.is_inference() else whole._version
 
 
-def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | None) -> None:
+def _is_unchanged(whole: torch.Tensor, before: int | torch.Tensor | None) -> bool:
+    if isinstance(before, torch.Tensor):
+        return torch.equal(whole, before)
+    return before is not None and before == (0 if whole.is_inference() else whole._version)
+
+
+def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None) -> None:
     """Bring what the function changed of the gathered `whole` back to the shards of `shell`."""
     if tuple(whole.shape) != shell._layout.shape:
         raise RuleError(
@@ -108,7 +121,7 @@ def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: in
             {"from": tuple(shell.shape), "to": tuple(whole.shape)},
             "use the form that returns a new tensor",
         )
-    if before is not None and before == (0 if whole.is_inference() else whole._version):
+    if _is_unchanged(whole, before):
         return
     refuse_lost_write(shell, name_of(func))
     if shell._layout.partial:

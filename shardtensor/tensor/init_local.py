@@ -17,8 +17,8 @@ import torch
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import LayoutError, RuleError, ShardTensorError
-from shardtensor.layout.bind import bind
+from shardtensor.comm.workers import rank_of
+from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.listed import listed_layout
@@ -26,7 +26,9 @@ from shardtensor.layout.tiling import check_tiling
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of, own_device, placement_of
+from shardtensor.tensor.remote import share
 from shardtensor.tensor.shard import Shard, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -61,7 +63,7 @@ def init_from_local_shards(
         global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
             all of them does so along dim 0. Their offsets are then worked out anew.
         process_group: a process group, a DeviceMesh, or None for the default group.
-        init_rrefs: shards are not shown over RPC; True is an error.
+        init_rrefs: show the shards to all ranks over RPC, see `remote_shards`; then every rank of the world calls it.
 
     Raises:
         LayoutError: (a ValueError) on every rank alike: no size, holes, overlaps, properties that differ.
@@ -72,7 +74,7 @@ def init_from_local_shards(
         tensor([1., 1., 1., 1.])
     """
     group = as_group(process_group)
-    brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank, init_rrefs))
+    brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank))
     agree(group, "init_from_local_shards", {}, fault)
     holders = {
         rank: other for rank, other in zip(group.ranks, group.exchange_objects(brought), strict=True) if other.shards
@@ -92,7 +94,8 @@ def init_from_local_shards(
         device=own_device(shards[0][1].placement.device_type),  # type: ignore[union-attr]
         requires_grad=bool(first.requires_grad),
     )
-    return wrap(leaf, layout, spec, group)
+    tensor = wrap(leaf, layout, spec, group)
+    return share(tensor) if init_rrefs else tensor
 
 
 def leaf_of(
@@ -120,13 +123,8 @@ def leaf_of(
     return packed
 
 
-def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int, init_rrefs: bool) -> Brought:
+def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Brought:
     """Say what this rank brings, or raise what is wrong with it."""
-    if init_rrefs:
-        raise RuleError(
-            "RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC here",
-            fix="leave it False: full_tensor(), gather() and metadata() tell what other ranks hold",
-        )
     size = _given_size(global_size)
     if size is None:
         raise LayoutError(
@@ -176,7 +174,7 @@ def _check_shard(shard: Shard, rank: int) -> None:
             "give the metadata the sizes of the tensor",
         )
     placement = metadata.placement
-    if placement is None or placement.rank() != rank:
+    if placement is None or rank_of(placement) != rank:
         raise LayoutError(
             "Local shard metadata's rank does not match with the rank in its process group!",
             {"this rank": rank, "placement": placement},
@@ -235,7 +233,9 @@ def _box(shard: ShardMetadata) -> Box:
 
 
 def _rank(placement: Any) -> int:
-    return placement.rank()
+    rank = rank_of(placement)
+    assert rank is not None, "each rank has checked its own"
+    return rank
 
 
 # -- from one tensor a rank ------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def _read(
         )
     if size is None or None in size:
         return spec, size, None
-    layout = bind(spec, tuple(length for length in size if length is not None), mesh_of(group))
+    layout = bind_named(spec, tuple(length for length in size if length is not None), mesh_of(group))
     wanted = layout.local_shape(group.rank)
     if tuple(local.shape) != wanted:
         raise LayoutError(
@@ -325,7 +325,7 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
         ]
         for shape in product(*lengths):
             try:
-                layout = bind(spec, shape, mesh)
+                layout = bind_named(spec, shape, mesh)
             except LayoutError:
                 continue
             if all(layout.local_shape(rank) == local for rank, local in shapes.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,8 +14,9 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.assembly import assembly
 from shardtensor.layout.layout import Layout
+from shardtensor.mesh import Mesh
 
-_ALONG: dict[tuple[Any, ...], Group] = {}
+_ALONG: WeakKeyDictionary[Group, dict[tuple[Any, ...], Group]] = WeakKeyDictionary()
 
 
 def along(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
@@ -26,20 +28,25 @@ def along(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     rest = [size for axis, size in enumerate(layout.grid) if axis not in axes]
     if all(size == 1 for size in rest):
         return group
-    key = (group, layout.ranks, layout.grid, tuple(axes))
-    found = _ALONG.get(key)
-    if found is None:
-        if len(layout.ranks) != group.size:
-            raise RuleError(
-                "ranks outside the tensor cannot take part in a reduction over some of its axes",
-                {"tensor on": f"{len(layout.ranks)} ranks", "group of": f"{group.size} ranks"},
-                "make the tensor on a process group of the ranks that hold it",
-            )
-        from shardtensor.mesh import Mesh
+    key = (layout.ranks, layout.grid, tuple(axes))
+    known = _ALONG.setdefault(group, {})
+    if key not in known:
+        known[key] = _team(group, layout, axes)
+    return known[key]
 
-        mesh = Mesh(tuple((f"axis{i}", size) for i, size in enumerate(layout.grid)), layout.ranks)
-        found = _ALONG[key] = group.subgroup(mesh.ranks_along(group.rank, axes))
-    return found
+
+def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
+    if len(layout.ranks) != group.size:
+        raise RuleError(
+            "ranks outside the tensor cannot take part in a reduction over some of its axes",
+            {"tensor on": f"{len(layout.ranks)} ranks", "group of": f"{group.size} ranks"},
+            "make the tensor on a process group of the ranks that hold it",
+        )
+    mesh = group.mesh
+    if mesh is not None and (mesh.sizes, mesh.ranks) == (layout.grid, layout.ranks):
+        return group.axis(*(mesh.names[axis] for axis in axes))
+    mesh = Mesh(tuple((f"axis{i}", size) for i, size in enumerate(layout.grid)), layout.ranks)
+    return group.subgroup(mesh.ranks_along(group.rank, axes))
 
 
 def gather_whole(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:

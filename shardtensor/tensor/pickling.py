@@ -1,7 +1,8 @@
 """Pickling: ``pickle``, ``torch.save`` and ``torch.load``, with ``weights_only=True`` too.
 
 A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
-reads them back, under `load_with_process_group` or on the default group. Nothing is sent.
+reads them back, under `load_with_process_group` or on the default group. Nothing is sent, but that a tensor made with
+``init_rrefs=True`` is shown over RPC again, as torch does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import placing
 from shardtensor.tensor.copying import attributes_of
+from shardtensor.tensor.remote import share
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
@@ -37,7 +39,7 @@ def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
         local = local.detach().clone().requires_grad_(local.requires_grad)
     mesh = None if group.mesh is None else (group.mesh.axes, tuple(group.mesh.ranks))
     state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), mesh, _place(group), attributes_of(tensor))
-    return rebuild, state
+    return rebuild, state if tensor._remote is None else (*state, True)
 
 
 def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
@@ -70,6 +72,7 @@ def rebuild(
     mesh: tuple[Any, Any] | None,
     place: tuple[int, int, int, int] | None,
     attributes: dict[str, Any],
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """Make the tensor that `reduce` wrote.
 
@@ -92,7 +95,7 @@ def rebuild(
         bound = placing.moved(bound, local.device.type)  # type: ignore[assignment]
     tensor = wrap(local, layout, bound, group)
     vars(tensor).update(attributes)
-    return tensor
+    return share(tensor) if init_rrefs else tensor
 
 
 def _check_place(then: tuple[int, ...], now: tuple[int, ...]) -> None:
@@ -121,16 +124,8 @@ def _on_mesh(group: Group, mesh: Mesh) -> Group:
         )
     seen_as = vars(group).setdefault("_seen_as", {})
     if mesh not in seen_as:
-        seen_as[mesh] = group.on_mesh(mesh, {}) if group.size > 1 else _alone_on(group, mesh)  # type: ignore[attr-defined]
+        seen_as[mesh] = group.on_mesh(mesh, {})
     return seen_as[mesh]
-
-
-def _alone_on(group: Group, mesh: Mesh) -> Group:
-    from shardtensor.comm.group import LoneGroup
-
-    alone = LoneGroup(group.rank, group.process_group)
-    alone.mesh = mesh
-    return alone
 
 
 ShardedTensor.__reduce_ex__ = reduce  # type: ignore[method-assign,assignment]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import world_place
+from shardtensor.comm.workers import rank_seen
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Balanced, Blocked, Pieces, Stepped, chunked
@@ -18,16 +21,25 @@ from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
 from shardtensor.spec.placement import Placement
 
 
-def device_for(spec: ShardingSpec, group: Group) -> torch.device:
-    """The device this rank's part shall be on: its placement's, else the one the group moves.
+def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
+    """The device this rank's part shall be on: its placement's, else the group's own kind, else that of `like`.
+
+    Args:
+        like: where the values come from; torch's default device when None.
 
     Raises:
-        LayoutError: the placement's device is not on this machine.
+        LayoutError: a placement, of any rank, names a device that machines like this one do not have.
     """
+    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+        for run in spec.placements.runs:
+            if run.first.device_type == "cuda":
+                present(run[run.count - 1])  # the largest index: the same verdict on every rank
     placement = placement_of(spec, group.rank)
-    if placement is None:
-        return own_device(group.device_type)
-    return present(placement)
+    if placement is not None:
+        return present(placement)
+    if like is None:
+        like = torch.get_default_device()
+    return own_device("cuda") if like.type == "cpu" and group.device_type == "cuda" else like
 
 
 def present(placement: Placement) -> torch.device:
@@ -54,9 +66,13 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
     """The first placement that a device spec gives a rank; None for specs that name no devices."""
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         index = spec.placements.index_of(rank)
-        return None if index is None else spec.placements[index]
+        if index is not None:
+            return spec.placements[index]
+        workers = (run.first for run in spec.placements.runs if run.first.worker is not None)
+        return next((place for place in workers if rank_seen(place) == rank), None)
     if isinstance(spec, EnumerableShardingSpec):
-        return next((s.placement for s in spec.shards if s.placement is not None and s.placement.rank() == rank), None)
+        places = (shard.placement for shard in spec.shards)
+        return next((place for place in places if place is not None and rank_seen(place) == rank), None)
     return None
 
 
@@ -88,7 +104,7 @@ def moved(spec: ShardingSpec | None, kind: str) -> ShardingSpec | None:
     return spec if isinstance(spec, Spec) else None
 
 
-_MESHES: dict[Group, Mesh] = {}
+_MESHES: WeakKeyDictionary[Group, Mesh] = WeakKeyDictionary()
 
 
 def mesh_of(group: Group) -> Mesh:
@@ -109,38 +125,56 @@ def mesh_of(group: Group) -> Mesh:
 
 
 def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
-    """Say a layout as a spec: by axis names where it has them, else with placements of this rank's kind of device."""
+    """Say a layout as a spec: with placements of this rank's kind of device where a device form can, else by axes.
+
+    Axes without a name are called ``axis0``, ``axis1``, ...
+    """
     if isinstance(layout, CutLayout):
-        if not layout.cut_dims:
-            return Replicate()
-        if layout.names and "*" not in layout.names:
-            cuts = [None if cut is None else _cut(layout, cut.axes, cut.pieces) for cut in layout.dims]
-            spec = Spec(*cuts)
-            for axis, op in layout.partial:
-                spec = spec.partial(layout.names[axis], op=op)
-            return spec
-        one_box = all(cut is None or not isinstance(cut.pieces, Blocked) for cut in layout.dims)
-        if one_box and len(layout.cut_dims) == 1 and len(layout.grid) == 1:
-            (dim,) = layout.cut_dims
-            pieces = layout.dims[dim].pieces  # type: ignore[union-attr]
-            sizes = None if pieces == chunked(pieces.length, pieces.count) else _sizes(pieces)
-            return ChunkShardingSpec(dim, _placements(layout.ranks, device), sizes)
-        by_axis = one_box and [axis for cut in layout.dims if cut for axis in cut.axes] == list(range(len(layout.grid)))
-        if by_axis and all(
-            cut is None or (len(cut.axes) == 1 and cut.pieces == chunked(cut.pieces.length, cut.pieces.count))
-            for cut in layout.dims
-        ):
-            splits = tuple(1 if cut is None else cut.pieces.count for cut in layout.dims)
-            return GridShardingSpec(splits, _placements(layout.ranks, device))
-    if isinstance(layout, FlatLayout) and not layout.inner.cut_dims and layout.names:
-        return Spec().flat(*(layout.names[axis] for axis in layout.axes), unit=layout.unit or "row", sizes=layout.sizes)
-    kind = device.type
+        device_form = None if layout.names or layout.partial else _device_form(layout, device)
+        return _axis_form(layout) if device_form is None else device_form
+    if isinstance(layout, FlatLayout):
+        names = _names(layout)
+        flat = _axis_form(layout.inner).flat(
+            *(names[axis] for axis in layout.axes), unit=layout.unit or "row", sizes=layout.sizes
+        )
+        return _with_partial(flat, layout)
     shards = [
-        ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{kind}")
+        ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{device.type}")
         for rank in layout.ranks
-        for box in dict.fromkeys(layout.boxes(rank))
+        for box in layout.boxes(rank)
     ]
     return EnumerableShardingSpec(shards)
+
+
+def _device_form(layout: CutLayout, device: torch.device) -> ShardingSpec | None:
+    """The chunk or grid spec of a layout without copies, None where neither says it."""
+    cuts = [cut for cut in layout.dims if cut is not None]
+    if [cut.axes for cut in cuts] != [(axis,) for axis in range(len(layout.grid))]:
+        return None
+    as_chunks = all(cut.pieces == chunked(cut.pieces.length, cut.pieces.count) for cut in cuts)
+    if len(cuts) == 1 and not isinstance(cuts[0].pieces, Blocked):
+        sizes = None if as_chunks else tuple(cuts[0].pieces.size(i) for i in range(cuts[0].pieces.count))
+        return ChunkShardingSpec(layout.cut_dims[0], _placements(layout.ranks, device), sizes)
+    if as_chunks:
+        splits = tuple(1 if cut is None else cut.pieces.count for cut in layout.dims)
+        return GridShardingSpec(splits, _placements(layout.ranks, device))
+    return None
+
+
+def _axis_form(layout: CutLayout) -> Spec:
+    cuts = [None if cut is None else _cut(layout, cut.axes, cut.pieces) for cut in layout.dims]
+    return _with_partial(Spec(*cuts) if layout.cut_dims else Replicate(), layout)
+
+
+def _with_partial(spec: Spec, layout: Layout) -> Spec:
+    for axis, op in layout.partial:
+        spec = spec.partial(_names(layout)[axis], op=op)
+    return spec
+
+
+def _names(layout: Layout) -> tuple[str, ...]:
+    named = layout.names and "*" not in layout.names
+    return layout.names if named else tuple(f"axis{i}" for i in range(len(layout.grid)))
 
 
 @lru_cache(maxsize=256)
@@ -152,16 +186,15 @@ def _placements(ranks: range | tuple[int, ...], device: torch.device) -> tuple[s
     return tuple(f"rank:{rank}/{device.type}" for rank in ranks)
 
 
-def _sizes(pieces: Pieces) -> tuple[int, ...]:
-    return tuple(pieces.size(i) for i in range(pieces.count))
-
-
 def _cut(layout: CutLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
-    names = tuple(layout.names[axis] for axis in axes)
+    names = tuple(_names(layout)[axis] for axis in axes)
     if isinstance(pieces, Stepped) and pieces.step * pieces.count == pieces.length:
         return Cut(names)
     if isinstance(pieces, Balanced):
         return Cut(names, balanced=True, unit=pieces.unit)
-    if isinstance(pieces, Blocked) and all(block == pieces.blocks[0] for block in pieces.blocks):
-        return Cut(names, blocks=len(pieces.blocks))
-    return Cut(names, sizes=_sizes(pieces))
+    if isinstance(pieces, Blocked):
+        lengths = [block.length for block in pieces.blocks]
+        grain = math.gcd(*lengths)
+        even = all(isinstance(b, Stepped) for b in pieces.blocks)
+        return Cut(names, blocks=tuple(length // grain for length in lengths), balanced=not even)
+    return Cut(names, sizes=tuple(pieces.size(i) for i in range(pieces.count)))

@@ -6,24 +6,29 @@ They do as torch's do; `init_from_local_shards` and `init_from_local_tensor` are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.workers import rank_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind, no_such_rank
 from shardtensor.layout.box import Box
 from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
-from shardtensor.spec.devices import ChunkShardingSpec
+from shardtensor.mesh import Mesh
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.infer import infer_sharding_spec
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.placement import Placement, parse_placement
+from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.init_local import init_from_local_shards, init_from_local_tensor, leaf_of
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.remote import share
 from shardtensor.tensor.shard import Shard
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -91,13 +96,13 @@ def from_local_shards_and_global_metadata(
 ) -> ShardedTensor:
     """Return the tensor that the metadata describes, of which this rank has these shards.
 
-    Sends nothing and compares nothing between ranks: the metadata is trusted to be right on each of them.
+    Sends nothing (but RRefs with `init_rrefs`) and compares nothing between ranks: the metadata is trusted to be right
+    on each of them.
 
     Raises:
         RuntimeError: not as many shards as the metadata gives this rank.
         LayoutError: (a ValueError) a shard that is not what the metadata says, shards that do not tile the size.
     """
-    refuse_rrefs(init_rrefs)
     group = as_group(process_group)
     _check_metadata(sharded_tensor_metadata)
     shards, shape = sharded_tensor_metadata.shards_metadata, tuple(sharded_tensor_metadata.size)
@@ -117,10 +122,11 @@ def from_local_shards_and_global_metadata(
     validate_non_overlapping_shards_metadata(shards)
     check_tensor(shards, shape)
     is_chunked = isinstance(spec, ChunkShardingSpec) and all(rank in group.ranks for rank, _ in owned)
-    layout = bind(spec, shape, mesh_of(group)) if is_chunked else listed_layout(tuple(owned), shape)
+    layout = bind_named(spec, shape, mesh_of(group)) if is_chunked else listed_layout(tuple(owned), shape)
     by_box = {box: shard.tensor for box, shard in zip(mine, local_shards, strict=True)}
     dtype = sharded_tensor_metadata.tensor_properties.dtype
-    return wrap(leaf_of(layout, group, by_box, dtype), layout, spec, group)
+    tensor = wrap(leaf_of(layout, group, by_box, dtype), layout, spec, group)
+    return share(tensor) if init_rrefs else tensor
 
 
 def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -> None:
@@ -155,25 +161,10 @@ def from_local_tensor(
     init_rrefs: bool = False,
 ) -> ShardedTensor:
     """As `init_from_local_tensor`."""
-    refuse_rrefs(init_rrefs)
-    return init_from_local_tensor(local_tensor, sharding_spec, *global_size, process_group=process_group)
+    tensor = init_from_local_tensor(local_tensor, sharding_spec, *global_size, process_group=process_group)
+    return share(tensor) if init_rrefs else tensor
 
 
-def refuse_rrefs(init_rrefs: bool) -> None:
-    """Raise RuntimeError: shards are not shown over RPC."""
-    if init_rrefs:
-        raise RuntimeError("RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC")
-
-
-def remote_shards(tensor: ShardedTensor) -> NoReturn:
-    """Raise RuntimeError: shards are not shown over RPC."""
-    raise RuleError(
-        "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available",
-        fix=["metadata() tells where all shards lie", "full_tensor() or gather() bring them here"],
-    )
-
-
-ShardedTensor.remote_shards = remote_shards  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards = staticmethod(from_local_shards)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_tensor = staticmethod(from_local_tensor)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]
@@ -181,16 +172,51 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # typ
 )
 
 
+def build_metadata(
+    spec: ChunkShardingSpec | GridShardingSpec | EnumerableShardingSpec,
+    tensor_sizes: Sequence[int],
+    tensor_properties: TensorProperties,
+) -> ShardedTensorMetadata:
+    """Return what ``metadata()`` of a tensor of this spec and global size says, for any placements, on any process.
+
+    A method of the specs that name devices. It is given to them here, as `shard_tensor` is in `parallel`, because specs
+    know no tensors: planning runs where torch cannot be imported.
+
+    Raises:
+        LayoutError: (a ValueError) the spec does not fit the size.
+
+    Example:
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> spec.build_metadata([3, 4], TensorProperties()).shards_metadata[1]
+        ShardMetadata(shard_offsets=[2, 0], shard_sizes=[1, 4], placement=rank:1/cpu)
+    """
+    shape = tuple(tensor_sizes)
+    if isinstance(spec, EnumerableShardingSpec):
+        check_tensor(spec.shards, shape)
+        return ShardedTensorMetadata(spec.shards, torch.Size(shape), tensor_properties)
+    ranks = range(len(spec.placements))  # a placement may name no rank, and a rank may have several
+    numbered = attrs.evolve(spec, placements=f"rank:0-{ranks[-1]}/cpu")
+    layout = bind(numbered, shape, Mesh((("*", len(ranks)),)))
+    boxes = [box for rank in ranks for box in layout.boxes(rank)]
+    shards = [ShardMetadata(box.offsets, box.sizes, at) for box, at in zip(boxes, spec.placements, strict=True)]
+    return ShardedTensorMetadata(shards, torch.Size(shape), tensor_properties)
+
+
+for _kind in (ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec):
+    _kind.build_metadata = build_metadata  # type: ignore[method-assign,assignment]
+
+
 def parse_and_validate_remote_device(process_group: Any, remote_device: Any) -> tuple[int, torch.device]:
     """Return the global rank and the device of a placement.
 
     Raises:
         LayoutError: (a ValueError) there is none, it names no rank, or one outside the process group.
+        RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
     """
     if remote_device is None:
         raise LayoutError("remote device is None", fix='give the shard a placement such as "rank:0/cpu"')
     placement: Placement = parse_placement(remote_device)
-    rank, group = placement.rank(), as_group(process_group)
+    rank, group = rank_of(placement), as_group(process_group)
     if rank is None:
         raise LayoutError("a placement names no rank", {"placement": placement}, 'write it as in "rank:0/cpu"')
     if group.index >= 0 and rank not in group.ranks:

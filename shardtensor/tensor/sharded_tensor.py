@@ -16,13 +16,13 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
+from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import gather_whole, part, settle, whole
 from shardtensor.tensor.shard import Shard
@@ -57,6 +57,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _placements: dict[int, Any] | None = None
     _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
+    _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _copied: str | None = None  # the view function of which this is a copy, where the dense result would be a view
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     @_sharding_spec.setter
     def _sharding_spec(self, value: ShardingSpec | str) -> None:
         spec = as_spec(value)
-        layout = bind(spec, self._layout.shape, placing.mesh_of(self._group))
+        layout = bind_named(spec, self._layout.shape, placing.mesh_of(self._group))
         if not same_boxes(layout, self._layout):
             raise LayoutError(
                 "the spec does not say how this tensor lies",

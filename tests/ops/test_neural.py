@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import every_size
+from harness import device, every_size
 from oracle import Case, check_table, whole
 
 import shardtensor as st
@@ -122,6 +122,11 @@ def test_losses_equal_dense(world, size):
 
 
 def known() -> None:
+    with device():
+        published_numbers()
+
+
+def published_numbers() -> None:
     for spec in ("[tp, -]", "[-, tp]"):  # a padding index is global
         for padding_idx in (5, -3):
             table = st.distribute(torch.arange(16.0).view(8, 2), spec, requires_grad=True)
@@ -134,8 +139,9 @@ def known() -> None:
         torch.testing.assert_close(table.full_tensor(), want)
         with pytest.raises(st.RuleError, match="sparse gradients"):
             F.embedding(torch.tensor([0]), table, sparse=True)
-        with pytest.raises(IndexError, match="index out of range"):
-            F.embedding(torch.tensor([2]), table)
+        if device().type == "cpu":  # a card only asserts
+            with pytest.raises(IndexError, match="index out of range"):
+                F.embedding(torch.tensor([2]), table)
     logits = st.distribute(torch.arange(4.0).view(1, 4), "[-, tp]", requires_grad=True)
     loss = F.cross_entropy(logits, torch.tensor([3]))
     assert type(loss) is torch.Tensor

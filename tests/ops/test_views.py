@@ -58,6 +58,7 @@ CASES = [
     Case("clone", lambda x: x.clone() * 1, (S,)),
     Case("contiguous", lambda x: x.t().contiguous() * 1, (S,)),
     Case("flip", lambda x: x.flip(1), (S,), gathers=(1,)),
+    Case("flip two dims", lambda x: x.flip(0, 1) + x.flip((1, 0)) + torch.flip(x, dims=(0, 1)), (S,), gathers="all"),
     Case("tril", lambda x: x.tril(), (T3,), gathers=(1, 2)),
     Case("gather", lambda x, i: torch.gather(x, 1, i), (S, (5, 2)), make=("int", "ids:6"), gathers=(1,)),
     Case("index_select", lambda x, i: x.index_select(1, i), (S, (3,)), make=("int", "ids:6")),

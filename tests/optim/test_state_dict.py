@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import RankFailed, every_size
+from harness import RankFailed, device, every_size
 from models import LAYOUTS, assert_equal, dense, same, set_grads, shard, sharded
 
 import shardtensor as st
@@ -56,7 +56,7 @@ def test_training_resumes_under_other_layouts(world, size, source, target):
 
 def b23_empty_group():
     torch.manual_seed(1)
-    oracle = torch.nn.Linear(2, 2)
+    oracle = torch.nn.Linear(2, 2).to(device())
     names = {"weight": "[tp, -]", "bias": "[tp]"}
     values = {name: param.detach().clone() for name, param in oracle.named_parameters()}
 

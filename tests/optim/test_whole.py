@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from harness import device
 from models import LAYOUTS, assert_equal, dense, set_grads, shard, sharded, whole
 
 import shardtensor as st
@@ -112,7 +113,7 @@ def lbfgs():
         losses = [optimizer.step(closure).item() for _ in range(3)]
         return losses, whole(weight).detach()
 
-    full = torch.arange(15.0).view(5, 3) / 10
+    full = torch.arange(15.0, device=device()).view(5, 3) / 10
     options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
     want = train(torch.nn.Parameter(full.clone()), lambda p: torch.optim.LBFGS(p.values(), **options))
     spec = LAYOUTS["columns"][1]

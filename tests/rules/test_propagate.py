@@ -74,7 +74,7 @@ def check(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> None:
         if results[rank].requires_grad:
             results[rank].backward(part(weight, recipe.settled, rank))
     summed = [axis for axis, _ in recipe.output.partial]
-    assert tuple(summed) == recipe.summed_axes
+    assert recipe.output.reduced() == recipe.settled
     for rank in MESH.ranks:
         total = sum(results[other].detach() for other in MESH.ranks_along(rank, summed))
         assert torch.equal(total, part(expected.detach(), recipe.settled, rank))

@@ -86,16 +86,18 @@ def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
     step, difference = worst_difference(outcome.sharded, outcome.dense)
     console.print(
         f"\n{steps} steps: loss {outcome.sharded[0]:.4f} -> {outcome.sharded[-1]:.4f}; "
-        f"{1e3 * outcome.step_s[0] / steps:.0f} ms a sharded step, {1e3 * outcome.step_s[1] / steps:.0f} ms a dense one; "
-        f"{wall_s:.0f} s in all"
+        f"{1e3 * outcome.step_s[0] / steps:.0f} ms a sharded step, {1e3 * outcome.step_s[1] / steps:.0f} ms a dense "
+        f"one; {wall_s:.0f} s in all"
     )
     if not difference <= TOLERANCE:
         console.print(
             f"[bold red]The sharded run and the dense run differ[/]: by {difference:.1e} of the loss at step {step} "
-            f"({outcome.sharded[step - 1]:.6f} sharded, {outcome.dense[step - 1]:.6f} dense); at most {TOLERANCE:.0e} is rounding."
+            f"({outcome.sharded[step - 1]:.6f} sharded, {outcome.dense[step - 1]:.6f} dense); at most {TOLERANCE:.0e} "
+            "is rounding."
         )
         return 1
     console.print(
-        f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} (worst at step {step})."
+        f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} "
+        f"(worst at step {step})."
     )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -86,7 +87,8 @@ def show_holders(held: list[Held], console: Console) -> None:
         name = ".".join("*" if part.isdigit() else part for part in entry.name.split("."))
         if name not in seen:
             seen.add(name)
-            table.add_row(name, " x ".join(map(str, entry.shape)), Text(entry.spec), draw_boxes(entry.shape, entry.boxes))
+            shape = " x ".join(map(str, entry.shape))
+            table.add_row(name, shape, Text(entry.spec), draw_boxes(entry.shape, entry.boxes))
     console.print(table)
 
 
@@ -104,6 +106,7 @@ def show_bytes(by_rank: list[tuple[int, int, int]], dense: tuple[int, int, int],
 
 def worst_difference(sharded: list[float], dense: list[float]) -> tuple[int, float]:
     """The step (from 1) whose losses differ most, and by how much, relative to the dense loss; NaN counts as most."""
-    relative = [abs(a - b) / max(abs(b), 1e-30) if a == a and b == b else float("inf") for a, b in zip(sharded, dense, strict=True)]
+    relative = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(sharded, dense, strict=True)]
+    relative = [math.inf if math.isnan(difference) else difference for difference in relative]
     step = max(range(len(relative)), key=relative.__getitem__)
     return step + 1, relative[step]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any
@@ -119,15 +119,12 @@ def _choices(pattern: str) -> list[str]:
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     """Bytes this process holds of parameters, gradients and optimizer state."""
-    local: Callable[[torch.Tensor], int] = lambda t: _local(t).numel() * t.element_size()  # noqa: E731
     params = list(model.parameters())
+    grads = [param.grad for param in params if param.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return (
-        sum(map(local, params)),
-        sum(local(param.grad) for param in params if param.grad is not None),
-        sum(local(value) for value in states if isinstance(value, torch.Tensor)),
-    )
+    return _size(params), _size(grads), _size(value for value in states if isinstance(value, torch.Tensor))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    locals_ = (tensor._local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
+    return sum(local.numel() * local.element_size() for local in locals_)

@@ -1,0 +1,92 @@
+"""What the README shows is true: its programs run, its texts mean specs, its error is the one that is raised."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from harness import device
+
+import shardtensor
+from shardtensor.cli.main import _parser
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+MLP, TENSORS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def _run(program: str) -> dict:
+    names: dict = {}
+    with torch.device(device()):
+        exec(program, names)
+    return names
+
+
+def _loss(*dropped: str) -> float:
+    """The last loss of the first program, without the lines that begin so; the harness has made the world already."""
+    lines = [line for line in MLP.splitlines() if not line.startswith(("dist.init_process_group", "print", *dropped))]
+    return _run("\n".join(lines))["loss"].item()
+
+
+def sharded_loss() -> float:
+    return _loss()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_mlp_has_the_loss_of_the_dense_model_on_every_rank(world, size):
+    dense = _loss("shard_parameter")
+    for loss in world(sharded_loss, size):
+        assert loss == pytest.approx(dense, rel=1e-4)
+
+
+def tensors() -> tuple:
+    torch.manual_seed(5)
+    dense = torch.rand(8, 6, device=device())
+    torch.manual_seed(5)
+    names = _run(TENSORS)
+    w, y = names["w"], names["y"]
+    assert torch.equal(w.full_tensor(), dense)
+    want = (dense * 2 + 1).softmax(-1) @ torch.ones(6, 3, device=device())
+    assert torch.allclose(y.full_tensor() if isinstance(y, shardtensor.ShardedTensor) else y, want)
+    assert type(y.sum()) is torch.Tensor
+    return tuple(w.shape), tuple(w.local_tensor().shape)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_tensors_are_what_the_comments_say(world, size):
+    assert world(tensors, size) == [((8, 6), (8 // size, 6))] * size
+
+
+def _table(heading: str) -> list[str]:
+    rows = README.split(f"| {heading} |", 1)[1].split("\n\n", 1)[0]
+    return [cell for row in rows.splitlines()[2:] for cell in re.findall("`([^`]+)`", row.split("|")[1])]
+
+
+@pytest.mark.parametrize("text", _table("text"))
+def test_every_text_of_the_table_is_a_spec(text):
+    spec = shardtensor.parse_spec(text)
+    assert shardtensor.parse_spec(str(spec)) == spec
+
+
+def test_the_error_shown_is_the_error_raised():
+    (shown,) = re.findall(r"```text\n(<spec>.*?)\n```", README, re.DOTALL)
+    with pytest.raises(shardtensor.SpecError) as caught:
+        shardtensor.parse_spec("[tp unti(128), -]")
+    assert str(caught.value) == shown
+    assert shardtensor.parse_spec("[tp, -]") == shardtensor.Spec("tp", None)
+
+
+@pytest.mark.parametrize("line", sorted(set(re.findall(r"`(from shardtensor[^`.]* import [^`]+)`", README))))
+def test_every_import_line_works(line):
+    exec(line)
+
+
+def test_code_for_torchs_module_finds_its_names_here():
+    for theirs in re.findall(r"`from torch.distributed._shard(\S*) import ([^`]+)`", README):
+        exec(f"from shardtensor{theirs[0]} import {theirs[1]}")
+
+
+@pytest.mark.parametrize("options", re.findall(r"`shardtensor (demo[^`]*)`", README))
+def test_every_command_has_these_options(options):
+    assert _parser().parse_args(options.split()).command == "demo"
