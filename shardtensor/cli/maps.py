@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -21,8 +20,8 @@ def rank_style(rank: int) -> str:
 def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -> Text:
     """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
 
-    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. A tensor that
-    every rank has whole is one grey line.
+    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where dim 0 is
+    not cut, one line stands for all.
 
     Example:
         >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
@@ -35,8 +34,8 @@ def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -
     rows = shape[0] if len(shape) > 1 else 1
     columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
     height, width = min(rows, max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
-    if all(sum(box.numel for box in boxes) == math.prod(shape) for boxes in boxes_by_rank):
-        height = 1
+    if len({box.offsets[0] for boxes in boxes_by_rank for box in boxes if box.numel} if shape else ()) <= 1:
+        height = 1  # nothing is cut along dim 0
     text = Text()
     for line in range(height):
         if line:

@@ -14,9 +14,8 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
-from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 
@@ -37,7 +36,7 @@ def on_lists(func: Any) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
         places = [i for i, x in enumerate(operands) if _is_list_of_tensors(x)]
-        locals_, columns = _aligned([operands[i] for i in places], in_place)
+        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place)
         if locals_ is None:
             return fall_back(func, args, kwargs)
         for i, tensors in zip(places, locals_, strict=True):
@@ -59,7 +58,7 @@ def _is_list_of_tensors(x: Any) -> bool:
 Column = tuple[Layout, Group] | None
 
 
-def _aligned(lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
+def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
     """Local tensors that belong together at every place of the lists, and what the results there are part of."""
     layouts = [[x._layout if isinstance(x, ShardedTensor) else None for x in tensors] for tensors in lists]
     first = layouts[0]
@@ -71,7 +70,7 @@ def _aligned(lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tens
         return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
-        found = _column(column, in_place)
+        found = _column(name, column, in_place)
         if found is None:
             return None, []
         columns.append(found[1])
@@ -80,7 +79,7 @@ def _aligned(lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tens
     return locals_, columns
 
 
-def _column(column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:
+def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:
     """Bring the tensors at one place of the lists to one layout; None when the result has none of their layouts."""
     base = next((x for x in column if isinstance(x, ShardedTensor)), None)
     if base is None:
@@ -89,11 +88,7 @@ def _column(column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torc
         return [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in column], None
     if base._layout.partial:
         if in_place:
-            raise RuleError(
-                "a partial tensor cannot be changed in place",
-                {"shape": tuple(base.shape), "layout": str(base._layout)},
-                "reduce it first",
-            )
+            refuse_partial_write(base, name)
         base = settled(base)
     shape, layout, group = base.shape, base._layout, base._group
     if torch.broadcast_shapes(*(x.shape for x in column)) != shape:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from shardtensor.errors import RuleError
 from shardtensor.layout.layout import CutLayout, replicated
 from shardtensor.ops.elementwise_names import ELEMENTWISE, IN_PLACE_DUNDERS
 from shardtensor.ops.engine import bring, group_of
@@ -25,6 +24,7 @@ from shardtensor.tensor.dispatch import (
     implements,
     name_of,
     refuse_lost_write,
+    refuse_partial_write,
     spellings,
     warn_of_gather,
 )
@@ -46,12 +46,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if type(x) is not ShardedTensor:
         return fall_back(func, args, kwargs)
     refuse_lost_write(x, name_of(func))
-    if x._layout.partial:
-        raise RuleError(
-            f"{name_of(func)}: in place on a sum that is not reduced yet",
-            {"spec": str(x.sharding_spec())},
-            "settle it first: x = distribute(x.full_tensor(), spec)",
-        )
+    refuse_partial_write(x, name_of(func))
     if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
         func(x._local, *args[1:], **kwargs)
         return x

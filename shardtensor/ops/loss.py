@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import Prepared, finish, prepare
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import HALF, places
@@ -141,9 +140,6 @@ def _over_cut_classes(
         even = (total[4] if w is not None else classes) * base - total[3 if w is not None else 2]
         losses = (1 - smoothing) * losses + smoothing / classes * even
     return losses.masked_fill(~live, 0).to(dtype), shares
-
-
-
 
 
 def _reduced(losses: torch.Tensor, shares: torch.Tensor, ready: Prepared, reduction: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,8 +151,19 @@ def warn_of_gather(func: Any, size_bytes: int) -> None:
             f"{name} has no sharding rule: it gathers its operands ({size_bytes / 2**20:.2f} MiB on every rank), "
             "computes on the whole and lays the result out again. This is said once for each operation.",
             GatherWarning,
-            stacklevel=5,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """The stack level, seen from the function that calls this, of the code that called torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "shardtensor",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,4 +187,18 @@ def refuse_lost_write(target: Any, name: str) -> None:
             f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
             {"made by": f"{view}, which had to gather here"},
             ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
+        )
+
+
+def refuse_partial_write(target: Any, name: str) -> None:
+    """Refuse to change in place a tensor whose addends the ranks still hold, where no addend could take the change.
+
+    Raises:
+        RuleError: the tensor is partial.
+    """
+    if target._layout.partial:
+        raise RuleError(
+            f"{name}: in place on a tensor that is still to be reduced",
+            {"spec": str(target.sharding_spec())},
+            "reduce it first: x = distribute(x, spec) with a spec that is not partial",
         )

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.dispatch import name_of, refuse_lost_write, warn_of_gather
+from shardtensor.tensor.dispatch import name_of, refuse_lost_write, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -24,11 +24,11 @@ SHOWS_MEMORY = frozenset(
     data_ptr const_data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage
     resize_ resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
     _make_subclass _base _is_view rename rename_ refine_names align_to align_as unflatten_
-    to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
+    sparse_resize_ set_ to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
     __array__ __array_wrap__ __dlpack__ __dlpack_device__ __cuda_array_interface__
     """.split()
 )
-CHANGES_SHAPE = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ sparse_resize_ set_".split())
+CHANGES_SHAPE = ("squeeze_", "unsqueeze_")
 CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
 """Families of operations that change lists of operands in place; other such operations end in an underscore."""
 WRITES_STATISTICS = ("batch_norm", "instance_norm")
@@ -45,7 +45,12 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         RuleError: the function shows memory or changes a shape in place; or `strict` is on.
     """
     name = _bare_name(func)
-    if name in SHOWS_MEMORY or name in CHANGES_SHAPE or getattr(func, "__name__", "") == "__set__":
+    if name in CHANGES_SHAPE:
+        raise RuleError(
+            f"{name_of(func)} would change the shape of a ShardedTensor in place",
+            fix=f"use {name.removesuffix('_')}, which returns a new tensor",
+        )
+    if name in SHOWS_MEMORY or getattr(func, "__name__", "") == "__set__":
         raise RuleError(
             f"{name_of(func)} is not supported for ShardedTensor: no rank holds the whole of it in memory",
             fix=["local_tensor() or local_shards() for this rank's part", "full_tensor() for the whole"],
@@ -124,12 +129,7 @@ def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: in
     if _is_unchanged(whole, before):
         return
     refuse_lost_write(shell, name_of(func))
-    if shell._layout.partial:
-        raise RuleError(
-            f"{name_of(func)} would write into a tensor that is still to be reduced",
-            {"layout": str(shell._layout)},
-            "reduce it first, or use the form that returns a new tensor",
-        )
+    refuse_partial_write(shell, name_of(func))
     local = part(whole, shell._layout, shell._group)
     # Empty ones all have address 0, and must enter the graph as on other ranks, whose backward is collective.
     if not local.numel() or local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():

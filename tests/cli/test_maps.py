@@ -8,7 +8,7 @@ from shardtensor.layout.box import Box
 
 def test_columns_rows_copies_and_vectors():
     columns = [[Box((0, 0), (2, 3))], [Box((0, 3), (2, 1))]]
-    assert draw_boxes((2, 4), columns).plain == "0001\n0001"
+    assert draw_boxes((2, 4), columns).plain == "0001"
     copies = [[Box((0, 0), (1, 2))], [Box((0, 0), (1, 2))]]
     assert draw_boxes((1, 2), copies).plain == "  "
     assert draw_boxes((3,), [[Box((0,), (1,))], [Box((1,), (2,))]]).plain == "011"

@@ -18,6 +18,7 @@ from shardtensor.cli.maps import draw_boxes, rank_style
 from shardtensor.layout.box import Box, whole
 
 TOLERANCE = 1e-4
+PLAIN = "plain"
 
 
 @attrs.frozen
@@ -35,7 +36,7 @@ class Held:
         if isinstance(param, ShardedTensor):
             boxes = tuple(param._layout.boxes(rank) for rank in range(world))
             return cls(name, tuple(param.shape), str(param.sharding_spec()), boxes)
-        return cls(name, tuple(param.shape), "plain", tuple((whole(tuple(param.shape)),) for _ in range(world)))
+        return cls(name, tuple(param.shape), PLAIN, tuple((whole(tuple(param.shape)),) for _ in range(world)))
 
 
 class Progress:
@@ -76,20 +77,18 @@ def show_holders(held: list[Held], console: Console) -> None:
     legend = Text("who holds what   ")
     for rank in range(world):
         legend.append(f" rank {rank} ", style=rank_style(rank)).append(" ")
-    legend.append(" all ranks ", style="black on grey70")
     console.print(legend)
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for title in ("parameter", "shape", "spec"):
         table.add_column(title, no_wrap=True)
-    table.add_column("dim 0 goes down, dim 1 to the right")
-    seen: set[str] = set()
-    for entry in held:
-        name = ".".join("*" if part.isdigit() else part for part in entry.name.split("."))
-        if name not in seen:
-            seen.add(name)
-            shape = " x ".join(map(str, entry.shape))
-            table.add_row(name, shape, Text(entry.spec), draw_boxes(entry.shape, entry.boxes))
+    table.add_column("dim 0 down, dim 1 right")
+    by_name = {".".join("*" if part.isdigit() else part for part in entry.name.split(".")): entry for entry in held}
+    for name, entry in by_name.items():
+        if entry.spec != PLAIN:
+            drawn = draw_boxes(entry.shape, entry.boxes)
+            table.add_row(name, " x ".join(map(str, entry.shape)), Text(entry.spec), drawn)
     console.print(table)
+    console.print("whole on every rank: " + ", ".join(name for name, entry in by_name.items() if entry.spec == PLAIN))
 
 
 def show_bytes(by_rank: list[tuple[int, int, int]], dense: tuple[int, int, int], console: Console) -> None:
