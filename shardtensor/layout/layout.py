@@ -222,11 +222,10 @@ class ListedLayout(Layout):
 
     @property
     def packed(self) -> bool:
-        ranks = [rank for rank, _ in self.owned]
-        return len(set(ranks)) != len(ranks)
+        return len(_boxes_by_rank(self)) != len(self.owned)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        return tuple(box for owner, box in self.owned if owner == rank)
+        return _boxes_by_rank(self).get(rank, ())
 
     def local_shape(self, rank: int) -> Shape:
         boxes = self.boxes(rank)
@@ -293,6 +292,15 @@ class FlatLayout(Layout):
 
     def __str__(self) -> str:
         return f"{self.inner} flat({'*'.join(map(self.axis_name, self.axes))}){self._partial_text()}"
+
+
+@lru_cache(maxsize=1024)
+def _boxes_by_rank(layout: ListedLayout) -> dict[int, tuple[Box, ...]]:
+    """What each rank holds, so that asking for one does not search through all."""
+    held: dict[int, list[Box]] = {}
+    for rank, box in layout.owned:
+        held.setdefault(rank, []).append(box)
+    return {rank: tuple(boxes) for rank, boxes in held.items()}
 
 
 def _end_to_end(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, wrap
 
 Tensors = Sequence[torch.Tensor]
 
@@ -66,7 +66,7 @@ def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list
         other == first or all(y is None and not x.dim() for x, y in zip(tensors, other, strict=True))
         for tensors, other in zip(lists, layouts, strict=True)
     ) and not any(layout is not None and layout.partial for layout in first):
-        locals_ = [[x._local if isinstance(x, ShardedTensor) else x for x in tensors] for tensors in lists]
+        locals_ = [list(map(local_of, tensors)) for tensors in lists]
         return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
@@ -157,7 +157,7 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
             x = x._local
         kinds.setdefault((x.device, x.dtype), []).append(i)
     for (_, kind), places in kinds.items():
-        locals_ = [x._local.detach() if isinstance(x := tensors[i], ShardedTensor) else x.detach() for i in places]
+        locals_ = [local_of(tensors[i]).detach() for i in places]
         wide = torch.promote_types(kind, torch.float32)  # a bfloat16 norm would be rounded before it is summed
         if foreach:
             norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
@@ -205,7 +205,7 @@ def foreach_norm(self: Tensors, ord: float = 2, dtype: torch.dtype | None = None
 @implements(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
-    locals_ = [x._local if isinstance(x, ShardedTensor) else x for x in self]
+    locals_ = list(map(local_of, self))
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
     for group in groups_of(self):
         group.all_reduce(found_inf, "max")

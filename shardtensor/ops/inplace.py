@@ -53,7 +53,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if len(args) == 2 and not kwargs and type(args[1]) is ShardedTensor:
         y = args[1]
         if y._layout == x._layout and y._group is x._group:
-            func(x._local, y._local)
+            func(x._local, apart(y._local, x._local))
             return x
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
     group_of(name_of(func), [x, *others])
@@ -68,12 +68,24 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return x
 
 
+def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """`local`, copied where it shows the memory of the local tensor `written` in another way.
+
+    Torch refuses to write what it reads elsewhere, but only where it can tell, which the shape of a rank's part decides.
+    """
+    if local is written or not (local._is_view() or written._is_view()):
+        return local
+    is_same = local.storage_offset() == written.storage_offset() and local.stride() == written.stride()
+    shares = local.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
+    return local.clone() if shares and not is_same else local
+
+
 def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     """The local tensor of `other` that meets the local tensor of `x`."""
     if isinstance(other, ShardedTensor):
         other = settled(other)
         if other._layout == x._layout:
-            return other._local
+            return apart(other._local, x._local)
     layout = x._layout
     if not isinstance(layout, CutLayout):
         return beside(name, other, x)
@@ -103,7 +115,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if src.shape != input.shape:
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
     local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
-    input._local.copy_(local if layout.brings_value(group.rank) else torch.zeros_like(local), non_blocking)
+    local = apart(local, input._local) if layout.brings_value(group.rank) else torch.zeros_like(local)
+    input._local.copy_(local, non_blocking)
     return input
 
 

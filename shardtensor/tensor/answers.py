@@ -12,6 +12,7 @@ import torch
 
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout
+from shardtensor.rules.dims import one_dim
 
 
 class Answers:
@@ -36,12 +37,9 @@ class Answers:
         if dim is None:
             return torch.Size(self._layout.shape)
         shape = self._layout.shape
-        if not -len(shape) <= dim < len(shape):
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-max(len(shape), 1)}, "
-                f"{max(len(shape), 1) - 1}], but got {dim})"
-            )
-        return shape[dim]
+        if not shape:
+            raise IndexError(f"Dimension specified as {dim} but tensor has no dimensions")
+        return shape[one_dim(len(shape), dim)]
 
     def __len__(self) -> int:
         if not self._layout.shape:

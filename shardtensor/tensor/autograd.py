@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, settled
+from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, local_of, settled
 
 
 @implements(torch.Tensor.backward)
@@ -34,7 +34,7 @@ def backward(
     if grad_tensors is None:
         grad_tensors = grad_variables
     outputs, gradients = _roots(tensors, grad_tensors)
-    leaves = None if inputs is None else [_leaf(x) for x in _listed(inputs)]
+    leaves = None if inputs is None else [local_of(x) for x in _listed(inputs)]
     torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=leaves)
 
 
@@ -43,7 +43,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     """Return the gradients of `inputs`, each laid out as its input is; any of the tensors may be sharded."""
     outputs, grad_outputs = _roots(outputs, grad_outputs, batched=kwargs.get("is_grads_batched", False))
     inputs = _listed(inputs)
-    found = torch.autograd.grad(outputs, [_leaf(x) for x in inputs], grad_outputs, *args, **kwargs)
+    found = torch.autograd.grad(outputs, [local_of(x) for x in inputs], grad_outputs, *args, **kwargs)
     return tuple(
         gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
@@ -83,10 +83,6 @@ def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[to
         else:
             starts.append(local_as(gradient, tensor._layout, tensor._group))
     return roots, starts
-
-
-def _leaf(x: Any) -> Any:
-    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def _listed(x: Any) -> list[Any]:

@@ -130,6 +130,3 @@ def type_(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False, 
 def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``Tensor.type_as``: to the dtype and device of `other`."""
     return to(tensor, dtype=other.dtype, device=other.device)
-
-
-__all__ = ["converted", "cpu", "cuda", "to"]

@@ -10,7 +10,7 @@ replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2 m
 * Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is: the safety
   net of any operation without a rule, with its one warning, an error under `strict`.
 * Reentrant checkpointing, a Function too, gets the local tensors and gathers nothing.
-* Full backward hooks of modules, another, are shown whole gradients: the tensors they watch are gathered and stay whole.
+* Full backward hooks of modules, another, are shown whole gradients: what they watch is gathered and stays whole.
 * A Function that itself makes a ShardedTensor out of plain arguments is refused.
 """
 
@@ -27,10 +27,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardtensor.errors import RuleError
 from shardtensor.tensor.dispatch import warn_of_gather
 from shardtensor.tensor.fallback import gather_and_compute
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 
 Function = torch.autograd.Function
-_plain_apply: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]
+_torch_apply: Any = vars(Function)["apply"]  # a classmethod in Python up to torch 2.13, in C from 2.14
+_plain_apply: Callable[..., Any] = getattr(_torch_apply, "__func__", _torch_apply)
 
 
 @classmethod  # type: ignore[misc]
@@ -89,10 +90,10 @@ def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -
     def on_locals(*locals_: Any) -> Any:
         out = run(*map(_dressed, locals_, kinds_in))
         kinds_out[:] = map(_kind, _as_tuple(out))
-        bare = tuple(map(_leaf, _as_tuple(out)))
+        bare = tuple(map(local_of, _as_tuple(out)))
         return bare if isinstance(out, tuple) else bare[0]
 
-    out = _plain_apply(CheckpointFunction, on_locals, preserve_rng_state, *map(_leaf, args))
+    out = _plain_apply(CheckpointFunction, on_locals, preserve_rng_state, *map(local_of, args))
     shown = tuple(map(_dressed, _as_tuple(out), kinds_out))
     return shown if isinstance(out, tuple) else shown[0]
 
@@ -101,11 +102,8 @@ def _watched_whole(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """What a module takes or returns, whole, with the node that its full backward hooks watch directly behind."""
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, ShardedTensor))
     warn_of_gather(torch.nn.Module.register_full_backward_hook, size)
-    return _plain_apply(BackwardHookFunction, *(x.full_tensor() if isinstance(x, ShardedTensor) else x for x in tensors))
-
-
-def _leaf(x: Any) -> Any:
-    return x._local if isinstance(x, ShardedTensor) else x
+    wholes = (x.full_tensor() if isinstance(x, ShardedTensor) else x for x in tensors)
+    return _plain_apply(BackwardHookFunction, *wholes)
 
 
 def _kind(x: Any) -> Any:

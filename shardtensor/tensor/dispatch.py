@@ -158,10 +158,7 @@ def warn_of_gather(func: Any, size_bytes: int) -> None:
 def _level_of_caller() -> int:
     """The stack level, seen from the function that calls this, of the code that called torch."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "shardtensor",
-        "torch",
-    ):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(("shardtensor.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -180,7 +177,15 @@ def refuse_lost_write(target: Any, name: str) -> None:
 
     Raises:
         RuleError: the write would not reach the tensor that the view was taken of.
+        RuntimeError: as torch, `target` is expanded; on every rank, also where its part is empty.
     """
+    if 0 in target._local.stride() and any(
+        n > 1 and not step for n, step in zip(target.shape, target._local.stride(), strict=False)
+    ):
+        raise RuntimeError(
+            f"{name}: unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
     view = target._copied
     if view is not None:
         raise RuleError(

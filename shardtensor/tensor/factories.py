@@ -13,14 +13,11 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_to
 from shardtensor.tensor.drawing import draw
-from shardtensor.tensor.move import cut_part, settle
 from shardtensor.tensor.placing import device_for
 from shardtensor.tensor.random import Sample
 from shardtensor.tensor.remote import share
@@ -191,20 +188,3 @@ def _refuse_what_is_not_plain(
         raise LayoutError(f"Only torch.strided layout is currently supported, found {layout}")
     if memory_format != torch.contiguous_format:
         raise LayoutError(f"Only torch.contiguous_format memory_format is currently supported, found {memory_format}")
-
-
-__all__ = [
-    "Options",
-    "SpecLike",
-    "as_group",
-    "as_spec",
-    "cut_part",
-    "distribute",
-    "empty",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "settle",
-    "zeros",
-]

@@ -156,6 +156,3 @@ def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch
     generator.set_state(before)
     agree_on_state(first._group, first.device, generator)
     return compute()
-
-
-__all__ = ["gather_and_compute"]

@@ -40,9 +40,7 @@ def gather_to(
         out.copy_(assemble(flat, layout, group))
 
 
-def _fault(
-    tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None
-) -> LayoutError | None:
+def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> LayoutError | None:
     """What is wrong with this rank's call; `dtype` is what `out` must have, None for any."""
     group = tensor._group
     if not 0 <= dst < group.size:

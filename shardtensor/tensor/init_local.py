@@ -75,7 +75,7 @@ def init_from_local_shards(
     """
     group = as_group(process_group)
     brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank))
-    agree(group, "init_from_local_shards", {}, fault)
+    agree(group, "init_from_local_shards", {"init_rrefs": str(init_rrefs)}, fault)
     holders = {
         rank: other for rank, other in zip(group.ranks, group.exchange_objects(brought), strict=True) if other.shards
     }
@@ -242,7 +242,11 @@ def _rank(placement: Any) -> int:
 
 
 def init_from_local_tensor(
-    local_tensor: torch.Tensor, sharding_spec: ShardingSpec | str, *global_size: Any, process_group: Any = None
+    local_tensor: torch.Tensor,
+    sharding_spec: ShardingSpec | str,
+    *global_size: Any,
+    process_group: Any = None,
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """Wrap each rank's local tensor as its part under a spec, without a copy. All ranks of the group call it.
 
@@ -254,6 +258,7 @@ def init_from_local_tensor(
         global_size: the global shape. Left out, or with None for some dims, it is worked out from the local shapes of
             all ranks, which takes another exchange.
         process_group: a process group, a DeviceMesh, or None for the default group.
+        init_rrefs: as of `init_from_local_shards`.
 
     Raises:
         LayoutError: (a ValueError) on every rank alike, when a local tensor is not what the spec gives its rank.
@@ -271,13 +276,15 @@ def init_from_local_tensor(
         "global_size": "not given" if size is None else _by(size),
         "dtype": str(getattr(local_tensor, "dtype", None)),
         "requires_grad": str(getattr(local_tensor, "requires_grad", None)),
+        "init_rrefs": str(init_rrefs),
     }
     agree(group, "init_from_local_tensor", facts, fault)
     assert spec is not None
     if layout is None:
         shapes = dict(zip(group.ranks, group.exchange_objects(tuple(local_tensor.shape)), strict=True))
         layout = _fitting(spec, size, shapes, group)
-    return wrap(local_tensor, layout, spec, group)
+    tensor = wrap(local_tensor, layout, spec, group)
+    return share(tensor) if init_rrefs else tensor
 
 
 def _read(

@@ -3,6 +3,7 @@ and so is its gradient. `Whole` and `Part` are each other's adjoint."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,7 +52,7 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
 
 def gather_whole(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return the whole tensor on every rank of `group`; no gradient. All ranks of the group call it."""
-    if layout.is_replicated and len(layout.ranks) == group.size:
+    if layout.is_whole_on_all(group.size):
         return local
     team = along(group, layout, layout.parting_axes) if len(layout.ranks) == group.size else group
     plan = assembly(layout, team.ranks)
@@ -67,10 +68,7 @@ def assemble(flat: torch.Tensor, layout: Layout, team: Group) -> torch.Tensor:
         return flat.view(layout.shape)
     out = flat.new_empty(layout.shape)
     for piece in plan.contributions:
-        count = 1
-        for size in piece.local_shape:
-            count *= size
-        local = flat[piece.start : piece.start + count].view(piece.local_shape)
+        local = flat[piece.start : piece.start + math.prod(piece.local_shape)].view(piece.local_shape)
         for here, there in zip(piece.local_boxes, piece.boxes, strict=True):
             out[there.slices].copy_(local[here.slices].view(there.sizes) if layout.packed else local[here.slices])
     return out
@@ -83,9 +81,8 @@ def cut_part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
         return full[boxes[0].slices] if full.dim() else full
     out = full.new_empty(layout.local_shape(rank))
     for here, there in zip(layout.local_boxes(rank), boxes, strict=True):
-        out[here.slices].view(there.sizes).copy_(full[there.slices]) if layout.packed else out[here.slices].copy_(
-            full[there.slices]
-        )
+        piece = out[here.slices]
+        (piece.view(there.sizes) if layout.packed else piece).copy_(full[there.slices])
     return out
 
 
@@ -128,7 +125,7 @@ def whole(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
 
 def part(full: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part (local shape) of a whole tensor. Differentiable; its backward is collective."""
-    if layout.is_replicated and len(layout.ranks) == group.size:
+    if layout.is_whole_on_all(group.size):
         return full
     if torch.is_grad_enabled() and full.requires_grad:
         return Part.apply(full, layout, group)

@@ -146,27 +146,8 @@ def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -
                 )
 
 
-def from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """As `init_from_local_shards`."""
-    return init_from_local_shards(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
-
-
-def from_local_tensor(
-    local_tensor: torch.Tensor,
-    sharding_spec: ShardingSpec | str,
-    *global_size: Any,
-    process_group: Any = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """As `init_from_local_tensor`."""
-    tensor = init_from_local_tensor(local_tensor, sharding_spec, *global_size, process_group=process_group)
-    return share(tensor) if init_rrefs else tensor
-
-
-ShardedTensor._init_from_local_shards = staticmethod(from_local_shards)  # type: ignore[attr-defined]
-ShardedTensor._init_from_local_tensor = staticmethod(from_local_tensor)  # type: ignore[attr-defined]
+ShardedTensor._init_from_local_shards = staticmethod(init_from_local_shards)  # type: ignore[attr-defined]
+ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]
     from_local_shards_and_global_metadata
 )

@@ -41,7 +41,7 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
     """Show this rank's shards to all ranks, and return `tensor` when theirs are shown here.
 
     Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's bytes; a
-    tensor that is set in a shard later is not shown. Copies of the tensor and results of operations show nothing.
+    tensor that is set in a shard later is not shown. Deep copies, conversions and results of operations show nothing.
 
     Raises:
         RuleError: (a RuntimeError) on every rank alike, when a rank has not called ``init_rpc``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,6 @@ class Shard:
         self._metadata = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        import copy
-
         tensor = self.tensor
         twin = Shard.__new__(Shard)
         twin._tensor = memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))

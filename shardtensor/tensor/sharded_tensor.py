@@ -24,7 +24,7 @@ from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardtensor.tensor.move import gather_whole, part, settle, whole
+from shardtensor.tensor.move import part, settle, whole
 from shardtensor.tensor.shard import Shard
 
 _make_body = torch.Tensor._make_wrapper_subclass
@@ -45,7 +45,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
 
     Example:
         >>> import torch, shardtensor as st
-        >>> x = st.distribute(torch.arange(6.0), "chunk(dim=0, placements=['rank:0/cpu'])".replace("'", '"'))
+        >>> x = st.distribute(torch.arange(6.0).view(2, 3), "[tp, -]")
+        >>> x
+        ShardedTensor(shape=(2, 3), dtype=torch.float32, spec=[tp, -], rank 0 holds [0:2, 0:3] as (2, 3) on cpu)
         >>> (x * 2).sum()
         tensor(30.)
     """
@@ -88,9 +90,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         """Make `value` the shard's tensor: the new leaf when the rank has one shard, else copied into its place."""
         want = self._layout.boxes(self._group.rank)[index].sizes
         if tuple(value.shape) != want:
-            raise ValueError(
-                f"a shard of shape {tuple(want)} cannot hold one of shape {tuple(value.shape)}; reshard to change it"
-            )
+            raise ValueError(f"a shard of shape {tuple(want)} cannot hold one of shape {tuple(value.shape)}")
         if value is self._local:
             return
         if len(self._layout.boxes(self._group.rank)) == 1 and not self._layout.packed:
@@ -370,6 +370,11 @@ def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor
     return part(tensor, layout, group)
 
 
+def local_of(x: Any) -> Any:
+    """Return this rank's part of a sharded tensor; anything else as it is."""
+    return x._local if isinstance(x, ShardedTensor) else x
+
+
 def settled(tensor: ShardedTensor) -> ShardedTensor:
     """Return `tensor` with nothing left to reduce; itself when it is not partial."""
     if not tensor._layout.partial:
@@ -379,5 +384,3 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
 
 
 from shardtensor.tensor import convert  # noqa: E402  (it needs the class)
-
-__all__ = ["ShardedTensor", "gather_whole", "gradient_of", "local_as", "settled", "wrap"]

@@ -355,9 +355,11 @@ FAULTS = {
         FROM_RANK_1 + "TypeError: 'NoneType' object is not iterable",
     ),
     "rrefs": (
-        "RuleError",
-        FROM_RANK_1 + "RPC Framework needs to be initialized for init_rrefs=True; shards are not shown over RPC here\n"
-        "            fix  leave it False: full_tensor(), gather() and metadata() tell what other ranks hold",
+        "DisagreementError",
+        "init_from_local_shards: init_rrefs of rank 0 does not match with init_rrefs of rank 1; nothing was moved\n"
+        "  init_rrefs  ranks 0, 2  False\n"
+        "              rank 1      True\n"
+        "  fix         give every rank of the group the same init_rrefs",
     ),
 }
 
