@@ -47,6 +47,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return fall_back(func, args, kwargs)
     refuse_lost_write(x, name_of(func))
     refuse_partial_write(x, name_of(func))
+    _refuse_expanded(x)
     if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
         func(x._local, *args[1:], **kwargs)
         return x
@@ -68,10 +69,20 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return x
 
 
+def _refuse_expanded(x: ShardedTensor) -> None:
+    """Torch's error for writing what `expand` made, on ranks too where the part of `x` is empty and torch writes."""
+    steps = x._local.stride()
+    if 0 in steps and any(n > 1 and not step for n, step in zip(x._layout.shape, steps, strict=False)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
 def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     """`local`, copied where it shows the memory of the local tensor `written` in another way.
 
-    Torch refuses to write what it reads elsewhere, but only where it can tell, which the shape of a rank's part decides.
+    Torch refuses to write what it reads elsewhere, but only where it can tell, and that depends on a part's shape.
     """
     if local is written or not (local._is_view() or written._is_view()):
         return local
@@ -105,6 +116,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         assert isinstance(src, ShardedTensor)
         return input.copy_(src.full_tensor(), non_blocking)
     refuse_lost_write(input, "copy_")
+    _refuse_expanded(input)
     layout, group = input._layout, input._group
     if torch.broadcast_shapes(input.shape, src.shape) != input.shape:
         raise RuntimeError(

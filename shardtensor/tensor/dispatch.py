@@ -177,15 +177,7 @@ def refuse_lost_write(target: Any, name: str) -> None:
 
     Raises:
         RuleError: the write would not reach the tensor that the view was taken of.
-        RuntimeError: as torch, `target` is expanded; on every rank, also where its part is empty.
     """
-    if 0 in target._local.stride() and any(
-        n > 1 and not step for n, step in zip(target.shape, target._local.stride(), strict=False)
-    ):
-        raise RuntimeError(
-            f"{name}: unsupported operation: more than one element of the written-to tensor refers to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
     view = target._copied
     if view is not None:
         raise RuleError(

@@ -220,3 +220,30 @@ def _seconds(world: int) -> float:
 def test_binding_costs_the_same_at_16384_ranks():
     _seconds(8)
     assert _seconds(16384) < 3 * _seconds(8)  # O(ranks) would be a thousand times
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec("tp", None), "[tp, -]"),
+        (Spec(Cut("tp", balanced=True), "dp").partial("pp"), "[tp, dp] partial(pp)"),
+        (Spec(("tp", "dp"), None).partial("pp", op="max"), "[tp*dp, -] partial(pp, op=max)"),
+        (Spec(None, None).flat("dp", "tp"), "[-, -] flat(dp*tp)"),
+        (ChunkShardingSpec(1, ["rank:0-1/cpu"]), "[-, axis0]"),
+        (EnumerableShardingSpec([ShardMetadata([0, 0], [2, 8], "rank:1"), ShardMetadata([2, 0], [6, 4], "rank:0"),
+                                 ShardMetadata([2, 4], [6, 4], "rank:1")]), "3 boxes on 2 ranks"),
+    ],
+)  # fmt: skip
+def test_messages_say_a_layout_by_its_cuts(spec, text):
+    mesh = Mesh((("dp", 2), ("tp", 2), ("pp", 2)))
+    assert str(bind(spec, (8, 8), mesh)) == text
+
+
+def test_first_copies_hold_every_element_once():
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    for spec in (Spec("tp", None), Spec("dp", "tp"), Replicate(), Spec(None, None).flat("dp")):
+        layout = bind(spec, (4, 4), mesh)
+        boxes = [box for rank in mesh.ranks if layout.holds_first_copy(rank) for box in layout.boxes(rank)]
+        assert sorted(e for box in boxes for e in elements(box)) == elements(whole((4, 4))), spec
+        assert layout.is_whole_on_all(4) == (spec == Replicate())
+        assert not layout.holds_first_copy(9)

@@ -282,7 +282,7 @@ def refused(spec=None, name="weight", by_rank=False, src_rank=0):
         ({"spec": "[-, tp unit(4)]"}, "not a multiple of its unit 4"),
         ({"spec": 'chunk(dim=2, placements=["rank:0-3/cpu"])'}, "Invalid sharding dim: 2 for a tensor of 2 dims"),
         ({"spec": 'chunk(dim=0, placements=["rank:0-4/cpu"])'}, "Global rank 4 does not exist in input process group"),
-        ({"spec": "enum([0:4, 0:5] @ \"rank:0/cpu\")"}, "no shard holds element (0, 5)"),
+        ({"spec": 'enum([0:4, 0:5] @ "rank:0/cpu")'}, "no shard holds element (0, 5)"),
         ({"name": "wait"}, "has no attribute"),
         ({"by_rank": True}, "sharding_spec"),
         ({"src_rank": "rank"}, "src_rank"),
