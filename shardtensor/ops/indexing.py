@@ -13,12 +13,12 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.views import copied, mark, view
+from shardtensor.ops.views import copied, mark, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import along
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 @implements(torch.Tensor.__getitem__)
@@ -37,7 +37,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
 
 def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     """Index by normalized items; None where it must gather."""
-    x = settled(input)
+    x = to_view(input)
     layout, group = x._layout, x._group
     plan = indexing(layout, items, group.rank) if isinstance(layout, CutLayout) else None
     if plan is None or (layout.is_replicated and len(layout.ranks) != group.size):
@@ -53,6 +53,8 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
 @implements(torch.Tensor.__setitem__)
 def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     """``input[index] = value``: every rank writes what it holds of it."""
+    if isinstance(input, ShardedTensor):
+        refuse_partial_write(input, "Tensor.__setitem__")
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape
     if is_mask and (not isinstance(value, torch.Tensor) or value.dim() == 0):
         input.masked_fill_(index, value)

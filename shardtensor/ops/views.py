@@ -39,6 +39,11 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mark(result, first, name_of(func))
 
 
+def to_view(x: ShardedTensor) -> ShardedTensor:
+    """`x`, to take a view of; where it has to be reduced first, what is made of that is a copy."""
+    return x if not x._layout.partial else mark(settled(x), x, "a view of a tensor that is still to be reduced")
+
+
 def mark(value: Any, source: ShardedTensor, name: str) -> Any:
     """Mark a result as a copy that the dense program would have as a view of `source`."""
     if not isinstance(value, torch.Tensor):
@@ -67,7 +72,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, ShardedTensor):
             return fall_back(func, (input, *args), kwargs)
-        x = settled(input)
+        x = to_view(input)
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
         if not isinstance(x._layout, CutLayout):
@@ -96,7 +101,7 @@ for _name in "T mT H mH".split():
 
 def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[Any, ...]) -> torch.Tensor:
     """A view of `x` of another global shape, which has as many elements; `func` with `args` where it must gather."""
-    x = settled(x)
+    x = to_view(x)
     if tuple(x.shape) == shape:
         return view(x, x._local.view_as(x._local), x._layout)
     if isinstance(x._layout, CutLayout):
@@ -153,7 +158,7 @@ def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool =
     """Repeat dims of size 1, and new ones in front, without copying."""
     sizes = (size,) if size is not None else sizes
     wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
-    x = settled(input)
+    x = to_view(input)
     shape = _target(torch.Tensor.expand, tuple(x.shape), (wanted,))
     new = len(shape) - x.dim()
     if not isinstance(x._layout, CutLayout) or any(

@@ -2,8 +2,8 @@
 
 Right for any operation that is a function of values, forward and backward, in place or into ``out=``: what it changed
 of a gathered operand, told by the version counter (by the values, where torch writes without counting), is written back
-to the shards. What it cannot do it refuses: an
-operation that shows memory (``data_ptr``, ``numpy``), one that changes a tensor's shape in place.
+to the shards. What it cannot do it refuses: an operation that shows memory (``data_ptr``, ``numpy``), one that changes
+a tensor's shape in place.
 """
 
 from __future__ import annotations

@@ -157,3 +157,27 @@ def check_compiled(name: str) -> None:
 )
 def test_compiled_they_are_one_graph_with_the_same_values(world, name):
     world(check_compiled, 2, name=name, timeout_s=180.0)
+
+
+def check_graphs_end_with_their_results():
+    group = as_group()
+    counts = [4] * group.size
+    whole, part = torch.ones(sum(counts), device=device()), torch.ones(4, device=device())
+    for call, value in (
+        (lambda x: collectives.all_reduce(x, group), whole),
+        (lambda x: collectives.all_gather(x, counts, group), part),
+        (lambda x: collectives.reduce_scatter(x, counts, group), whole),
+        (
+            lambda x: collectives.all_to_all(x, [4 // group.size] * group.size, [4 // group.size] * group.size, group),
+            part,
+        ),
+    ):
+        leaf = value.clone().requires_grad_()
+        for _ in range(200):
+            call(leaf * 1)
+            assert leaf._use_count() == 1, "a thread of the backend keeps the graph"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_graph_ends_with_its_result(world, size):
+    world(check_graphs_end_with_their_results, size)

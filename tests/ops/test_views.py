@@ -136,6 +136,54 @@ def test_a_write_into_a_copy_that_should_be_a_view_is_refused(world):
     world(lost_writes, 2)
 
 
+def through_partial() -> None:
+    for write in (
+        lambda x: x.__setitem__(0, 7.0),
+        lambda x: x.t().zero_(),
+        lambda x: x.view(-1).add_(1),
+        lambda x: x[0:1].fill_(2),
+        lambda x: x[0].mul_(2),
+    ):
+        x = st.init_from_local_tensor(torch.ones(2, 3), "replicate partial(tp)", 2, 3)
+        with pytest.raises(st.RuleError, match="reduced"):
+            write(x)
+        assert (x.full_tensor() == torch.distributed.get_world_size()).all()
+
+
+def test_a_write_through_a_view_of_a_partial_tensor_is_refused(world):
+    world(through_partial, 2)
+
+
+def own_memory() -> None:
+    dense = torch.arange(35.0).view(5, 7)
+    x = st.distribute(dense, 'chunk(dim=0, placements=["rank:0-2/cpu"])')  # the last rank has one row
+    x[:, 1] *= 3
+    x[:, 0:2] = x[:, 1:3]
+    x[:, 0:3].add_(x[:, 1:4])
+    dense[:, 1] *= 3
+    dense[:, 0:2] = dense[:, 1:3].clone()
+    dense[:, 0:3].add_(dense[:, 1:4].clone())
+    assert torch.equal(x.full_tensor(), dense)
+
+
+def test_writing_what_is_read_elsewhere_is_right_on_every_rank(world):
+    world(own_memory, 3)
+
+
+def expanded() -> None:
+    x = st.distribute(torch.ones(2, 1), 'chunk(dim=0, placements=["rank:0-2/cpu"])')  # the last rank has nothing
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        x.expand(-1, 3).add_(1)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        x.expand(-1, 3).copy_(torch.ones(2, 3))
+    x.expand(-1, 3).fill_(2)
+    assert (x.full_tensor() == 2).all()
+
+
+def test_an_expanded_tensor_is_refused_on_every_rank(world):
+    world(expanded, 3)
+
+
 def crossing() -> None:
     x = st.distribute(torch.arange(96.0).view(12, 8), "[-, tp]")
     with warnings.catch_warnings():

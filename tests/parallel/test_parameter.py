@@ -313,6 +313,46 @@ def test_axes_of_a_device_mesh(world):
     world(device_mesh, 4)
 
 
+def gradients_of_gradients():
+    for dims in ((0, 1), (1, 0)):
+        mlp = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).to(device())
+        dense = copy.deepcopy(mlp)
+        for layer, dim in zip((mlp[0], mlp[2]), dims, strict=True):
+            st.shard_parameter(layer, "weight", _chunk(dim))
+        start = torch.randn(3, 6, device=device())
+        found = []
+        for module in (mlp, dense):
+            x = start.clone().requires_grad_()
+            leaves = [x, *module.parameters()]
+            first = torch.autograd.grad(_whole(module(x)).square().sum(), leaves, create_graph=True)
+            sum((grad * grad).sum() for grad in first).backward()
+            found.append([_whole(leaf.grad) for leaf in leaves])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@every_size
+def test_gradients_of_gradients_are_dense(world, size):
+    world(gradients_of_gradients, size)
+
+
+def autocast():
+    x = torch.randn(3, 6, device=device())
+    for module, specs in ((nn.Linear(6, 5), ("[out: tp balanced]", "[in: tp balanced]")), (Conv1D(6, 5), (_chunk(0),))):
+        for spec in specs:
+            dense = copy.deepcopy(module.to(device()))
+            sharded = copy.deepcopy(dense)
+            st.shard_parameter(sharded, "weight", spec)
+            with torch.autocast(device().type, dtype=torch.bfloat16):
+                outputs = [_whole(sharded(x)), dense(x)]
+            assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16, spec
+            torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+
+
+@every_size
+def test_autocast_gives_the_dense_dtype(world, size):
+    world(autocast, size)
+
+
 def test_a_world_of_one_needs_no_process_group():
     linear = nn.Linear(3, 2)
     dense = copy.deepcopy(linear)

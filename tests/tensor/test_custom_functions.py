@@ -119,3 +119,26 @@ def test_plain_calls_are_torchs_own():
     assert Square.apply.__name__ == "apply" and Square.apply.__self__ is Square
     assert torch.equal(torch.autograd.grad(Square.apply(x, torch.ones(())).sum(), x)[0], 2 * x)
     assert torch.equal(torch.func.grad(lambda x: Halves.apply(x)[0].sum())(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def full_backward_hooks() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    seen: list[list[torch.Tensor]] = []
+    for spec in (None, "[tp balanced, -]"):
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh()).to(device())
+        if spec is not None:
+            st.shard_parameter(module, "0.weight", spec)
+        grads: list[torch.Tensor] = []
+        for layer in module:
+            layer.register_full_backward_hook(lambda _, into, out, grads=grads: grads.extend((*into, *out)))
+        x = whole().requires_grad_()
+        full(module(x)).square().sum().backward()
+        assert x.grad is not None
+        seen.append([*grads, x.grad])
+    torch.testing.assert_close(*seen)
+
+
+@every_size
+def test_full_backward_hooks_of_modules_see_whole_gradients(world, size):
+    world(full_backward_hooks, size)

@@ -216,3 +216,22 @@ def check_parametrized() -> None:
 
 def test_set_and_parametrizations_are_right_or_refused(world):
     world(check_parametrized, 2)
+
+
+def running_statistics() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    for kind in (nn.BatchNorm1d, nn.InstanceNorm1d):
+        dense, sharded = (kind(5, track_running_stats=True).to(device()) for _ in range(2))
+        for name in ("running_mean", "running_var"):
+            st.shard_parameter(sharded, name, "[tp balanced]")
+        x = torch.arange(30.0, device=device()).view(2, 5, 3)
+        for _ in range(2):
+            torch.testing.assert_close(sharded(x), dense(x))
+        sharded.eval(), dense.eval()
+        torch.testing.assert_close(sharded(x), dense(x))
+        assert same(sharded, dense)
+
+
+@every_size
+def test_sharded_running_statistics_are_written(world, size):
+    world(running_statistics, size)
