@@ -134,7 +134,7 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
             continue
         numbers = axes(cut.axes)
         count = math.prod(mesh.sizes[i] for i in numbers)
-        dims.append(DimCut(numbers, _pieces(cut, shape[dim], count, dim, spec, shape, mesh)) if count > 1 else None)
+        dims.append(DimCut(numbers, _pieces(cut, shape[dim], count, dim, spec, shape, mesh)))
     layout: Layout = CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
     if spec.flat_part is not None:
         part = spec.flat_part

@@ -361,3 +361,14 @@ def test_a_world_of_one_needs_no_process_group():
 
 
 __all__ = ["RankFailed"]
+
+
+def kinds_of_results():
+    x = st.rand("[tp balanced, -]", 5, 3)
+    return [type(y).__name__ for y in (x, x * 2, x @ torch.ones(3, 2, device=device()), x.sum(1), x.sum(0), x.sum())]
+
+
+def test_what_comes_back_does_not_depend_on_the_number_of_ranks(world):
+    kinds = [world(kinds_of_results, size)[0] for size in (1, 2, 3, 4)]
+    assert kinds[0] == ["ShardedTensor"] * 4 + ["Tensor"] * 2
+    assert all(kind == kinds[0] for kind in kinds)
