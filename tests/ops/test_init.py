@@ -62,11 +62,11 @@ def same(function: Callable[..., Any], shape: tuple[int, ...], *, may_gather: bo
     """Assert that `function` gives a sharded parameter the values it gives a dense one, and ends where it ends."""
     for spec in specs(dist.get_world_size()):
         dense = nn.Parameter(torch.zeros(shape, device=device()))
-        stream().manual_seed(7)
+        torch.manual_seed(7)  # the CPU's stream too: some functions draw there on any device
         function(dense)
         end = stream().get_state()
         weight = nn.Parameter(st.zeros(spec, shape))
-        stream().manual_seed(7 + (5 * dist.get_rank() if draws else 0))  # it is the first rank's state that counts
+        torch.manual_seed(7 + (5 * dist.get_rank() if draws else 0))  # it is the first rank's state that counts
         with warnings.catch_warnings():
             if may_gather:
                 warnings.simplefilter("ignore", st.GatherWarning)
@@ -197,9 +197,9 @@ def fan() -> None:
     """Case B19: every layout of every world holds the unsharded numbers, and the fan is the global one."""
     size = dist.get_world_size()
     for spec in specs(size)[:2]:
-        stream().manual_seed(7)
+        torch.manual_seed(7)  # the CPU's stream too: some functions draw there on any device
         values = init.uniform_(st.empty(spec, 4, 4)).full_tensor()
-        stream().manual_seed(7)
+        torch.manual_seed(7)  # the CPU's stream too: some functions draw there on any device
         assert torch.equal(values, torch.rand(4, 4, device=device()))
         if device().type == "cpu":
             row = torch.tensor([0.53492254, 0.19880319, 0.65921170, 0.65689027])
