@@ -170,7 +170,12 @@ def _named(spec: Spec, mesh: Mesh) -> Mesh:
             {"spec": str(spec), "ranks": len(mesh.ranks)},
             "pass a DeviceMesh with these mesh_dim_names as process_group",
         )
-    return Mesh(((next(iter(names)) if names else "*", mesh.size),), mesh.ranks)
+    return _called(mesh, next(iter(names))) if names else mesh
+
+
+@lru_cache(maxsize=1024)
+def _called(mesh: Mesh, name: str) -> Mesh:
+    return Mesh(((name, mesh.size),), mesh.ranks)
 
 
 def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> list[Cut | None]:

@@ -74,10 +74,12 @@ def test_mlp_column_then_row_trains_as_dense_under_strict(world, size):
     world(mlp_is_dense, size)
 
 
-def count_collectives(needs_input_grad):
+def count_collectives(needs_input_grad, shards_bias=False):
     mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(device())
     st.shard_parameter(mlp[0], "weight", _chunk(0))
     st.shard_parameter(mlp[2], "weight", _chunk(1))
+    if shards_bias:
+        st.shard_parameter(mlp[0], "bias", _chunk(0))
     x = torch.randn(3, 8, device=device(), requires_grad=needs_input_grad)
     counts = []
     with profile(activities=[ProfilerActivity.CPU]) as forward:
@@ -91,6 +93,9 @@ def count_collectives(needs_input_grad):
 
 def test_an_mlp_makes_one_collective_forward_and_one_backward(world):
     assert world(count_collectives, 4, needs_input_grad=True) == [[1, 1]] * 4
+    assert world(count_collectives, 4, needs_input_grad=True, shards_bias=True) == [[1, 1]] * 4
+    assert world(count_collectives, 4, needs_input_grad=False, shards_bias=True) == [[1, 0]] * 4
+    assert world(count_collectives, 4, needs_input_grad=False) == [[1, 1]] * 4, "the plain bias's own"
 
 
 def every_spec_of_a_linear():
