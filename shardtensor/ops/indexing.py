@@ -13,6 +13,7 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.inplace import written_through
 from shardtensor.ops.views import copied, mark, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
@@ -54,6 +55,8 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
 def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     """``input[index] = value``: every rank writes what it holds of it."""
     if isinstance(input, ShardedTensor):
+        if written_through(input, lambda row: row.__setitem__(index, value)):
+            return
         refuse_partial_write(input, "Tensor.__setitem__")
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape
     if is_mask and (not isinstance(value, torch.Tensor) or value.dim() == 0):

@@ -45,6 +45,8 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     x = args[0]
     if type(x) is not ShardedTensor:
         return fall_back(func, args, kwargs)
+    if written_through(x, lambda row: func(row, *args[1:], **kwargs)):
+        return x
     refuse_lost_write(x, name_of(func))
     refuse_partial_write(x, name_of(func))
     _refuse_expanded(x)
@@ -115,6 +117,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if not isinstance(input, ShardedTensor):
         assert isinstance(src, ShardedTensor)
         return input.copy_(src.full_tensor(), non_blocking)
+    if written_through(input, lambda row: row.copy_(src, non_blocking)):
+        return input
     refuse_lost_write(input, "copy_")
     _refuse_expanded(input)
     layout, group = input._layout, input._group
@@ -137,7 +141,7 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     """Set every element to one value; of a sum, the first rank brings it."""
     if not isinstance(input, ShardedTensor):
         return fall_back(torch.Tensor.fill_, (input, value), {})
-    if _wrote_through(input, value):
+    if written_through(input, lambda row: row.fill_(value)):
         return input
     refuse_lost_write(input, "fill_")
     value = value.full_tensor() if isinstance(value, ShardedTensor) else value
@@ -150,23 +154,26 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
 @implements(torch.Tensor.zero_, torch.zero_)
 def zero_(input: ShardedTensor) -> ShardedTensor:
     """Set every element to zero."""
-    if _wrote_through(input, 0):
+    if written_through(input, lambda row: row.zero_()):
         return input
     refuse_lost_write(input, "zero_")
     input._local.zero_()
     return input
 
 
-def _wrote_through(input: ShardedTensor, value: Any) -> bool:
-    """Write one value into what `input` is an indexed copy of, and into it; False where it is no such copy.
+def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
+    """Write into what `input` is an indexed copy of, and into it; False where it is no such copy.
 
-    ``weight[padding_idx].fill_(0)``, as in ``nn.Embedding.reset_parameters``, is done where the row lies.
+    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold: what was indexed is read anew,
+    changed and assigned back. All ranks of the group call it.
     """
-    if input._copied is None or input._source is None:
+    if not isinstance(input, ShardedTensor) or input._copied is None or input._source is None:
         return False
     source, index = input._source
-    source[index] = value
-    input._local.fill_(value)
+    changed = source[index].clone()
+    change(changed)
+    source[index] = changed
+    input._replace_local(local_as(changed, input._layout, input._group))
     return True
 
 
