@@ -30,17 +30,20 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     """``input @ weight.T + bias``, any of them sharded. Global shapes ``(..., k), (n, k), (n,) -> (..., n)``."""
     if weight.dim() == 2 and _is_column_parallel(input, weight, bias):
         return _column_parallel(input, weight, bias)  # type: ignore[arg-type]
-    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[-1]:
-        return fall_back(F.linear, (input, weight, bias), {})
-    batch = tuple(f"b{i}" for i in range(input.dim() - 1))
-    if bias is None or _contracts_a_cut(input, weight):
-        out = run("linear", Rule(((*batch, "k"), ("n", "k")), (*batch, "n")), (input, weight), F.linear)
-        if out is None:
-            return fall_back(F.linear, (input, weight, bias), {})
-        return out if bias is None else out + as_cast(bias, out)
-    rule = Rule(((*batch, "k"), ("n", "k"), ("n",)), (*batch, "n"))
-    out = run("linear", rule, (input, weight, bias), F.linear)
+    out = _by_rule(input, weight, bias)
     return fall_back(F.linear, (input, weight, bias), {}) if out is None else out
+
+
+def _by_rule(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The product by its rule, None where no rule applies; the bias of a product that is summed comes after the sum."""
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[-1]:
+        return None
+    batch = tuple(f"b{i}" for i in range(input.dim() - 1))
+    product = (*batch, "k"), ("n", "k")
+    if bias is None or _contracts_a_cut(input, weight):
+        out = run("linear", Rule(product, (*batch, "n")), (input, weight), F.linear)
+        return out if out is None or bias is None else out + as_cast(bias, out)
+    return run("linear", Rule((*product, ("n",)), (*batch, "n")), (input, weight, bias), F.linear)
 
 
 def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor import ShardedOptimizer, ShardedTensor, shard_parameter
+from shardtensor import ShardedOptimizer, shard_parameter
 from shardtensor.cli.demo.model import SPECS, Decoder
 from shardtensor.cli.demo.report import Held, Progress
 from shardtensor.cli.demo.text import Corpus
+from shardtensor.tensor.sharded_tensor import local_of
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
 
@@ -126,5 +127,4 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    locals_ = (tensor._local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
-    return sum(local.numel() * local.element_size() for local in locals_)
+    return sum(local.numel() * local.element_size() for local in map(local_of, tensors))
