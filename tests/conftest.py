@@ -35,3 +35,14 @@ def _gpu_pool() -> Pool:
     if count < 2:
         pytest.skip(f"needs two to four GPUs and NCCL; this machine has {count}")
     return Pool(min(4, count), "cuda")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of a file by world size: a new world costs a second or more on NCCL, a job in a kept one nothing."""
+    order = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (order[item.path], _world_size(item)))
+
+
+def _world_size(item: pytest.Item) -> int:
+    call = getattr(item, "callspec", None)
+    return call.params.get("size", 0) if call else 0

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.engine import finish, group_of, run
+from shardtensor.ops.engine import computed, finish, group_of, run
 from shardtensor.rules.attention import attention_rule, heads_fit
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import fall_back, implements
@@ -36,6 +36,8 @@ def scaled_dot_product_attention(
     operands = [query, key, value] + ([] if attn_mask is None else [attn_mask])
 
     def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+        if not q.numel():  # torch's CUDA kernels divide by the number of heads
+            return q.new_zeros(*q.shape[:-1], v.shape[-1])
         return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, **options)
 
     if dropout_p or len({x.dim() for x in operands[:3]}) > 1 or query.dim() < 3:
@@ -46,7 +48,7 @@ def scaled_dot_product_attention(
         layout = q._layout  # type: ignore[attr-defined]
         given = with_dims(layout, (*q.shape[:-1], v.shape[-1]), layout.dims)
         group = group_of("scaled_dot_product_attention", operands)
-        return finish(compute(q._local, k._local, v._local), given, group)  # type: ignore[attr-defined]
+        return finish(computed(compute, [x._local for x in (q, k, v)]), given, group)  # type: ignore[attr-defined]
     rule = attention_rule(tuple(tuple(x.shape) for x in operands), groups > 1)
     out = run("scaled_dot_product_attention", rule, operands, compute)
     return fall_back(F.scaled_dot_product_attention, (query, key, value), everything) if out is None else out

@@ -66,21 +66,25 @@ def embedding(
     (table, local_ids), recipe, group = ready
     layout = recipe.needs[0].layout
     if layout.dims[0] is None:
-        return finish(F.embedding(local_ids, table, padding_idx), recipe.output, group)
+        return finish(_rows(local_ids, table, padding_idx), recipe.output, group)
     start = layout.start(group.rank, 0)
     return finish(_looked_up(local_ids, table, start, padding_idx), recipe.output, group)
 
 
 def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
     """This rank's rows, and zeros for ids that it does not hold."""
-    count, width = table.shape
-    if not count:
-        return table.sum(0).expand(*ids.shape, width)
+    count = table.shape[0]
     here = ids - start
     elsewhere = (here < 0) | (here >= count)
     here = here.masked_fill(elsewhere, 0)
     pad = None if padding_idx is None or not start <= padding_idx < start + count else padding_idx - start
-    return F.embedding(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return _rows(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
+        return table.sum(0).expand(*ids.shape, table.shape[1])
+    return F.embedding(ids, table, padding_idx)
 
 
 def _check(ids: torch.Tensor, rows: int) -> None:

@@ -43,18 +43,18 @@ def run(
     ready = prepare(name, rule, operands)
     if ready is None:
         return None
-    local = compute(*ready.locals)
-    if not local.numel():
-        local = connected(local, ready.locals)
-    return finish(local, ready.recipe.output, ready.group)
+    return finish(computed(compute, ready.locals), ready.recipe.output, ready.group)
 
 
-def connected(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An empty result, in the graph of all its operands.
+def computed(compute: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The local result; one that is empty is in the graph of all its operands.
 
     Some of torch's functions leave operands out of the graph when they have nothing to compute. Backward is collective:
     a rank with an empty part must go through the same nodes as the others.
     """
+    local = compute(*operands)
+    if local.numel():
+        return local
     for x in operands:
         if x.requires_grad and local.is_floating_point():
             local = local + x.sum().to(local.dtype) * 0

@@ -169,7 +169,7 @@ def drop(input: ShardedTensor, p: float, train: bool) -> Any:
         out = x._local * torch.zeros((), dtype=x.dtype, device=x.device)
     elif x.is_cuda:  # one kernel there, with a mask and a rounding of its own
         kept = draw_like(x, _fused_mask(p, x.dtype), dtype=torch.bool)
-        out = torch.ops.aten.native_dropout_backward(x._local, kept, 1 / (1 - p))
+        out = _Masked.apply(x._local, kept, 1 / (1 - p))
     else:
         out = x._local * draw_like(x, _noise(p))
     return wrap(out, x._layout, x._spec, x._group)
@@ -188,6 +188,20 @@ def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
     else:
         input._local.mul_(draw_like(input, _noise(p)))
     return input
+
+
+class _Masked(torch.autograd.Function):
+    """CUDA's fused ``x * kept * scale``, whose gradient is the same of the gradient, rounded once like dense dropout's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, kept, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Masked.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def _noise(p: float) -> Sample:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from harness import every_size
+from harness import device, every_size
 from oracle import Case, check_table, specs, values, whole
 
 import shardtensor as st
@@ -131,7 +131,7 @@ def test_a_write_into_a_copy_that_should_be_a_view_is_refused(world):
 
 
 def indexed() -> None:
-    for spec in ("[tp balanced, -]", "[-, tp balanced]", 'grid(splits=(1, 1), placements=["rank:0/cpu"])'):
+    for spec in ("[tp balanced, -]", "[-, tp balanced]", f'grid(splits=(1, 1), placements=["rank:0/{device().type}"])'):
         if "grid" in spec and torch.distributed.get_world_size() > 1:
             continue
         dense = values("int", (4, 6), 1)

@@ -82,9 +82,9 @@ def count_collectives(needs_input_grad, shards_bias=False):
         st.shard_parameter(mlp[0], "bias", _chunk(0))
     x = torch.randn(3, 8, device=device(), requires_grad=needs_input_grad)
     counts = []
-    with profile(activities=[ProfilerActivity.CPU]) as forward:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as forward:
         loss = mlp(x).sum()
-    with profile(activities=[ProfilerActivity.CPU]) as backward:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as backward:
         loss.backward()
     for part in (forward, backward):
         counts.append(sum(event.name.startswith("c10d::") for event in part.events()))
