@@ -73,7 +73,10 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
     """Bring the operands to the layouts that the rule gives them; None when the rule does not apply."""
     operands = [settled(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
-    recipe = propagate(rule, tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands))
+    layouts = tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
+    recipe = propagate(rule, layouts)
+    if recipe is not None and any(need.moves for need in recipe.needs) and len({x.dtype for x in operands}) > 1:
+        recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
     if recipe is None or (len(recipe.settled.ranks) != group.size and not _fits_a_part(recipe, operands)):
         return None
     locals_ = [bring(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import attrs
 
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
+from shardtensor.rules.assign import Assignment, assignments, base_of
 from shardtensor.rules.rule import Letters, Rule
+from shardtensor.rules.traffic import received, reduced_over
 
 
 @attrs.frozen
@@ -41,32 +44,50 @@ class Recipe:
 
 
 @lru_cache(maxsize=8192)
-def propagate(rule: Rule, operands: tuple[Layout | Shape, ...]) -> Recipe | None:
-    """Choose the layouts for one call: the largest operands keep theirs, the others follow.
+def propagate(
+    rule: Rule, operands: tuple[Layout | Shape, ...], itemsizes: tuple[int, ...] | None = None
+) -> Recipe | None:
+    """Choose the layouts for one call: of those that the rule allows, the ones that move the fewest bytes.
+
+    Counted are the bytes that a rank receives to bring every operand to its need, and those of the all-reduce where
+    the result is partial. Of equals, the one that keeps most of what the largest operand has. What operands agree on
+    stays: no operand is made whole to save a reduction, after which every rank would do all of the work.
 
     Args:
         rule: the letters of the operation, one per dim of each operand.
         operands: for each, its layout, or the shape of a plain tensor (a copy on every rank).
+        itemsizes: of each operand, in bytes; all alike when None.
 
     Returns:
-        The recipe, or None when no operand is cut over a grid (boxes written out, flat ranges).
+        The recipe, the same on every rank; None when no operand has a layout.
     """
-    cut = [(i, layout) for i, layout in enumerate(operands) if isinstance(layout, CutLayout)]
-    if not cut:
+    layouts = [operand for operand in operands if isinstance(operand, Layout)]
+    if not layouts:
         return None
-    cut.sort(key=lambda item: (item[1].is_replicated, -math.prod(item[1].shape)))
-    base = cut[0][1]
-    chosen: dict[str, DimCut] = {}
-    taken: set[int] = set()
-    for i, layout in cut:
-        if layout.grid != base.grid or layout.ranks != base.ranks:
-            continue
-        for letter, dim in zip(rule.inputs[i], layout.dims, strict=True):
-            if dim is None or letter is None or letter in rule.whole or letter in chosen:
-                continue
-            if taken.isdisjoint(dim.axes):
-                chosen[letter] = dim
-                taken.update(dim.axes)
+    base = base_of(layouts)
+    choices = assignments(rule, operands, base)
+    if len(choices) == 1:
+        return recipe_of(rule, operands, choices[0], base)
+    recipes = [recipe_of(rule, operands, choice, base) for choice in choices]
+    return min(recipes, key=lambda recipe: cost(recipe, operands, itemsizes))  # the first of equals
+
+
+def cost(recipe: Recipe, operands: Sequence[Layout | Shape], itemsizes: tuple[int, ...] | None = None) -> int:
+    """The bytes that a rank receives so that the operands are as the recipe needs them and the result is whole."""
+    itemsizes = itemsizes or (1,) * len(operands)
+    total = 0
+    for need, operand, itemsize in zip(recipe.needs, operands, itemsizes, strict=True):
+        if isinstance(operand, Layout):
+            total += itemsize * received(operand, need.layout)
+    if recipe.output.partial:
+        count = math.prod(recipe.output.grid[axis] for axis, _ in recipe.output.partial)
+        total += max(itemsizes) * reduced_over(recipe.settled, count)
+    return total
+
+
+def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment, base: Layout) -> Recipe:
+    """What the call needs and gives when the letters are cut as `chosen`, over the grid of `base`."""
+    taken = {axis for cut in chosen.values() for axis in cut.axes}
     sizes: dict[str, int] = dict(rule.made)
     needs = []
     for letters, operand in zip(rule.inputs, operands, strict=True):
@@ -75,6 +96,8 @@ def propagate(rule: Rule, operands: tuple[Layout | Shape, ...]) -> Recipe | None
         layout = _laid_out(letters, shape, chosen, base)
         own = {axis for dim in layout.dims if dim is not None for axis in dim.axes}
         moves = isinstance(operand, Layout) and operand != layout and not operand.is_replicated
+        if operand == layout:
+            layout = operand  # the very object: what it has is told by identity
         needs.append(Need(layout, tuple(sorted(taken - own)), moves))
     shape = tuple(1 if letter is None else sizes[letter] for letter in rule.output)
     settled = _laid_out(rule.output, shape, chosen, base)
@@ -83,13 +106,13 @@ def propagate(rule: Rule, operands: tuple[Layout | Shape, ...]) -> Recipe | None
     return Recipe(tuple(needs), output, settled)
 
 
-def _laid_out(letters: Letters, shape: Shape, chosen: dict[str, DimCut], base: CutLayout) -> CutLayout:
+def _laid_out(letters: Letters, shape: Shape, chosen: Assignment, base: Layout) -> CutLayout:
     dims = tuple(chosen.get(letter) if letter is not None else None for letter in letters)
     return with_dims(base, shape, dims)
 
 
 @lru_cache(maxsize=8192)
-def with_dims(base: CutLayout, shape: Shape, dims: tuple[DimCut | None, ...]) -> CutLayout:
+def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> CutLayout:
     """A layout over the grid of `base` of another shape, cut as `dims` say."""
     if not any(dims):
         return replicated(shape, base.ranks, base.grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product as every_combination
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import CutLayout, DimCut, Layout, ListedLayout
+from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import follow, propagate
+from shardtensor.rules.propagate import Recipe, follow, propagate
+from shardtensor.rules.propagate import recipe_of as recipe_for
 from shardtensor.rules.rule import Rule, parse_rule, pointwise
+from shardtensor.rules.traffic import EVERY, received
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 
@@ -31,6 +35,8 @@ RULES = [
     "b k -> b",
     "!b k, k -> !b k",
     "b k, n k, n -> b",
+    "b !k -> b !k",
+    "!b n, !b k, k -> n k",
 ]
 
 
@@ -66,6 +72,8 @@ def check(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> None:
     (expected * weight).sum().backward()
     locals_, results = {}, {}
     for rank in MESH.ranks:
+        for x, need in zip(operands, recipe.needs, strict=True):
+            assert need.moves == (isinstance(x, Layout) and x != need.layout and not x.is_replicated)
         locals_[rank] = [
             part(x.detach(), need.layout, rank).requires_grad_() for x, need in zip(dense, recipe.needs, strict=True)
         ]
@@ -142,7 +150,7 @@ def test_local_results_add_up_to_the_dense_one(call):
 # -- what is chosen --------------------------------------------------------------------------------------------------
 
 
-def cut(shape: tuple[int, ...], *dims: str | None) -> Layout:
+def cut(shape: tuple[int, ...], *dims: str | tuple[str, ...] | None) -> Layout:
     return bind(Spec(*(None if dim is None else Cut(dim, balanced=True) for dim in dims)), shape, MESH)
 
 
@@ -191,10 +199,46 @@ def test_two_axes_on_two_letters_both_stay():
     assert [need.addend_axes for need in recipe.needs] == [(1,), (0,)]
 
 
-def test_a_whole_letter_is_gathered():
-    recipe = recipe_of("b !k -> b !k", cut((5, 6), "dp", "tp"))
+def test_a_whole_letter_hands_its_axis_to_one_that_stays():
+    recipe = recipe_of("b !k -> b !k", cut((12, 6), None, "tp"))
+    assert recipe.output == cut((12, 6), "tp", None)
+    recipe = recipe_of("b !k -> b !k", cut((12, 6), "dp", "tp"))
+    assert recipe.output == cut((12, 6), ("dp", "tp"), None)
+
+
+def test_a_whole_letter_is_gathered_where_no_other_is_free():
+    recipe = recipe_of("!k -> !k", cut((6,), "tp"))
     assert recipe.needs[0].moves
-    assert recipe.output == cut((5, 6), "dp", None)
+    assert recipe.output.is_replicated
+    recipe = recipe_of("b !k -> ", cut((6, 6), None, "tp"))
+    assert recipe.output.is_replicated, "a reduction where there was none"
+
+
+def test_the_cheaper_operand_moves():
+    rule = "b k, n k -> b n"
+    recipe = recipe_of(rule, cut((3, 4), "tp", None), cut((9, 4), "tp", None))
+    assert [need.moves for need in recipe.needs] == [True, False]
+    recipe = recipe_of(rule, cut((9, 4), "tp", None), cut((3, 4), "tp", None))
+    assert [need.moves for need in recipe.needs] == [False, True]
+    small, large = cut((9, 4), "tp", None), cut((9, 4), "tp", None)
+    assert propagate(parse_rule(rule), (small, large), (1, 8)).needs[0].moves
+    assert propagate(parse_rule(rule), (small, large), (8, 1)).needs[1].moves
+
+
+def test_what_operands_agree_on_stays_whatever_the_reduction_costs():
+    recipe = recipe_of("b k, n k -> b n", cut((50, 3), None, "tp"), (40, 3))
+    assert not any(need.moves for need in recipe.needs)
+    assert recipe.output.partial == ((1, "sum"),)
+
+
+def test_a_row_parallel_linear_meets_rows_by_the_cheaper_way():
+    rule = "b k, n k -> b n"
+    recipe = recipe_of(rule, cut((30, 6), None, "tp"), cut((6, 6), "tp", None))
+    assert recipe.output == cut((30, 6), None, "tp"), "k cut would leave a sum of 30 x 6 to reduce"
+    recipe = recipe_of(rule, cut((1, 60), None, "tp"), cut((6, 60), "tp", None))
+    assert recipe.output == cut((1, 6), None, "tp"), "to gather one row is less than to lay out six anew"
+    recipe = recipe_of(rule, cut((2, 900), None, "tp"), cut((3, 900), "tp", None))
+    assert recipe.output.partial == ((1, "sum"),), "six sums are less than a gathered input"
 
 
 def test_a_dim_that_broadcasts_is_a_copy():
@@ -211,14 +255,134 @@ def test_operands_on_another_grid_move():
     assert recipe.needs[1].layout == recipe.needs[0].layout
 
 
-def test_boxes_written_out_have_no_recipe():
+def test_boxes_written_out_come_to_a_grid():
     boxes = [ShardMetadata([i * 2, 0], [2, 4], f"rank:{i % 2}/cpu") for i in range(3)]
     listed = bind(EnumerableShardingSpec(boxes), (6, 4), MESH)
     flat = bind(Replicate().flat("dp"), (6, 4), MESH)
     rule = parse_rule("b k, b k -> b k")
-    assert propagate(rule, (listed, flat)) is None
+    check(rule, (listed, flat))
+    check(rule, (flat, (6, 4)))
+    assert propagate(rule, (flat, (6, 4))).output == cut((6, 4), "dp", None)
     recipe = propagate(rule, (listed, cut((6, 4), "tp", None)))
     assert [need.moves for need in recipe.needs] == [True, False]
+    assert propagate(rule, ((6, 4), (6, 4))) is None
+
+
+def test_a_copy_on_more_ranks_brings_an_operand_of_fewer_to_them():
+    few = bind(ChunkShardingSpec(0, ["rank:0-1/cpu"]), (6, 4), MESH)
+    recipe = propagate(parse_rule("b k, b k -> b k"), (few, bind(Replicate(), (6, 4), MESH)))
+    assert recipe.output == cut((6, 4), ("dp", "tp"), None)
+
+
+# -- it is the cheapest ----------------------------------------------------------------------------------------------
+
+
+def elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
+    return {
+        index
+        for box in layout.boxes(rank)
+        for index in every_combination(*(range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)))
+    }
+
+
+def moved(recipe: Recipe, operands: tuple[Layout | tuple[int, ...], ...], itemsizes: tuple[int, ...]) -> int:
+    """The bytes of a call by counting: what each rank lacks, operand by operand, and a ring's share of a reduction."""
+    total = 0
+    for need, operand, itemsize in zip(recipe.needs, operands, itemsizes, strict=True):
+        if isinstance(operand, Layout):
+            lacking = (len(elements(need.layout, rank) - elements(operand, rank)) for rank in MESH.ranks)
+            total += itemsize * max(lacking)
+    if recipe.output.partial:
+        count = math.prod(MESH.sizes[axis] for axis, _ in recipe.output.partial)
+        cuts = [1 if cut is None else cut.pieces.count for cut in recipe.output.dims]
+        part = math.prod(-(-size // pieces) for size, pieces in zip(recipe.output.shape, cuts, strict=True))
+        total += max(itemsizes) * (2 * (count - 1) * part // count)
+    return total
+
+
+def every_choice(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> list[dict[str, DimCut]]:
+    """All assignments of cuts to letters, by trying each way to cut or not to cut each letter."""
+    options: dict[str, set[DimCut]] = {}
+    stays: dict[str, set[DimCut]] = {}
+    homeless = []
+    sizes: dict[str, int] = {}
+    for letters, operand in zip(rule.inputs, operands, strict=True):
+        shape = operand.shape if isinstance(operand, Layout) else operand
+        sizes.update((letter, n) for letter, n in zip(letters, shape, strict=True) if letter)
+        for letter, cut in zip(letters, getattr(operand, "dims", ()), strict=False):
+            if cut and letter and letter not in rule.whole:
+                stays.setdefault(letter, set()).add(cut)
+            elif cut:
+                homeless.append((letters, cut.axes))
+    options = {letter: set(cuts) for letter, cuts in stays.items()}
+    for letters, axes in homeless:
+        for letter in {x for x in letters if x and x not in rule.whole and x in rule.output}:
+            before = [cut.axes for cut in stays.get(letter, ()) if not set(cut.axes) & set(axes)]
+            for over in [axes, *(more + axes for more in before)]:
+                count = math.prod(MESH.sizes[axis] for axis in over)
+                options.setdefault(letter, set()).add(DimCut(over, chunked(sizes[letter], count)))
+    found = []
+    for picks in every_combination(*([None, *cuts] for cuts in options.values())):
+        chosen = {letter: cut for letter, cut in zip(options, picks, strict=True) if cut is not None}
+        axes = [axis for cut in chosen.values() for axis in cut.axes]
+        if len(axes) != len(set(axes)):
+            continue
+        if not any(
+            letter not in chosen and not set(cut.axes) & set(axes) for letter, cuts in stays.items() for cut in cuts
+        ):
+            found.append(chosen)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(calls(), st.lists(st.sampled_from((1, 2, 4, 8)), min_size=3, max_size=3))
+def test_no_choice_moves_fewer_bytes(call, sizes):
+    rule, operands = call
+    itemsizes = tuple(sizes[: len(operands)])
+    recipe = propagate(rule, operands, itemsizes)
+    base = next(x for x in operands if isinstance(x, Layout))
+    spent = moved(recipe, operands, itemsizes)
+    others = [recipe_for(rule, operands, choice, base) for choice in every_choice(rule, operands)]
+    assert recipe in others
+    assert spent == min(moved(other, operands, itemsizes) for other in others)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls())
+def test_an_operand_that_is_the_only_one_with_a_layout_moves_only_where_a_letter_is_whole(call):
+    rule, operands = call
+    recipe = propagate(rule, operands)
+    split = [i for i, x in enumerate(operands) if isinstance(x, Layout) and not x.is_replicated]
+    if len(split) == 1:
+        cuts = zip(rule.inputs[split[0]], operands[split[0]].dims, strict=True)
+        may_stay = all(cut is None or (letter and letter not in rule.whole) for letter, cut in cuts)
+        assert recipe.needs[split[0]].moves != may_stay
+
+
+@pytest.mark.parametrize("world", [64, 4096, 16384])
+def test_the_cost_of_a_large_world_is_told_from_a_few_ranks(world):
+    side = math.isqrt(world)
+    mesh = Mesh((("dp", side), ("tp", side)))
+    shape = (world, world)
+    rows, columns, crossed = (
+        bind(Spec(*dims), shape, mesh) for dims in ((("dp", "tp"), None), (None, ("dp", "tp")), (("tp", "dp"), None))
+    )
+    assert world > EVERY
+    assert received(rows, columns) == world - 1
+    assert received(rows, bind(Replicate(), shape, mesh)) == world * world - world
+    assert received(rows, crossed) == world, "another order of the axes moves nearly all rows"
+
+
+def test_the_listed_and_the_flat_receive_what_they_lack():
+    boxes = [([0, 0], [4, 3], 0), ([4, 0], [2, 4], 1), ([0, 3], [4, 1], 1)]
+    shards = [ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for offsets, sizes, rank in boxes]
+    listed = bind(EnumerableShardingSpec(shards), (6, 4), MESH)
+    assert isinstance(listed, ListedLayout)
+    columns = cut((6, 4), None, "tp")
+    assert received(listed, columns) == max(
+        len(elements(columns, rank) - elements(listed, rank)) for rank in MESH.ranks
+    )
+    assert received(bind(Replicate().flat("dp", "tp"), (6, 4), MESH), cut((6, 4), ("dp", "tp"), None)) == 0
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (6,), (1, 6), (5, 1), (1,), ()])
