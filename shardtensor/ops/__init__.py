@@ -1,7 +1,7 @@
 """Torch's operations on ShardedTensors. Importing this package registers them."""
 
-from shardtensor.ops import along_dims as along_dims
 from shardtensor.ops import attention as attention
+from shardtensor.ops import by_rule as by_rule
 from shardtensor.ops import embedding as embedding
 from shardtensor.ops import extremes as extremes
 from shardtensor.ops import foreach as foreach

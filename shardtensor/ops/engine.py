@@ -6,7 +6,7 @@ What an operation needs is decided in `shardtensor.rules`; nothing is decided he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from shardtensor.layout.layout import Layout
 from shardtensor.rules.propagate import Need, Recipe, propagate
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, part
+from shardtensor.tensor.move import along, part, settle
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 
 
@@ -46,15 +46,22 @@ def run(
     return finish(computed(compute, ready.locals), ready.recipe.output, ready.group)
 
 
-def computed(compute: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The local result; one that is empty is in the graph of all its operands.
+def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Any:
+    """The local result, or results; one that is empty is in the graph of all its operands.
 
     Some of torch's functions leave operands out of the graph when they have nothing to compute. Backward is collective:
     a rank with an empty part must go through the same nodes as the others.
     """
     local = compute(*operands)
-    if local.numel():
+    if isinstance(local, torch.Tensor):
+        return local if local.numel() else _in_graph(local, operands)
+    if all(x.numel() for x in local):
         return local
+    found = [x if x.numel() else _in_graph(x, operands) for x in local]
+    return type(local)(found) if isinstance(local, tuple) else found
+
+
+def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     for x in operands:
         if x.requires_grad and local.is_floating_point():
             local = local + x.sum().to(local.dtype) * 0
@@ -119,11 +126,9 @@ def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
 
 
 def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Wrap a local result; sum it when it is partial; hand out a plain tensor when every rank has the whole."""
+    """Wrap a local result; join it when it is partial; hand out a plain tensor when every rank has the whole."""
     if layout.partial:
-        axes = [axis for axis, _ in layout.partial]
-        local = collectives.all_reduce(local, along(group, layout, axes))
-        layout = layout.reduced()
+        local, layout = settle(local, layout, group), layout.reduced()
     if layout.is_replicated:
         return local
     return wrap(local, layout, None, group)

@@ -13,49 +13,14 @@ from shardtensor.ops.engine import run
 from shardtensor.ops.linear import as_cast
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule
-from shardtensor.rules.matmul import matmul_rule
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
-
-
-@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
-def matmul(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``input @ other`` of any numbers of dims, batch dims broadcast."""
-    return _product(torch.matmul, (input, other), matmul_rule(input.shape, other.shape), out)
 
 
 @implements(torch.Tensor.__rmatmul__)
 def rmatmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``other @ input``."""
-    return matmul(other, input)
-
-
-def _same(func: Any, ndims: tuple[int, int]) -> None:
-    @implements(func, *([getattr(torch.Tensor, func.__name__)] if hasattr(torch.Tensor, func.__name__) else []))
-    def product(input: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        rule = matmul_rule(input.shape, mat2.shape) if (input.dim(), mat2.dim()) == ndims else None
-        return _product(func, (input, mat2), rule, out)
-
-
-for _func, _ndims in ((torch.mm, (2, 2)), (torch.bmm, (3, 3)), (torch.mv, (2, 1)), (torch.dot, (1, 1))):
-    _same(_func, _ndims)
-
-
-@implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)
-def outer(input: torch.Tensor, vec2: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``m, n -> m n``."""
-    rule = Rule((("m",), ("n",)), ("m", "n")) if input.dim() == vec2.dim() == 1 else None
-    return _product(torch.outer, (input, vec2), rule, out)
-
-
-def _product(func: Any, operands: tuple[torch.Tensor, ...], rule: Rule | None, out: torch.Tensor | None) -> Any:
-    if out is not None:
-        return write_out(lambda f, a, _: _product(f, a, rule, None), func, operands, {"out": out})
-    if rule is None:
-        func(*(torch.empty((), dtype=x.dtype).expand(x.shape) for x in operands))  # torch's error for such shapes
-        return fall_back(func, operands, {})
-    result = run(func.__name__, rule, operands, func)
-    return fall_back(func, operands, {}) if result is None else result
+    return torch.matmul(other, input)
 
 
 def _plus(func: Any, inner: Any) -> None:

@@ -101,8 +101,11 @@ def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment
         needs.append(Need(layout, tuple(sorted(taken - own)), moves))
     shape = tuple(1 if letter is None else sizes[letter] for letter in rule.output)
     settled = _laid_out(rule.output, shape, chosen, base)
-    lost = tuple(sorted(axis for letter, dim in chosen.items() if letter not in rule.output for axis in dim.axes))
-    output = attrs.evolve(settled, partial=tuple((axis, "sum") for axis in lost)) if lost else settled
+    joins = dict(rule.joins)
+    addends = ((letter, dim) for letter, dim in chosen.items() if letter not in rule.output)
+    partial = sorted((axis, joins.get(letter, "sum")) for letter, dim in addends for axis in dim.axes)
+    partial = [(axis, join) for axis, join in partial if join != "none"]
+    output = attrs.evolve(settled, partial=tuple(partial)) if partial else settled
     return Recipe(tuple(needs), output, settled)
 
 

@@ -25,12 +25,15 @@ class Rule:
 
     Attributes:
         made: letters that only the output has, with their sizes (the dim that `cat` fills, a reduced dim that stays).
+        joins: for letters that the output lacks, what joins the ranks' results where it is not their sum; "none" where
+            nothing does, as each has the whole result.
     """
 
     inputs: tuple[Letters, ...]
     output: Letters
     whole: frozenset[str] = frozenset()
     made: tuple[tuple[str, int], ...] = ()
+    joins: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         def side(letters: Letters) -> str:

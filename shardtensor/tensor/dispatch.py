@@ -43,6 +43,15 @@ def spellings(name: str) -> list[Any]:
     return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
 
 
+def resolve(name: str) -> list[Any]:
+    """What a name of the rule table means: one function where it says whose (``F.embedding``), else all `spellings`."""
+    owner, dot, last = name.rpartition(".")
+    if not dot:
+        return spellings(name)
+    place = {"F": F, "Tensor": torch.Tensor}.get(owner) or getattr(torch, owner)
+    return [getattr(place, last)] if hasattr(place, last) else []
+
+
 def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Do `func` on ShardedTensors by a function of one's own, ``f(types, args, kwargs, process_group)``.
 

@@ -1,0 +1,398 @@
+"""The one handler of operations whose row in the table has letters: bind the call, bring the operands, compute, join.
+
+An operation is a row of `shardtensor.rules.table` and nothing more, unless the results of the ranks are joined by a
+function of its own: then that is registered here under the name the row gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import CutLayout, Shape
+from shardtensor.layout.pieces import Blocked
+from shardtensor.ops.engine import Prepared, computed, finish, prepare
+from shardtensor.ops.out import write_out
+from shardtensor.rules.call import ALIASES, Signature
+from shardtensor.rules.dims import several_dims
+from shardtensor.rules.pattern import Pattern
+from shardtensor.rules.propagate import Recipe, propagate, with_dims
+from shardtensor.rules.rule import Rule
+from shardtensor.rules.table import ROWS, Row, rows
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+JOINS: dict[str, tuple[Callable[..., Any], bool]] = {}
+"""The functions that rows name as ``@name``, and whether they take dims cut in blocks."""
+
+
+def joins(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function that a row names as ``@name``: it gives the local result where that letter is cut.
+
+    It gets a `Cut` and returns the local result, or results, in the layout that the row's output has; NotImplemented
+    makes the letter whole, as ``!`` would. All ranks call it or none, so what it decides by must be equal on all.
+
+    Args:
+        blocks: it can do with a dim cut in blocks, of which a rank holds several stretches; else that is made whole.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        JOINS[name] = function, blocks
+        return function
+
+    return register
+
+
+@attrs.frozen
+class Cut:
+    """One call whose letter with a join of its own is cut.
+
+    Attributes:
+        locals: the operands' local tensors, in order; one that the call does without is left out.
+        compute: the operation on such local tensors.
+        layouts: of the operands, as they were brought.
+        dims: of the first operand, that the letter stands for.
+        axes: that cut them.
+        team: the ranks that hold the pieces.
+        options: the arguments of the call that are no operands, by the names of the row.
+        settled: the layout of the result.
+    """
+
+    locals: list[torch.Tensor]
+    compute: Callable[..., Any]
+    layouts: tuple[CutLayout, ...]
+    dims: tuple[int, ...]
+    axes: tuple[int, ...]
+    team: Group
+    group: Group
+    options: dict[str, Any]
+    settled: CutLayout
+
+
+def by_rule(func: Any, name: str) -> Callable[..., Any]:
+    """The handler of `func` by the row of `name`."""
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        row = ROWS[name]
+        pattern = row.pattern
+        assert pattern is not None
+        if not kwargs and len(args) == len(pattern.sides) and not (pattern.names_dims or pattern.listed):
+            operands, compute = args, func
+            if not all(isinstance(x, torch.Tensor) for x in operands):
+                return _bound(func, row, args, kwargs)
+            rule = pattern.bind(tuple(x.shape for x in operands))
+            if rule is None:
+                return _misfit(func, args, kwargs)
+            if not pattern.joined:
+                ready = prepare(name, rule, operands)
+                if ready is None:
+                    return fall_back(func, args, kwargs)
+                return _given(computed(compute, ready.locals), ready.recipe.output, ready.group, pattern)
+        return _bound(func, row, args, kwargs)
+
+    return handler
+
+
+def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The general way: arguments in any form, dims that the call names, joins of the row's own."""
+    if kwargs:
+        kwargs = {_spelled(key, row.call): value for key, value in kwargs.items()}
+        if kwargs.get("out") is not None:
+            if not isinstance(kwargs["out"], torch.Tensor):
+                return fall_back(func, args, kwargs)
+            return write_out(lambda f, a, k: _bound(f, row, a, k), func, args, kwargs)
+        kwargs.pop("out", None)
+    pattern = row.pattern
+    assert pattern is not None
+    bound = _Call.of(func, row, args, kwargs)
+    if bound is None:
+        return fall_back(func, args, kwargs)
+    rule = pattern.bind(bound.shapes, bound.dims, bound.keepdim)
+    if rule is None:
+        return _misfit(func, args, kwargs)
+    out = _computed(bound, rule, row)
+    return fall_back(func, args, kwargs) if out is None else out
+
+
+def _computed(call: _Call, rule: Rule, row: Row) -> Any:
+    pattern, name = row.pattern, row.names[0]
+    assert pattern is not None
+    present = call.present
+    layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in present)
+    recipe = propagate(rule, layouts)
+    if recipe is None:
+        return None
+    added = [i for i, side in enumerate(call.sides) if side.added and call.operands[i] is not None]
+    if added and recipe.output.partial:  # what is added, once, comes after the sum over the ranks
+        without = call.without(added)
+        inner = pattern.bind(without.shapes, without.dims, without.keepdim)
+        out = None if inner is None else _computed(without, inner, row)
+        for i in added if out is not None else ():
+            x = call.operands[i]
+            out = out + as_cast(x, out)  # type: ignore[operator, arg-type]
+        return out
+    letter = _cut_letter(pattern, rule, recipe)
+    if letter is not None:
+        join, blocks = JOINS[letter[1][1:]]
+        dims = _dims_of(rule, letter[0])
+        if not blocks and any(_is_blocked(recipe, *place) for place in dims):
+            return _computed(call, whole_in(rule, letter[0]), row)
+    ready = prepare(name, rule, present)
+    if ready is None:
+        return None
+    if letter is None:
+        return _given(computed(call.compute, ready.locals), ready.recipe.output, ready.group, pattern)
+    result = join(_cut(call, rule, ready, letter[0]))
+    if result is NotImplemented:
+        return _computed(call, whole_in(rule, letter[0]), row)
+    return _given(result, ready.recipe.output, ready.group, pattern)
+
+
+# -- the call ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Call:
+    """A call, taken apart: its operands (None for one it does without), and how to make it again on local ones."""
+
+    func: Any
+    signature: Signature
+    sides: tuple[Any, ...]
+    operands: tuple[torch.Tensor | None, ...]
+    places: tuple[int | str | None, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dims: tuple[int, ...]
+    keepdim: bool
+    listed: bool
+
+    @classmethod
+    def of(cls, func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Bind a call; None where it is not of the form that the row gives."""
+        signature, pattern = row.call, row.pattern
+        assert pattern is not None
+        places: list[int | str | None] = []
+        found: list[Any] = []
+        for name in signature.operands:
+            place = signature.place(name)
+            if place < len(args) and not (signature.spread and place > 0):
+                found.append(args[place])
+                places.append(place)
+            else:
+                found.append(kwargs.get(name))
+                places.append(name if name in kwargs else None)
+        if pattern.listed:
+            if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
+                return None
+            operands, sides = tuple(found[0]), pattern.sides * len(found[0])
+        else:
+            operands, sides = tuple(found), pattern.sides
+        others = [v for i, v in enumerate(args) if i not in places] + [v for k, v in kwargs.items() if k not in places]
+        if (
+            not operands
+            or any(x is not None and not isinstance(x, torch.Tensor) for x in operands)
+            or any(isinstance(v, torch.Tensor) for v in others)
+        ):
+            return None
+        dims = _named_dims(signature, pattern, operands, args, kwargs)
+        if dims is None:
+            return None
+        keepdim = bool(_option(signature, "keepdim", args, kwargs)) if "keepdim" in signature.names else False
+        return cls(func, signature, sides, operands, tuple(places), args, kwargs, dims, keepdim, pattern.listed)
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        return [x for x in self.operands if x is not None]
+
+    @property
+    def shapes(self) -> tuple[Shape | None, ...]:
+        return tuple(None if x is None else tuple(x.shape) for x in self.operands)
+
+    def without(self, which: Sequence[int]) -> _Call:
+        """The same call without some of its operands."""
+        operands = tuple(None if i in which else x for i, x in enumerate(self.operands))
+        return attrs.evolve(self, operands=operands)
+
+    def compute(self, *locals_: torch.Tensor) -> Any:
+        """The call on local tensors."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if self.listed:
+            place = self.places[0]
+            if isinstance(place, int):
+                args[place] = list(locals_)
+            else:
+                kwargs[str(place)] = list(locals_)
+            return self.func(*args, **kwargs)
+        given = iter(locals_)
+        for place, x in zip(self.places, self.operands, strict=True):
+            if place is None:
+                continue
+            value = None if x is None else next(given)
+            if isinstance(place, int):
+                args[place] = value
+            else:
+                kwargs[place] = value
+        return self.func(*args, **kwargs)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that are no operands, by name."""
+        known = dict(self.signature.defaults)
+        names = [name for name in self.signature.names if name not in self.signature.operands]
+        known |= {name: self.args[self.signature.place(name)] for name in names
+                  if self.signature.place(name) < len(self.args)}  # fmt: skip
+        return known | {k: v for k, v in self.kwargs.items() if k not in self.signature.operands}
+
+
+def _spelled(key: str, signature: Signature) -> str:
+    """The name that a row has for a keyword of a call."""
+    if key in signature.names:
+        return key
+    alias = ALIASES.get(key, key)
+    return signature.names[0] if alias == "input" else alias if alias in signature.names else key
+
+
+def _option(signature: Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place = signature.place(name)
+    if signature.spread and name == signature.naming and place < len(args):
+        rest = args[place:]
+        return rest[0] if len(rest) == 1 else rest
+    if place < len(args):
+        return args[place]
+    return kwargs.get(name, dict(signature.defaults).get(name, _MISSING))
+
+
+_MISSING = object()
+
+
+def _named_dims(
+    signature: Signature,
+    pattern: Pattern,
+    operands: tuple[torch.Tensor | None, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[int, ...] | None:
+    """The dims that the call names, sorted; None where it does not say them as the row has it."""
+    if signature.naming is None:
+        return ()
+    first = operands[0]
+    assert first is not None
+    value = _option(signature, signature.naming, args, kwargs)
+    if value is None and dict(signature.defaults).get(signature.naming, 0) is not None:
+        return None
+    if isinstance(value, bool):  # sort(descending)
+        value = dict(signature.defaults).get(signature.naming, _MISSING)
+    if value is _MISSING or (value is not None and not isinstance(value, int | tuple | list)):
+        return None
+    inside = any(term.named for side in pattern.sides for term in side.terms)
+    ndim = first.dim() + (not inside)
+    if signature.naming == "normalized_shape" and value is not None:
+        count = 1 if isinstance(value, int) else len(value)
+        return tuple(range(ndim - count, ndim)) if count <= ndim else None
+    if not ndim:
+        return ()
+    return several_dims(ndim, tuple(value) if isinstance(value, list) else value)
+
+
+# -- letters -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def whole_in(rule: Rule, letter: str) -> Rule:
+    """The rule with a letter, or all of ``k...``, whole."""
+    every = {x for letters in rule.inputs for x in letters if x is not None and _stands_for(x, letter)}
+    return attrs.evolve(rule, whole=rule.whole | every)
+
+
+def _stands_for(name: str, letter: str) -> bool:
+    return name == letter or (name.startswith(letter) and name[len(letter) :].isdigit())
+
+
+@lru_cache(maxsize=8192)
+def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
+    """Operand and dim, wherever a letter stands."""
+    return tuple(
+        (i, d)
+        for i, letters in enumerate(rule.inputs)
+        for d, x in enumerate(letters)
+        if x is not None and _stands_for(x, letter)
+    )
+
+
+def _cut_letter(pattern: Pattern, rule: Rule, recipe: Recipe) -> tuple[str, str] | None:
+    """The letter with a join of its own that is cut, and the join's name."""
+    for letter, join in pattern.joins:
+        if join.startswith("@") and any(recipe.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
+            return letter, join
+    return None
+
+
+def _is_blocked(recipe: Recipe, operand: int, dim: int) -> bool:
+    cut = recipe.needs[operand].layout.dims[dim]
+    return cut is not None and isinstance(cut.pieces, Blocked)
+
+
+def _cut(call: _Call, rule: Rule, ready: Prepared, letter: str) -> Cut:
+    layouts = tuple(need.layout for need in ready.recipe.needs)
+    places = _dims_of(rule, letter)
+    first = places[0][0]
+    dims = tuple(d for i, d in places if i == first)
+    axes = tuple(
+        sorted({axis for i, d in places for cut in [layouts[i].dims[d]] if cut is not None for axis in cut.axes})
+    )
+    team = along(ready.group, layouts[first], axes)
+    return Cut(ready.locals, call.compute, layouts, dims, axes, team, ready.group, call.options, ready.recipe.settled)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _given(result: Any, layout: CutLayout, group: Group, pattern: Pattern) -> Any:
+    """A local result, or several of one layout, as the tensors they are parts of."""
+    if not isinstance(result, torch.Tensor):
+        found = [_given(part, layout, group, pattern) for part in result]
+        return type(result)(found) if isinstance(result, tuple) else found
+    return finish(result, _sized(layout, tuple(result.shape)) if pattern.makes_sizes else layout, group)
+
+
+@lru_cache(maxsize=8192)
+def _sized(layout: CutLayout, local: Shape) -> CutLayout:
+    """The layout with the sizes that a local result has along whole dims."""
+    shape = tuple(n if cut is None else full for n, full, cut in zip(local, layout.shape, layout.dims, strict=True))
+    sized = with_dims(layout, shape, layout.dims)
+    return attrs.evolve(sized, partial=layout.partial) if layout.partial else sized
+
+
+def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
+    return x.to(product.dtype) if torch.is_autocast_enabled(product.device.type) else x
+
+
+def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shapes that no rule fits: torch's error for them, before anything moves; else the safety net."""
+    from torch.utils._pytree import tree_map
+
+    def stand_in(x: Any) -> Any:
+        return torch.zeros((), dtype=x.dtype).expand(x.shape) if isinstance(x, torch.Tensor) else x
+
+    with torch.no_grad():
+        func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+    return fall_back(func, args, kwargs)
+
+
+def install() -> None:
+    """Register the handler of every row with letters that no module has done something of its own for."""
+    for row in rows():
+        if row.pattern is not None:
+            for name in row.names:
+                for func in resolve(name):
+                    HANDLERS.setdefault(func, by_rule(func, name.rpartition(".")[2]))
+
+
+install()

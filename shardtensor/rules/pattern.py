@@ -1,0 +1,393 @@
+"""The text of a rule, for operands of any number of dims: ``... m k, ... k n -> ... m n``.
+
+Each side between commas is an operand, each word a dim. What a word may be:
+
+* ``k``: a dim. Operands that share a letter are cut alike along it; where the output lacks it, ``k sum`` says what
+  joins the ranks' results.
+* ``...``: any number of dims, which broadcast as torch's do. ``i...``: any number, equal wherever ``i...`` stands.
+* ``[k]``: the dims that the call names (its ``dim``), wherever they stand; under ``keepdim=True`` an output without
+  them has them as 1.
+* ``!k``, ``[!k]``, ``!k...``: must be whole.
+* ``m?``: may be missing where the operand has too few dims. ``l/1``: may be of size 1, and then is copied.
+* ``k'``: only in the output, or not of the operand's size: as long as the local result is.
+* ``+ n``, a whole side: an operand that is added after the ranks' results are joined.
+* ``*(...)``: a list of operands, each with letters of its own where they must be whole.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import attrs
+
+from shardtensor.layout.layout import Shape
+from shardtensor.rules.rule import Letters, Rule
+from shardtensor.spec.diagnostics import Source, listed, nearest
+
+JOINS = ("sum", "avg", "max", "min", "prod", "any", "all")
+"""What can join the ranks' results along a letter that is cut; anything else is a function, ``@name``."""
+
+_WORD = re.compile(
+    r"(?P<bang>!?)(?:\[(?P<inner>!?)(?P<named>[a-z]\w*)(?P<new_named>'?)\]"
+    r"|(?P<letter>[a-z]\w*)?(?P<new>'?)(?P<many>\.\.\.)?)(?P<optional>\??)(?P<unit>(?:/1)?)$"
+)
+
+
+@attrs.frozen
+class Term:
+    """One word: a letter and its marks; the letter of a bare ``...`` is empty."""
+
+    letter: str
+    many: bool = False
+    named: bool = False
+    whole: bool = False
+    optional: bool = False
+    unit: bool = False
+    new: bool = False
+
+
+@attrs.frozen
+class Side:
+    """An operand, or the output: its words, and whether it is added after the results are joined."""
+
+    terms: tuple[Term, ...]
+    added: bool = False
+
+
+@attrs.frozen(eq=False)
+class Pattern:
+    """A rule for any shapes; `bind` gives the `Rule` for those at hand.
+
+    Attributes:
+        sides: the operands; one only, for each of a list, when `listed`.
+        joins: for letters, what joins the ranks' results where they are cut: a name of `JOINS`, or ``@function``.
+    """
+
+    text: str
+    sides: tuple[Side, ...]
+    output: Side
+    listed: bool
+    joins: tuple[tuple[str, str], ...]
+
+    @property
+    def joined(self) -> bool:
+        """Whether the ranks' results are joined, or completed, in another way than by their sum."""
+        return any(side.added for side in self.sides) or any(join.startswith("@") for _, join in self.joins)
+
+    @property
+    def names_dims(self) -> bool:
+        """Whether the call names dims."""
+        return any(term.named for side in (*self.sides, self.output) for term in side.terms)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether all operands are broadcast and the output has their shape."""
+        return all(side.terms == (Term("", many=True),) for side in (*self.sides, self.output))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the dims that the call names are missing in the output."""
+        return self.names_dims and not any(term.named for term in self.output.terms)
+
+    @property
+    def makes_sizes(self) -> bool:
+        """Whether a dim of the output has the size that the local result has."""
+        return any(term.new for term in self.output.terms)
+
+    def join_of(self, letter: str) -> str | None:
+        """What joins the results along a letter (``k``, or one of ``k...`` such as ``k0``) that is cut."""
+        joins = dict(self.joins)
+        return joins.get(letter) or joins.get(letter.rstrip("0123456789"))
+
+    def bind(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
+        """Return the rule for operands of these shapes; None when they do not fit it.
+
+        Args:
+            shapes: of the operands in order; None for one that the call does without.
+            dims: that the call names, counted from the front, sorted.
+
+        Example:
+            >>> pattern = parse_pattern("... m? k, ... k n? -> ... m? n?", "k sum")
+            >>> str(pattern.bind(((5, 2, 3), (3, 4))))
+            'd0 m k, k n -> d0 m n'
+            >>> str(pattern.bind(((3,), (3,))))
+            'k, k -> ()'
+            >>> pattern.bind(((2, 3), (4, 5))) is None
+            True
+            >>> str(parse_pattern("... [!d] -> ... [d]").bind(((2, 3, 4),), (1,)))
+            'd0 !d d1 -> d0 !d d1'
+        """
+        return _bind(self, shapes, dims, keepdim)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@lru_cache(maxsize=8192)
+def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, ...], keepdim: bool) -> Rule | None:
+    sides = pattern.sides * len(shapes) if pattern.listed else pattern.sides
+    if len(shapes) != len(sides):
+        return None
+    binding = _Binding(dims)
+    rows = []
+    for i, (side, shape) in enumerate(zip(sides, shapes, strict=True)):
+        if shape is None:
+            continue
+        row = binding.row(side, len(shape), f"_{i}" if pattern.listed else "")
+        if row is None:
+            return None
+        rows.append((row, shape))
+    inputs = binding.inputs(rows)
+    if inputs is None:
+        return None
+    output, made = binding.output(pattern, keepdim)
+    lost = {letter for letters in inputs for letter in letters if letter is not None} - set(output)
+    joins = ((letter, pattern.join_of(letter) or "none") for letter in sorted(lost - binding.whole))
+    return Rule(
+        inputs,
+        output,
+        frozenset(binding.whole),
+        tuple((letter, 1) for letter in made),
+        tuple((letter, "none" if join.startswith("@") else join) for letter, join in joins if join != "sum"),
+    )
+
+
+class _Binding:
+    """What the words stand for, as the operands are read one after the other."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        self.dims = dims
+        self.counts: dict[str, int] = {}  # of dims that `i...` or `[k]` stands for; for the bare `...` the most
+        self.whole: set[str] = set()
+        self.single: set[str] = set()  # letters of one dim that an operand has
+
+    def row(self, side: Side, ndim: int, suffix: str) -> list[tuple[str, Term]] | None:
+        """A name and its word for every dim of an operand; None when it has another number of dims."""
+        terms = list(side.terms)
+        spare = ndim - sum(len(self.dims) if t.named else not t.many for t in terms)
+        for term in [t for t in terms if t.optional]:
+            if spare < 0:
+                terms.remove(term)
+                spare += 1
+        several = [t for t in terms if t.many]
+        if spare < 0 or (spare and not several):
+            return None
+        names: list[tuple[str, Term]] = []
+        for term in terms:
+            if term.named:
+                continue
+            if not term.many:
+                self.single.add(term.letter)
+                names.append((term.letter + suffix * term.whole, term))
+                continue
+            if term.letter and self.counts.setdefault(term.letter, spare) != spare:
+                return None
+            if not term.letter:
+                self.counts[""] = max(self.counts.get("", 0), spare)
+            names += [(f"#{spare - k}" if not term.letter else _nth(term.letter, k, spare), term) for k in range(spare)]
+        for term in terms:
+            if term.named:
+                self.counts[term.letter] = len(self.dims)
+                for k, dim in enumerate(self.dims):
+                    names.insert(dim, (_nth(term.letter, k, len(self.dims)) + suffix * term.whole, term))
+        if len(names) != ndim:
+            return None
+        self.whole |= {name for name, term in names if term.whole}
+        return names
+
+    def inputs(self, rows: list[tuple[list[tuple[str, Term]], Shape]]) -> tuple[Letters, ...] | None:
+        """The letters of every operand; None where sizes differ that must not."""
+        sizes: dict[str, int] = {}
+        for row, shape in rows:
+            for (name, _), size in zip(row, shape, strict=True):
+                if sizes.get(name, 1) == 1:
+                    sizes[name] = size
+        found = []
+        for row, shape in rows:
+            letters: list[str | None] = []
+            for (name, term), size in zip(row, shape, strict=True):
+                broadcasts = size == 1 and sizes[name] != 1
+                if size != sizes[name] and not (broadcasts and (term.unit or not term.letter)):
+                    return None
+                letters.append(None if broadcasts else self.dot(name))
+            found.append(tuple(letters))
+        return tuple(found)
+
+    def dot(self, name: str) -> str:
+        """The letter of a dim of the bare ``...``, which are counted from the right while operands are read."""
+        return f"d{self.counts[''] - int(name[1:])}" if name.startswith("#") else name
+
+    def output(self, pattern: Pattern, keepdim: bool) -> tuple[Letters, list[str]]:
+        """The letters of the output, and those of them that no operand has."""
+        letters: list[str | None] = []
+        made: list[str] = []
+        named: Term | None = None
+        for term in pattern.output.terms:
+            if term.named:
+                named = term
+            elif term.many:
+                count = self.counts.get(term.letter, 0)
+                names = [f"d{k}" if not term.letter else _nth(term.letter, k, count) for k in range(count)]
+                names = [f"{name}'" for name in names] if term.new else names
+                letters += names
+                made += names if term.new else []
+            elif term.new:
+                letters.append(f"{term.letter}'")
+                made.append(f"{term.letter}'")
+            elif term.letter in self.single:
+                letters.append(term.letter)
+        if named is not None or (keepdim and pattern.reduces):
+            for k, dim in enumerate(self.dims):
+                if named is None:
+                    letters.insert(dim, None)
+                    continue
+                known = not named.new and (named.letter in self.counts or named.letter in self.single)
+                name = named.letter if named.letter in self.single else _nth(named.letter, k, len(self.dims))
+                name = name if known else f"{name}'"
+                made += [] if known else [name]
+                letters.insert(dim, name)
+        self.whole |= set(made)
+        return tuple(letters), made
+
+
+def _nth(letter: str, k: int, count: int) -> str:
+    return letter if count == 1 else f"{letter}{k}"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def parse_pattern(text: str, joins: str = "", file: str = "<rule>") -> Pattern:
+    """Read a rule and, apart by commas, what joins the ranks' results along which letters.
+
+    Raises:
+        SpecError: with a caret: a word that is none, a letter of the output that no operand has, a contracted letter
+            without a join.
+
+    Example:
+        >>> parse_pattern("b k, n k -> b n", "k sum").joins
+        (('k', 'sum'),)
+        >>> parse_pattern("b k, n k -> b n")
+        Traceback (most recent call last):
+        shardtensor.errors.SpecError: <rule>:1:3: error[E603]: `k` is in no output, and nothing joins the ranks' results
+            1 | b k, n k -> b n
+              |   ^
+          why: a rank that holds a part of `k` has only a part of the result
+          fix: say what joins them: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole
+    """
+    source = Source(text, file)
+    left, arrow, _ = text.partition("->")
+    if not arrow:
+        raise source.error("E601", (0, len(text)), "a rule has operands and an output: `... k, n k -> ... n`")
+    star = re.fullmatch(r"(\s*)\*\((.*)\)\s*", left)
+    start, inside = (len(star[1]) + 2, star[2]) if star else (0, left)
+    sides, at = [], start
+    for piece in inside.split(","):
+        sides.append(_side(source, piece, at))
+        at += len(piece) + 1
+    output = _side(source, text[len(left) + 2 :], len(left) + 2)
+    pattern = Pattern(text, tuple(side for side, _ in sides), output[0], star is not None, _read_joins(joins, file))
+    _check(source, pattern, [spans for _, spans in sides], output[1])
+    return pattern
+
+
+Spans = list[tuple[int, int]]
+
+
+def _side(source: Source, text: str, offset: int) -> tuple[Side, Spans]:
+    terms: list[Term] = []
+    spans: Spans = []
+    added = False
+    for k, match in enumerate(re.finditer(r"\S+", text)):
+        word, span = match[0], (offset + match.start(), offset + match.end())
+        if word == "()":
+            continue
+        if word == "+" and k == 0:
+            added = True
+            continue
+        found = _WORD.match(word)
+        if found is None or not (found["letter"] or found["named"] or found["many"]):
+            raise source.error(
+                "E602", span, f"`{word}` is no dim", "a dim is `k`, `!k`, `k?`, `[k]`, `k...`, `...`, `k/1` or `k'`"
+            )
+        letter = found["named"] or found["letter"] or ""
+        terms.append(
+            Term(
+                letter,
+                many=bool(found["many"]),
+                named=bool(found["named"]),
+                whole=bool(found["bang"] or found["inner"]),
+                optional=bool(found["optional"]),
+                unit=bool(found["unit"]),
+                new=bool(found["new"] or found["new_named"]),
+            )
+        )
+        spans.append(span)
+    return Side(tuple(terms), added), spans
+
+
+def _read_joins(text: str, file: str) -> tuple[tuple[str, str], ...]:
+    found = []
+    for match in re.finditer(r"[^,]+", text):
+        words = match[0].split()
+        start = match.start() + len(match[0]) - len(match[0].lstrip())
+        span = (start, start + len(match[0].strip()))
+        if len(words) != 2:
+            raise Source(text, file).error("E604", span, f"`{match[0].strip()}` is no join", fix="write `k sum`")
+        letter, join = words
+        if join not in JOINS and not join.startswith("@"):
+            raise Source(text, file).error(
+                "E604", span, f"nothing joins as `{join}`", f"there are {listed(JOINS)}", nearest(join, JOINS)
+            )
+        found.append((letter, join))
+    return tuple(found)
+
+
+def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Spans) -> None:
+    known: dict[str, tuple[int, int]] = {}
+    whole = {term.letter for side in pattern.sides for term in side.terms if term.whole}
+    for side, side_spans in zip(pattern.sides, spans, strict=True):
+        several = 0
+        here: set[str] = set()
+        for term, span in zip(side.terms, side_spans, strict=True):
+            several += term.many
+            if several > 1:
+                raise source.error("E605", span, "one operand can have `...` once only")
+            if term.new:
+                raise source.error("E605", span, "only a dim of the output can be new")
+            if term.letter in here:
+                raise source.error("E605", span, f"`{term.letter}` stands twice in one operand")
+            here.add(term.letter)
+            known.setdefault(term.letter, span)
+    kept = set()
+    for term, span in zip(pattern.output.terms, out_spans, strict=True):
+        if term.letter not in known and not term.new:
+            near = nearest(term.letter, known)
+            raise source.error(
+                "E606",
+                span,
+                f"no operand has `{term.letter or '...'}`",
+                fix=near or f"write `{term.letter}'` for a dim that the operation makes",
+            )
+        if not term.new:
+            kept.add(term.letter)
+    for letter, span in known.items():
+        if letter not in kept and letter not in whole and pattern.join_of(letter) is None:
+            raise source.error(
+                "E603",
+                span,
+                f"`{letter or '...'}` is in no output, and nothing joins the ranks' results",
+                f"a rank that holds a part of `{letter or '...'}` has only a part of the result",
+                f"say what joins them: `{letter or 'd'} sum`, {listed((*JOINS[1:], '@function'))}; "
+                f"or `!{letter or '...'}`, which must be whole",
+            )
+    for letter, _ in pattern.joins:
+        if letter not in known:
+            raise source.error(
+                "E606",
+                (0, len(source.text)),
+                f"no operand has `{letter}`, of which a join is given",
+                fix=nearest(letter, known),
+            )

@@ -1,0 +1,163 @@
+"""What every operation does to layouts: one row for each, and nothing else decides it.
+
+The columns, apart by ``|``: the names (all of torch's spellings of them: ``torch.add``, ``Tensor.add``, ``+``); the
+rule, in the words of `shardtensor.rules.pattern`; what joins the ranks' results along a letter that is cut, where the
+local operation alone does not do; the arguments of the call, where they are not just the operands. ``@name`` says that
+a function gives the answer: in the second column one of this package, ``@views.reshaped``, for operations whose layout
+is arithmetic; in the third one of `shardtensor.ops`, for results that no single reduction joins. ``gathers`` is for
+what needs the whole by its nature, and says why.
+
+To add a row: write it here; if it joins by a function of its own, register that with `shardtensor.ops.by_rule.joins`;
+give `tests/rules/makers.py` a call to test it by. `shardtensor ops` prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+from shardtensor.layout.layout import Shape
+from shardtensor.rules.call import Signature, parse_call
+from shardtensor.rules.pattern import Pattern, parse_pattern
+from shardtensor.rules.rule import Rule
+
+TABLE = """
+# elementwise: numbers may stand for operands; `name_`, `out=` and operators too
+
+abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil conj
+  conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expit expm1 fix floor frac i0 i0e i1 i1e invert
+  isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not logit mvlgamma
+  multigammaln nan_to_num ndtr ndtri neg negative polygamma pos positive psi rad2deg reciprocal resolve_conj
+  resolve_neg round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc bessel_j0 bessel_j1 entr
+  erfcx gammaln celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu
+  silu softplus softshrink softsign tanhshrink threshold                                        | ... -> ...
+add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div divide eq
+  float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
+  ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
+  nextafter not_equal pow remainder rsub sub subtract true_divide xlog1py xlogy zeta truediv floordiv mod and or xor
+  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow rand ror rxor rlshift rrshift       | ..., ... -> ...
+addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                           | ..., ..., ... -> ...
+
+# dims that the call names
+
+cumsum cumprod logcumsumexp cummax cummin | ... [!d] -> ... [d]  |  | input, dim=
+sort argsort                              | ... [!d] -> ... [d]  |  | input, dim=-1
+topk                                      | ... [!d] -> ... [d'] |  | input, k=, dim=-1
+kthvalue                                  | ... [!d] -> ...      |  | input, k=, dim=-1, keepdim=False
+median nanmedian nansum nanmean           | ... [!d] -> ...      |  | input, dim=None, keepdim=False
+mode                                      | ... [!d] -> ...      |  | input, dim=-1, keepdim=False
+roll                                      | ... [!d] -> ... [d]  |  | input, shifts=, dims=None
+flip                                      | ... [!d] -> ... [d]  |  | input, *dims
+glu                                       | ... [!d] -> ... [d'] |  | input, dim=-1
+msort                                     | !d ... -> d ...
+tril triu                                 | ... !r !c -> ... r c |  | input, diagonal=0
+
+# gathered by index, laid end to end
+
+gather                 | i... [!d], i... [at] -> i... [at] |  | input, dim=, index
+take_along_dim         | i... [!d], i... [at] -> i... [at] |  | input, indices, dim=
+index_select           | i... [!d], at -> i... [at]        |  | input, dim=, index
+cat concat concatenate | *(i... [!d]) -> i... [d']         |  | tensors, dim=0
+stack                  | *(i...) -> i... [n']              |  | tensors, dim=0
+
+# products
+
+matmul linalg.matmul | ... m? k, ... k n? -> ... m? n? | k sum
+mm                   | m k, k n -> m n                 | k sum
+bmm                  | b m k, b k n -> b m n           | k sum
+mv                   | m k, k -> m                     | k sum
+dot                  | k, k -> ()                      | k sum
+outer ger            | m, n -> m n
+"""
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        names: as written; ``F.embedding`` means this one only, ``add`` all of torch's spellings.
+        section: the heading above it.
+        pattern: None where a function gives the layout, or the operation gathers.
+        function: of this package, ``views.reshaped``; empty elsewhere.
+        reason: why the operation gathers; empty elsewhere.
+    """
+
+    names: tuple[str, ...]
+    section: str
+    pattern: Pattern | None
+    call: Signature
+    function: str = ""
+    reason: str = ""
+
+    def rule(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
+        """The rule for operands of these shapes; None when they do not fit."""
+        return None if self.pattern is None else self.pattern.bind(shapes, dims, keepdim)
+
+    @property
+    def compute(self) -> Callable[..., Any]:
+        """The pure function that a row without letters names."""
+        module, name = self.function.split(".")
+        return getattr(import_module(f"shardtensor.rules.{module}"), name)
+
+
+def row_of(names: str, rule: str, joins: str = "", call: str = "", section: str = "") -> Row:
+    """Read one row.
+
+    Raises:
+        SpecError: with a caret, where the rule, the joins or the call cannot be read.
+    """
+    split = tuple(names.split())
+    if rule.startswith("@"):
+        return Row(split, section, None, parse_call(call or "input"), function=rule[1:])
+    if rule == "gathers":
+        return Row(split, section, None, parse_call(call or "input"), reason=joins)
+    pattern = parse_pattern(rule, joins)
+    return Row(split, section, pattern, parse_call(call or _usual_call(pattern)))
+
+
+def _usual_call(pattern: Pattern) -> str:
+    operands = ["input", "other", *(f"operand{i}" for i in range(2, len(pattern.sides)))][: len(pattern.sides)]
+    return ", ".join([*operands, *(["dim=None", "keepdim=False"] if pattern.names_dims else [])])
+
+
+def read_table(text: str) -> dict[str, Row]:
+    """Read rows, apart by line; lines that begin with a space go on with the row above. Keys are names without dots."""
+    rows: dict[str, Row] = {}
+    section = ""
+    for line in text.replace("\n ", " ").splitlines():
+        if line.startswith("#"):
+            section = line[1:].strip()
+        elif line.strip():
+            names, rule, joins, call = ([cell.strip() for cell in line.split("|")] + ["", ""])[:4]
+            row = row_of(names, rule, joins, call, section)
+            rows.update((name.rpartition(".")[2], row) for name in row.names)
+    return rows
+
+
+ROWS = read_table(TABLE)
+"""Every name's row. `shardtensor.register_op` adds to it."""
+
+
+def rule_of(
+    name: str, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False
+) -> Rule | None:
+    """The rule of an operation for operands of these shapes; None when they do not fit. Cached.
+
+    Args:
+        shapes: of the operands in order; None for one that the call does without.
+        dims: that the call names, counted from the front, sorted.
+
+    Example:
+        >>> str(rule_of("matmul", ((5, 2, 3), (3, 4))))
+        'd0 m k, k n -> d0 m n'
+    """
+    return ROWS[name].rule(shapes, dims, keepdim)
+
+
+def rows() -> tuple[Row, ...]:
+    """The rows in order, each once."""
+    return tuple(dict.fromkeys(ROWS.values()))
