@@ -6,7 +6,7 @@ function of its own: then that is registered here under the name the row gives i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Shape
 from shardtensor.layout.pieces import Blocked
+from shardtensor.ops.binding import BoundCall, spelled
 from shardtensor.ops.engine import Prepared, computed, finish, prepare
 from shardtensor.ops.out import write_out
-from shardtensor.rules.call import ALIASES, Signature
-from shardtensor.rules.dims import several_dims
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
@@ -102,7 +101,7 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
 def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The general way: arguments in any form, dims that the call names, joins of the row's own."""
     if kwargs:
-        kwargs = {_spelled(key, row.call): value for key, value in kwargs.items()}
+        kwargs = {spelled(key, row.call): value for key, value in kwargs.items()}
         if kwargs.get("out") is not None:
             if not isinstance(kwargs["out"], torch.Tensor):
                 return fall_back(func, args, kwargs)
@@ -110,7 +109,7 @@ def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         kwargs.pop("out", None)
     pattern = row.pattern
     assert pattern is not None
-    bound = _Call.of(func, row, args, kwargs)
+    bound = BoundCall.of(func, row, args, kwargs)
     if bound is None:
         return fall_back(func, args, kwargs)
     rule = pattern.bind(bound.shapes, bound.dims, bound.keepdim)
@@ -120,7 +119,7 @@ def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return fall_back(func, args, kwargs) if out is None else out
 
 
-def _computed(call: _Call, rule: Rule, row: Row) -> Any:
+def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     pattern, name = row.pattern, row.names[0]
     assert pattern is not None
     present = call.present
@@ -152,152 +151,6 @@ def _computed(call: _Call, rule: Rule, row: Row) -> Any:
     if result is NotImplemented:
         return _computed(call, whole_in(rule, letter[0]), row)
     return _given(result, ready.recipe.output, ready.group, pattern)
-
-
-# -- the call ----------------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class _Call:
-    """A call, taken apart: its operands (None for one it does without), and how to make it again on local ones."""
-
-    func: Any
-    signature: Signature
-    sides: tuple[Any, ...]
-    operands: tuple[torch.Tensor | None, ...]
-    places: tuple[int | str | None, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    dims: tuple[int, ...]
-    keepdim: bool
-    listed: bool
-
-    @classmethod
-    def of(cls, func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-        """Bind a call; None where it is not of the form that the row gives."""
-        signature, pattern = row.call, row.pattern
-        assert pattern is not None
-        places: list[int | str | None] = []
-        found: list[Any] = []
-        for name in signature.operands:
-            place = signature.place(name)
-            if place < len(args) and not (signature.spread and place > 0):
-                found.append(args[place])
-                places.append(place)
-            else:
-                found.append(kwargs.get(name))
-                places.append(name if name in kwargs else None)
-        if pattern.listed:
-            if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
-                return None
-            operands, sides = tuple(found[0]), pattern.sides * len(found[0])
-        else:
-            operands, sides = tuple(found), pattern.sides
-        others = [v for i, v in enumerate(args) if i not in places] + [v for k, v in kwargs.items() if k not in places]
-        if (
-            not operands
-            or any(x is not None and not isinstance(x, torch.Tensor) for x in operands)
-            or any(isinstance(v, torch.Tensor) for v in others)
-        ):
-            return None
-        dims = _named_dims(signature, pattern, operands, args, kwargs)
-        if dims is None:
-            return None
-        keepdim = bool(_option(signature, "keepdim", args, kwargs)) if "keepdim" in signature.names else False
-        return cls(func, signature, sides, operands, tuple(places), args, kwargs, dims, keepdim, pattern.listed)
-
-    @property
-    def present(self) -> list[torch.Tensor]:
-        return [x for x in self.operands if x is not None]
-
-    @property
-    def shapes(self) -> tuple[Shape | None, ...]:
-        return tuple(None if x is None else tuple(x.shape) for x in self.operands)
-
-    def without(self, which: Sequence[int]) -> _Call:
-        """The same call without some of its operands."""
-        operands = tuple(None if i in which else x for i, x in enumerate(self.operands))
-        return attrs.evolve(self, operands=operands)
-
-    def compute(self, *locals_: torch.Tensor) -> Any:
-        """The call on local tensors."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if self.listed:
-            place = self.places[0]
-            if isinstance(place, int):
-                args[place] = list(locals_)
-            else:
-                kwargs[str(place)] = list(locals_)
-            return self.func(*args, **kwargs)
-        given = iter(locals_)
-        for place, x in zip(self.places, self.operands, strict=True):
-            if place is None:
-                continue
-            value = None if x is None else next(given)
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
-        return self.func(*args, **kwargs)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that are no operands, by name."""
-        known = dict(self.signature.defaults)
-        names = [name for name in self.signature.names if name not in self.signature.operands]
-        known |= {name: self.args[self.signature.place(name)] for name in names
-                  if self.signature.place(name) < len(self.args)}  # fmt: skip
-        return known | {k: v for k, v in self.kwargs.items() if k not in self.signature.operands}
-
-
-def _spelled(key: str, signature: Signature) -> str:
-    """The name that a row has for a keyword of a call."""
-    if key in signature.names:
-        return key
-    alias = ALIASES.get(key, key)
-    return signature.names[0] if alias == "input" else alias if alias in signature.names else key
-
-
-def _option(signature: Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    place = signature.place(name)
-    if signature.spread and name == signature.naming and place < len(args):
-        rest = args[place:]
-        return rest[0] if len(rest) == 1 else rest
-    if place < len(args):
-        return args[place]
-    return kwargs.get(name, dict(signature.defaults).get(name, _MISSING))
-
-
-_MISSING = object()
-
-
-def _named_dims(
-    signature: Signature,
-    pattern: Pattern,
-    operands: tuple[torch.Tensor | None, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[int, ...] | None:
-    """The dims that the call names, sorted; None where it does not say them as the row has it."""
-    if signature.naming is None:
-        return ()
-    first = operands[0]
-    assert first is not None
-    value = _option(signature, signature.naming, args, kwargs)
-    if value is None and dict(signature.defaults).get(signature.naming, 0) is not None:
-        return None
-    if isinstance(value, bool):  # sort(descending)
-        value = dict(signature.defaults).get(signature.naming, _MISSING)
-    if value is _MISSING or (value is not None and not isinstance(value, int | tuple | list)):
-        return None
-    inside = any(term.named for side in pattern.sides for term in side.terms)
-    ndim = first.dim() + (not inside)
-    if signature.naming == "normalized_shape" and value is not None:
-        count = 1 if isinstance(value, int) else len(value)
-        return tuple(range(ndim - count, ndim)) if count <= ndim else None
-    if not ndim:
-        return ()
-    return several_dims(ndim, tuple(value) if isinstance(value, list) else value)
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------
@@ -338,7 +191,7 @@ def _is_blocked(recipe: Recipe, operand: int, dim: int) -> bool:
     return cut is not None and isinstance(cut.pieces, Blocked)
 
 
-def _cut(call: _Call, rule: Rule, ready: Prepared, letter: str) -> Cut:
+def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
     layouts = tuple(need.layout for need in ready.recipe.needs)
     places = _dims_of(rule, letter)
     first = places[0][0]

@@ -21,7 +21,8 @@ import attrs
 
 from shardtensor.layout.layout import Shape
 from shardtensor.rules.call import Signature, parse_call
-from shardtensor.rules.pattern import Pattern, parse_pattern
+from shardtensor.rules.pattern import Pattern
+from shardtensor.rules.reading import parse_pattern
 from shardtensor.rules.rule import Rule
 
 TABLE = """
