@@ -8,6 +8,8 @@ from typing import Any
 from shardtensor.version import __version__
 
 _HOME = {
+    "AbsentRankError": "errors",
+    "CallMismatchError": "errors",
     "ChunkShardingSpec": "spec.devices",
     "Cut": "spec.nodes",
     "DevicePlacementSpec": "spec.devices",
@@ -32,6 +34,7 @@ _HOME = {
     "SpecError": "errors",
     "StaleParameterError": "errors",
     "TensorProperties": "tensor.metadata",
+    "check_collectives": "comm.checked",
     "clip_grad_norm_": "optim.clip",
     "clip_grad_value_": "optim.clip",
     "custom_sharded_op_impl": "tensor.dispatch",

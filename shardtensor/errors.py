@@ -7,6 +7,8 @@
     ├── LayoutError            (ValueError)      a spec does not fit the mesh, the world or the shape
     ├── RuleError              (RuntimeError)    an operation cannot be done on these layouts
     ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
+    │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives
+    ├── AbsentRankError        (RuntimeError)    ranks did not come to a collective, or were lost in it
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
     └── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
 
@@ -89,6 +91,14 @@ class RuleError(ShardTensorError, RuntimeError):
 
 class DisagreementError(ShardTensorError, ValueError):
     """Ranks brought different things to a call that needs them equal; no data has moved."""
+
+
+class CallMismatchError(DisagreementError, RuntimeError):
+    """Ranks met in different collectives, or in one that they call with different numbers; no data has moved."""
+
+
+class AbsentRankError(ShardTensorError, RuntimeError):
+    """Ranks did not come to a collective within the timeout of their group, or ended during it."""
 
 
 class MissingParameterError(ShardTensorError, AttributeError):

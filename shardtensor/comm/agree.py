@@ -61,23 +61,23 @@ def _shared_fault(group: Group, reports: Sequence[_Report]) -> ShardTensorError 
     assert first is not None
     names, text = first
     error_type = next(getattr(errors, name) for name in names if hasattr(errors, name))
-    by_text = _ranks_by_value({rank: fault[1] for rank, (_, _, fault) in found.items() if fault is not None})
+    by_text = ranks_by_value({rank: fault[1] for rank, (_, _, fault) in found.items() if fault is not None})
     if len(found) == group.size and len(by_text) == 1:
         return error_type(text)
-    who = _name_ranks(found)
+    who = name_ranks(found)
     verb = "have" if len(found) > 1 else "has"
-    facts = {_name_ranks(ranks): text for text, ranks in by_text.items()}
+    facts = {name_ranks(ranks): text for text, ranks in by_text.items()}
     return error_type(f"{call}: {who} {verb} a fault, so nothing was done on any rank", facts)
 
 
 def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError:
-    calls = _ranks_by_value(dict(zip(group.ranks, (call for call, _, _ in reports), strict=True)))
+    calls = ranks_by_value(dict(zip(group.ranks, (call for call, _, _ in reports), strict=True)))
     if len(calls) > 1:
         fix = "make the same calls in the same order on every rank of the group"
         return DisagreementError("ranks are in different calls; nothing was moved", {"call": _table(calls)}, fix)
     names = dict.fromkeys(name for _, facts, _ in reports for name in facts)
     held = {
-        name: _ranks_by_value(
+        name: ranks_by_value(
             {r: facts.get(name, "(none)") for r, (_, facts, _) in zip(group.ranks, reports, strict=True)}
         )
         for name in names
@@ -94,7 +94,8 @@ def _type_names(error: BaseException) -> list[str]:
     return [cls.__name__ for cls in type(error).__mro__]
 
 
-def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Which ranks hold each value, in the order in which values are first met."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -103,7 +104,7 @@ def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 def _table(values: Mapping[str, Sequence[int]]) -> str:
     """One line for each value: which ranks hold it, and it."""
-    rows = [(_name_ranks(ranks), value) for value, ranks in list(values.items())[:_SHOWN_VALUES]]
+    rows = [(name_ranks(ranks), value) for value, ranks in list(values.items())[:_SHOWN_VALUES]]
     width = max(len(who) for who, _ in rows)
     indent = "\n" + " " * (width + 2)
     lines = [f"{who:<{width}}  " + indent.join(value.splitlines() or [""]) for who, value in rows]
@@ -112,11 +113,11 @@ def _table(values: Mapping[str, Sequence[int]]) -> str:
     return "\n".join(lines)
 
 
-def _name_ranks(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks with runs folded.
 
     Example:
-        >>> _name_ranks([0, 1, 2, 5]), _name_ranks([3])
+        >>> name_ranks([0, 1, 2, 5]), name_ranks([3])
         ('ranks 0-2, 5', 'rank 3')
     """
     runs: list[list[int]] = []

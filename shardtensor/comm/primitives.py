@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
+
+from shardtensor.comm.lost import told
 
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
 # Names, not unbound methods: a process group may be written in Python.
@@ -73,12 +76,15 @@ def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
         result = _graph_result(functional.all_reduce(t, _FUNCTIONAL_NAMES.get(op, op), process_group))
         t.copy_(result)
         return result
-    _wait(process_group.allreduce([t], _REDUCE[op]))
+    try:
+        _wait(process_group.allreduce([t], _REDUCE[op]))
+    except RuntimeError as error:
+        raise _told(error, "all_reduce", t, process_group) from error
     return t
 
 
 def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
-    """Start reducing `t` in place; return torch's handle."""
+    """Start reducing `t` in place; return torch's handle, for `finish`."""
     return process_group.allreduce([t], _REDUCE_ASYNC[op])
 
 
@@ -87,7 +93,10 @@ def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _graph_result(_functional_gather(t, 0, process_group))
     out = t.new_empty(process_group.size() * t.numel())
-    _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
+    try:
+        _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
+    except RuntimeError as error:
+        raise _told(error, "all_gather", t, process_group) from error
     return out
 
 
@@ -96,7 +105,10 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
     out = flat.new_empty(flat.numel() // process_group.size())
-    _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
+    try:
+        _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
+    except RuntimeError as error:
+        raise _told(error, "reduce_scatter", flat, process_group) from error
     return out
 
 
@@ -108,19 +120,44 @@ def all_to_all(
         sizes = list(recv_counts), list(send_counts)
         return _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
     out = flat.new_empty(sum(recv_counts))
-    _wait(process_group.alltoall_base(out, flat, recv_counts, send_counts, _ALL_TO_ALL))
+    try:
+        _wait(process_group.alltoall_base(out, flat, recv_counts, send_counts, _ALL_TO_ALL))
+    except RuntimeError as error:
+        raise _told(error, "all_to_all", flat, process_group) from error
     return out
 
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
-    """Start overwriting `t` with the source's; return torch's handle."""
+    """Start overwriting `t` with the source's; return torch's handle, for `finish`."""
     return process_group.broadcast(t, src_index)
+
+
+def finish(work: Any, operation: str, t: torch.Tensor, process_group: Any) -> None:
+    """Wait for a collective that was started on `t`."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _told(error, operation, t, process_group) from error
+
+
+def _told(error: RuntimeError, operation: str, t: torch.Tensor, process_group: Any) -> RuntimeError:
+    return told(error, operation, t, dist.get_process_group_ranks(process_group))
 
 
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def new_group(ranks: tuple[int, ...]) -> Any:
+def timeout_of(process_group: Any) -> float:
+    """The seconds after which a process group gives up on a collective; torch's default where it does not say."""
+    for kind in ("cuda", "cpu"):
+        try:
+            return process_group._get_backend(torch.device(kind)).options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):  # no such backend, or one without a timeout
+            continue
+    return dist.default_pg_timeout.total_seconds()
+
+
+def new_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
     """Make a process group of `ranks`, ascending global ranks; only they call it.
 
     torch names such a group with a number that counts other groups too, and that ranks with other memberships count
@@ -132,6 +169,6 @@ def new_group(ranks: tuple[int, ...]) -> Any:
     torch_name = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
     try:
-        return dist.new_group(ranks, use_local_synchronization=True)
+        return dist.new_group(ranks, timedelta(seconds=timeout_s), use_local_synchronization=True)
     finally:
         distributed_c10d._process_group_name = torch_name

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
 from shardtensor.comm.group import Group, LoneGroup
 from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
 from shardtensor.comm.wire import Wire
@@ -22,6 +23,7 @@ _groups: dict[Any, Group] = {}  # by process group, which hashes by identity
 _mesh_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id: meshes of two worlds may be equal
 _alone = LoneGroup()
 _current: ContextVar[Any] = ContextVar("process group of load_with_process_group", default=None)
+simulated: ContextVar[Group | None] = ContextVar("the world that this thread is a simulated rank of", default=None)
 
 
 @contextmanager
@@ -44,8 +46,8 @@ def as_group(where: Any = None) -> Group:
     ranks are not the whole world, the first call makes a process group, so all of them make it.
 
     Args:
-        where: None means the group of `load_with_process_group` inside of it, then the default group, and without
-            any a world of one. A `Group` is returned as it is.
+        where: None means the group of `load_with_process_group` inside of it, then the ranks of `simulate` inside
+            of that, then the default group, and without any a world of one. A `Group` is returned as it is.
 
     Returns:
         the group; one of index -1 where this process is not a member.
@@ -56,7 +58,7 @@ def as_group(where: Any = None) -> Group:
     if where is None:
         where = _current_process_group()
         if where is None:
-            return _alone
+            return simulated.get() or _alone
     found = _groups.get(where) if isinstance(where, dist.ProcessGroup) else None
     return found if found is not None else _find_group(where)
 
@@ -65,13 +67,16 @@ def _current_process_group() -> Any:
     process_group = _current.get()
     if process_group is None and (upstream := sys.modules.get("torch.distributed._shard.api")) is not None:
         process_group = getattr(upstream, "_CURRENT_PROCESS_GROUP", None)
-    if process_group is None and dist.is_available() and dist.is_initialized():
+    if process_group is None and simulated.get() is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     return process_group
 
 
 def world_place() -> tuple[int, int] | None:
     """This process's global rank and the number of ranks; None where no default group exists."""
+    world = simulated.get()
+    if world is not None:
+        return world.rank, world.size
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.get_rank(), dist.get_world_size()
@@ -80,7 +85,7 @@ def world_place() -> tuple[int, int] | None:
 def _find_group(where: Any) -> Group:
     if isinstance(where, dist.ProcessGroup):
         forget_destroyed()
-        group: Group = TorchGroup(where) if where.size() > 1 else _alone_in(where)
+        group: Group = _connected(where) if where.size() > 1 else _alone_in(where)
         _groups[where] = group
         return group
     if isinstance(where, dist.DeviceMesh):
@@ -129,6 +134,13 @@ def _group_of_mesh(device_mesh: Any) -> Group:
     whole = as_group(dist.group.WORLD).subgroup(ranks)
     axes: dict[tuple[str, ...], Group] = {(name,): as_group(device_mesh.get_group(i)) for i, name in enumerate(names)}
     return whole.on_mesh(mesh, axes)
+
+
+def _connected(process_group: Any) -> Group:
+    group = TorchGroup(process_group)
+    if not are_collectives_checked() or dist.get_backend(process_group) == "fake":  # where ranks are only pretended
+        return group
+    return CheckedGroup.over(group)
 
 
 def _alone_in(process_group: Any) -> LoneGroup:

@@ -53,11 +53,11 @@ class TorchGroup:
         if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
             return Done(self.all_reduce(t, op))
         if (t.is_cuda, t.dtype, op) in self.wire.reduced_as_is and t.is_contiguous():
-            return Started(primitives.all_reduce_async(self.process_group, t, op), t)
+            return Started(primitives.all_reduce_async(self.process_group, t, op), t, self.process_group)
         check_reduction(op, t.dtype)
         sent = self.wire.to_reduce(t)
         work = primitives.all_reduce_async(self.process_group, sent, op if op in self.wire.ops else "sum")
-        return Started(work, t, lambda: self._finish_reduce(sent, t, op))
+        return Started(work, t, self.process_group, lambda: self._finish_reduce(sent, t, op))
 
     def _finish_reduce(self, sent: torch.Tensor, t: torch.Tensor, op: str) -> torch.Tensor:
         if op not in self.wire.ops:
@@ -104,7 +104,7 @@ class TorchGroup:
             pieces[self.index].copy_(sent)
             works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(pieces) if sizes[i]]
             for work in works:
-                work.wait()
+                primitives.finish(work, "all_gather", sent, self.process_group)
             return self.wire.from_move(out, t)
         padded = sent.new_zeros(widest)
         padded[: sent.numel()] = sent
@@ -146,7 +146,8 @@ class TorchGroup:
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self.wire.to_move(t)
-        primitives.broadcast_async(self.process_group, sent, src_index).wait()
+        work = primitives.broadcast_async(self.process_group, sent, src_index)
+        primitives.finish(work, "broadcast", sent, self.process_group)
         if sent.data_ptr() != t.data_ptr():
             t.detach().copy_(self.wire.from_move(sent, t).view(t.shape))
         return t
@@ -185,7 +186,7 @@ class TorchGroup:
             return LoneGroup(self.rank)
         if len(ranks) == self.size:
             return self
-        return TorchGroup(primitives.new_group(ranks))
+        return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
@@ -230,13 +231,13 @@ class OutsideGroup:
 class Started:
     """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy."""
 
-    __slots__ = ("finish", "t", "work")
+    __slots__ = ("finish", "process_group", "t", "work")
 
-    def __init__(self, work: Any, t: torch.Tensor, finish: Any = None) -> None:
-        self.work, self.t, self.finish = work, t, finish
+    def __init__(self, work: Any, t: torch.Tensor, process_group: Any, finish: Any = None) -> None:
+        self.work, self.t, self.process_group, self.finish = work, t, process_group, finish
 
     def wait(self) -> torch.Tensor:
-        self.work.wait()
+        primitives.finish(self.work, "all_reduce", self.t, self.process_group)
         if self.finish is not None:
             self.finish()
         return self.t
