@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import computed, finish, group_of, run
-from shardtensor.rules.attention import attention_rule, heads_fit
+from shardtensor.rules.attention import heads_fit
 from shardtensor.rules.propagate import with_dims
+from shardtensor.rules.table import rule_of
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -49,8 +50,9 @@ def scaled_dot_product_attention(
         given = with_dims(layout, (*q.shape[:-1], v.shape[-1]), layout.dims)
         group = group_of("scaled_dot_product_attention", operands)
         return finish(computed(compute, [x._local for x in (q, k, v)]), given, group)  # type: ignore[attr-defined]
-    rule = attention_rule(tuple(tuple(x.shape) for x in operands), groups > 1)
-    out = run("scaled_dot_product_attention", rule, operands, compute)
+    shapes = (*(tuple(x.shape) for x in operands), None)[:4]
+    rule = rule_of("grouped_query_attention" if groups > 1 else "scaled_dot_product_attention", shapes)
+    out = None if rule is None else run("scaled_dot_product_attention", rule, operands, compute)
     return fall_back(F.scaled_dot_product_attention, (query, key, value), everything) if out is None else out
 
 

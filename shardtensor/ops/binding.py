@@ -20,6 +20,7 @@ class BoundCall:
     """A call, taken apart: its operands (None for one it does without), and how to make it again on local ones."""
 
     func: Any
+    name: str
     signature: Signature
     sides: tuple[Side, ...]
     operands: tuple[torch.Tensor | None, ...]
@@ -31,20 +32,20 @@ class BoundCall:
     listed: bool
 
     @classmethod
-    def of(cls, func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall | None:
+    def of(cls, func: Any, name: str, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall | None:
         """Bind a call; None where it is not of the form that the row gives."""
         signature, pattern = row.call, row.pattern
         assert pattern is not None
         places: list[int | str | None] = []
         found: list[Any] = []
-        for name in signature.operands:
-            place = signature.place(name)
+        for operand in signature.operands:
+            place = signature.place(operand)
             if place < len(args) and not (signature.spread and place > 0):
                 found.append(args[place])
                 places.append(place)
             else:
-                found.append(kwargs.get(name))
-                places.append(name if name in kwargs else None)
+                found.append(kwargs.get(operand))
+                places.append(operand if operand in kwargs else None)
         if pattern.listed:
             if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
                 return None
@@ -62,11 +63,16 @@ class BoundCall:
         if dims is None:
             return None
         keepdim = bool(_option(signature, "keepdim", args, kwargs)) if "keepdim" in signature.names else False
-        return cls(func, signature, sides, operands, tuple(places), args, kwargs, dims, keepdim, pattern.listed)
+        return cls(func, name, signature, sides, operands, tuple(places), args, kwargs, dims, keepdim, pattern.listed)
 
     @property
     def present(self) -> list[torch.Tensor]:
         return [x for x in self.operands if x is not None]
+
+    @property
+    def present_names(self) -> list[str]:
+        names = self.signature.operands * (len(self.operands) if self.listed else 1)
+        return [name for name, x in zip(names, self.operands, strict=True) if x is not None]
 
     @property
     def shapes(self) -> tuple[Shape | None, ...]:

@@ -53,6 +53,8 @@ class Cut:
     """One call whose letter with a join of its own is cut.
 
     Attributes:
+        name: of the operation.
+        names: of the operands, as the row has them.
         locals: the operands' local tensors, in order; one that the call does without is left out.
         compute: the operation on such local tensors.
         layouts: of the operands, as they were brought.
@@ -63,6 +65,8 @@ class Cut:
         settled: the layout of the result.
     """
 
+    name: str
+    names: tuple[str, ...]
     locals: list[torch.Tensor]
     compute: Callable[..., Any]
     layouts: tuple[CutLayout, ...]
@@ -84,7 +88,7 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
         if not kwargs and len(args) == len(pattern.sides) and not (pattern.names_dims or pattern.listed):
             operands, compute = args, func
             if not all(isinstance(x, torch.Tensor) for x in operands):
-                return _bound(func, row, args, kwargs)
+                return _bound(func, name, args, kwargs)
             rule = pattern.bind(tuple(x.shape for x in operands))
             if rule is None:
                 return _misfit(func, args, kwargs)
@@ -93,23 +97,24 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
                 if ready is None:
                     return fall_back(func, args, kwargs)
                 return _given(computed(compute, ready.locals), ready.recipe.output, ready.group, pattern)
-        return _bound(func, row, args, kwargs)
+        return _bound(func, name, args, kwargs)
 
     return handler
 
 
-def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The general way: arguments in any form, dims that the call names, joins of the row's own."""
+    row = ROWS[name]
     if kwargs:
         kwargs = {spelled(key, row.call): value for key, value in kwargs.items()}
         if kwargs.get("out") is not None:
             if not isinstance(kwargs["out"], torch.Tensor):
                 return fall_back(func, args, kwargs)
-            return write_out(lambda f, a, k: _bound(f, row, a, k), func, args, kwargs)
+            return write_out(lambda f, a, k: _bound(f, name, a, k), func, args, kwargs)
         kwargs.pop("out", None)
     pattern = row.pattern
     assert pattern is not None
-    bound = BoundCall.of(func, row, args, kwargs)
+    bound = BoundCall.of(func, name, row, args, kwargs)
     if bound is None:
         return fall_back(func, args, kwargs)
     rule = pattern.bind(bound.shapes, bound.dims, bound.keepdim)
@@ -120,7 +125,7 @@ def _bound(func: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
-    pattern, name = row.pattern, row.names[0]
+    pattern, name = row.pattern, call.name
     assert pattern is not None
     present = call.present
     layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in present)
@@ -200,7 +205,19 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
         sorted({axis for i, d in places for cut in [layouts[i].dims[d]] if cut is not None for axis in cut.axes})
     )
     team = along(ready.group, layouts[first], axes)
-    return Cut(ready.locals, call.compute, layouts, dims, axes, team, ready.group, call.options, ready.recipe.settled)
+    return Cut(
+        call.name,
+        tuple(call.present_names),
+        ready.locals,
+        call.compute,
+        layouts,
+        dims,
+        axes,
+        team,
+        ready.group,
+        call.options,
+        ready.recipe.settled,
+    )
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -225,6 +242,14 @@ def _sized(layout: CutLayout, local: Shape) -> CutLayout:
 def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
     return x.to(product.dtype) if torch.is_autocast_enabled(product.device.type) else x
+
+
+def leaves_addends(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the local results of an operation on these operands are addends."""
+    rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
+    layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in operands)
+    recipe = None if rule is None else propagate(rule, layouts)
+    return recipe is not None and bool(recipe.output.partial)
 
 
 def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
-from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.engine import finish, prepare
-from shardtensor.rules.rule import Rule
+from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -53,22 +52,27 @@ def embedding(
     _check(input, rows)
     if max_norm is not None:
         _renormalize(input, weight, max_norm, norm_type)
-    ids = tuple(f"i{k}" for k in range(input.dim()))
-    blocked = (
-        isinstance(weight, ShardedTensor) and isinstance(weight._layout, CutLayout) and weight._layout.is_blocked(0)
-    )
-    ready = None
-    if not scale_grad_by_freq and not blocked:
-        ready = prepare("embedding", Rule((("v", "d"), ids), (*ids, "d")), (weight, input))
-    if ready is None:
+    if scale_grad_by_freq:
         options = {"padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq}
         return fall_back(F.embedding, (input, weight), options)
-    (table, local_ids), recipe, group = ready
-    layout = recipe.needs[0].layout
-    if layout.dims[0] is None:
-        return finish(_rows(local_ids, table, padding_idx), recipe.output, group)
-    start = layout.start(group.rank, 0)
-    return finish(_looked_up(local_ids, table, start, padding_idx), recipe.output, group)
+    return _by_rule(input, weight, padding_idx)
+
+
+def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
+        return table.sum(0).expand(*ids.shape, table.shape[1])
+    return F.embedding(ids, table, padding_idx)
+
+
+_by_rule = by_rule(_rows, "embedding")
+
+
+@joins("own_rows")
+def own_rows(cut: Cut) -> torch.Tensor:
+    """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
+    ids, table = cut.locals
+    start = cut.layouts[1].start(cut.group.rank, 0)
+    return collectives.all_reduce(_looked_up(ids, table, start, cut.options["padding_idx"]), cut.team)
 
 
 def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
@@ -79,12 +83,6 @@ def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: 
     here = here.masked_fill(elsewhere, 0)
     pad = None if padding_idx is None or not start <= padding_idx < start + count else padding_idx - start
     return _rows(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
-
-
-def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
-    if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
-        return table.sum(0).expand(*ids.shape, table.shape[1])
-    return F.embedding(ids, table, padding_idx)
 
 
 def _check(ids: torch.Tensor, rows: int) -> None:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.engine import run
-from shardtensor.rules.rule import Rule
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.ops.by_rule import by_rule
+from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -30,33 +29,10 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     """``input @ weight.T + bias``, any of them sharded. Global shapes ``(..., k), (n, k), (n,) -> (..., n)``."""
     if weight.dim() == 2 and _is_column_parallel(input, weight, bias):
         return _column_parallel(input, weight, bias)  # type: ignore[arg-type]
-    out = _by_rule(input, weight, bias)
-    return fall_back(F.linear, (input, weight, bias), {}) if out is None else out
+    return _by_rule(input, weight, bias)
 
 
-def _by_rule(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The product by its rule, None where no rule applies; the bias of a product that is summed comes after the sum."""
-    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[-1]:
-        return None
-    batch = tuple(f"b{i}" for i in range(input.dim() - 1))
-    product = (*batch, "k"), ("n", "k")
-    if bias is None or _contracts_a_cut(input, weight):
-        out = run("linear", Rule(product, (*batch, "n")), (input, weight), F.linear)
-        return out if out is None or bias is None else out + as_cast(bias, out)
-    return run("linear", Rule((*product, ("n",)), (*batch, "n")), (input, weight, bias), F.linear)
-
-
-def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
-    return x.to(product.dtype) if torch.is_autocast_enabled(product.device.type) else x
-
-
-def _contracts_a_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the contracted dim is cut in either operand."""
-    return any(
-        isinstance(t, ShardedTensor) and (not isinstance(t._layout, CutLayout) or t._layout.dims[-1] is not None)
-        for t in (x, weight)
-    )
+_by_rule = by_rule(F.linear, "linear")
 
 
 def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

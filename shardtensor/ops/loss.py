@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
-from shardtensor.comm.group import Group
-from shardtensor.ops.engine import Prepared, finish, prepare
+from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import HALF, places
 from shardtensor.ops.softmax import shifted
-from shardtensor.rules.reduction import reduction as reduction_of
-from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
 from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 @implements(F.cross_entropy)
@@ -74,46 +72,51 @@ def _indexed(
     reduction: str,
     smoothing: float,
 ) -> torch.Tensor:
-    spatial = tuple(f"s{i}" for i in range(x.dim() - 2))
-    batch = ("n",) if x.dim() > 1 else ()
-    operands = [x, target] + ([] if weight is None else [weight])
-    kwargs: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
-    kwargs |= {"label_smoothing": smoothing} if name == "cross_entropy" else {}
-    func = getattr(F, name)
-    if tuple(target.shape) != (*x.shape[: len(batch)], *x.shape[2:]) or reduction not in ("none", "mean", "sum"):
-        return fall_back(func, (x, target), kwargs)
-    rule = Rule(((*batch, "c", *spatial), (*batch, *spatial), *((("c",),) * (weight is not None))), (*batch, *spatial))
-    ready = prepare(name, rule, operands)
-    if ready is None:
-        return fall_back(func, (x, target), kwargs)
-    cut = ready.recipe.needs[0].layout.dims[len(batch)]
-    if cut is None:
-        local, labels, *rest = ready.locals
-        w = rest[0] if rest else None
-        losses = func(local, labels, **{**kwargs, "weight": w, "reduction": "none"})
-        live = labels != ignore_index
-        shares = live.to(losses.dtype) if w is None else w[labels.masked_fill(~live, 0)] * live
-    else:
-        team = along(ready.group, ready.recipe.output, cut.axes)
-        losses, shares = _over_cut_classes(ready, len(batch), team, ignore_index, smoothing, name == "cross_entropy")
-    return _reduced(losses, shares, ready, reduction)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    losses, shares = _LOSSES[name](x, target, weight, **options)
+    return _reduced(losses, shares, reduction)
 
 
-def _over_cut_classes(
-    ready: Prepared, dim: int, team: Group, ignore_index: int, smoothing: float, is_logits: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses, and what each weighs in a mean; both equal on all ranks of the team."""
-    local, labels, *rest = ready.locals
-    layout = ready.recipe.needs[0].layout
+def _losses(func: Any) -> Any:
+    def losses(
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        *,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses, and what each weighs in a mean."""
+        options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+        found = func(x, target, weight, ignore_index=ignore_index, reduction="none", **options)
+        live = target != ignore_index
+        return found, live.to(found.dtype) if weight is None else weight[target.masked_fill(~live, 0)] * live
+
+    losses.__name__ = func.__name__
+    return by_rule(losses, func.__name__)
+
+
+_LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_loss)}
+
+
+@joins("classes", blocks=True)
+def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses over cut classes, and what each weighs in a mean; both equal on all ranks of the team."""
+    local, labels, *rest = cut.locals
+    (dim,), (layout, *_), team = cut.dims, cut.layouts, cut.team
+    ignore_index, smoothing = cut.options["ignore_index"], cut.options["label_smoothing"]
+    is_logits = cut.name == "cross_entropy"
     dtype = local.dtype
     x = local.float() if dtype in HALF else local
     x = shifted(x, dim, team) if is_logits else x
     live = labels != ignore_index
-    classes = layout.shape[dim]
-    if labels.is_cpu and bool((live & ((labels < 0) | (labels >= classes))).any()):
-        raise IndexError(f"Target out of bounds: the classes are 0 to {classes - 1}")
+    count = layout.shape[dim]
+    if labels.is_cpu and bool((live & ((labels < 0) | (labels >= count))).any()):
+        raise IndexError(f"Target out of bounds: the classes are 0 to {count - 1}")
     column = [-1 if d == dim else 1 for d in range(x.dim())]
-    held = places(layout, ready.group.rank, dim, x.device)
+    held = places(layout, cut.group.rank, dim, x.device)
     if x.shape[dim] and not layout.is_blocked(dim):
         at = labels - held[0]
         mine = (at >= 0) & (at < x.shape[dim]) & live
@@ -137,23 +140,22 @@ def _over_cut_classes(
     if w is not None:
         losses, shares = losses * total[2], total[2] * live
     if smoothing:
-        even = (total[4] if w is not None else classes) * base - total[3 if w is not None else 2]
-        losses = (1 - smoothing) * losses + smoothing / classes * even
+        even = (total[4] if w is not None else count) * base - total[3 if w is not None else 2]
+        losses = (1 - smoothing) * losses + smoothing / count * even
     return losses.masked_fill(~live, 0).to(dtype), shares
 
 
-def _reduced(losses: torch.Tensor, shares: torch.Tensor, ready: Prepared, reduction: str) -> torch.Tensor:
-    settled, group = ready.recipe.settled, ready.group
+def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The losses, their sum, or the mean in which each weighs its share: one all-reduce."""
     if reduction == "none":
-        return finish(losses, settled, group)
-    plan = reduction_of(settled, tuple(range(len(settled.shape))), False)
-    assert plan is not None
-    dtype = losses.dtype
-    wide = torch.float32 if dtype in HALF else dtype
-    sums = [losses.sum(dtype=wide)] + ([shares.sum(dtype=wide)] if reduction == "mean" else [])
-    if plan.axes:
-        sums = list(collectives.all_reduce(torch.stack(sums), along(group, settled, plan.axes)))
-    return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(dtype)
+        return losses
+    wide = torch.float32 if losses.dtype in HALF else losses.dtype
+    sums = [local_of(losses).sum(dtype=wide)]
+    sums += [local_of(shares).sum(dtype=wide)] if reduction == "mean" else []
+    if isinstance(losses, ShardedTensor):
+        layout, group = losses._layout, losses._group
+        sums = list(collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes)))
+    return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
 
 # -- elementwise losses ------------------------------------------------------------------------------------------------

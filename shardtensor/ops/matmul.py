@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
 from shardtensor.ops.engine import run
-from shardtensor.ops.linear import as_cast
 from shardtensor.ops.out import write_out
-from shardtensor.rules.einsum import einsum_rule
-from shardtensor.rules.rule import Rule
+from shardtensor.rules.einsum import einsum_rule, tensordot_rule
 from shardtensor.tensor.dispatch import fall_back, implements
 
 
@@ -25,13 +24,17 @@ def rmatmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _plus(func: Any, inner: Any) -> None:
     """``beta * input + alpha * inner(a, b)``; the sum over ranks comes before `input` is added, once."""
+    name = func.__name__
+    together = by_rule(func, name)
 
-    @implements(func, getattr(torch.Tensor, func.__name__))
+    @implements(func, getattr(torch.Tensor, name))
     def added(
         input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
     ) -> torch.Tensor:
         if out is not None:
             return write_out(lambda _, x, k: added(*x, **k), func, (input, a, b), dict(beta=beta, alpha=alpha, out=out))
+        if not leaves_addends(name, (input, a, b)):
+            return together(input, a, b, beta=beta, alpha=alpha)
         product = inner(a, b)
         if alpha != 1:
             product = product * alpha
@@ -65,15 +68,10 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
     if isinstance(dims, torch.Tensor):
         return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
     pairs = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
-    left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
-    mine: list[str] = [f"a{i}" for i in range(a.dim())]
-    yours: list[str] = [f"b{i}" for i in range(b.dim())]
-    for k, (i, j) in enumerate(zip(left, right, strict=True)):
-        mine[i] = yours[j] = f"k{k}"
-    kept = tuple(letter for letter in mine + yours if not letter.startswith("k"))
-    if any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True)):
+    left, right = (((pair,) if isinstance(pair, int) else tuple(pair)) for pair in pairs)
+    rule = tensordot_rule(tuple(a.shape), tuple(b.shape), left, right)
+    if rule is None:
         return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
-    rule = Rule((tuple(mine), tuple(yours)), kept)
     if out is not None:
         return write_out(lambda f, x, k: tensordot(*x, **k), torch.tensordot, (a, b), {"dims": dims, "out": out})
     result = run("tensordot", rule, (a, b), lambda x, y: torch.tensordot(x, y, dims=(left, right)))

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.reducing import HALF, local_extreme
-from shardtensor.rules.dims import one_dim
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
-from shardtensor.tensor.move import along
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 
 def shifted(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
@@ -29,42 +22,18 @@ def joined_sum(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
     return collectives.sum_gradient(collectives.all_reduce(local.sum(dim, keepdim=True), team), team)
 
 
-def _over(name: str, log: bool) -> None:
-    local_func = torch.log_softmax if log else torch.softmax
-
-    def handler(input: ShardedTensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> torch.Tensor:
-        if isinstance(_stacklevel, torch.dtype):  # Tensor.softmax(dim, dtype)
-            dtype = _stacklevel
-        if dim is None or not isinstance(input._layout, CutLayout):
-            return fall_back(getattr(F, name), (input, dim), {"dtype": dtype})
-        x = settled(input)
-        layout, group = x._layout, x._group
-        assert isinstance(layout, CutLayout)
-        d = one_dim(x.dim(), dim)
-        cut = layout.dims[d] if layout.shape else None
-        if cut is None:
-            local = local_func(x._local, d, dtype=dtype)
-            return local if layout.is_whole_on_all(group.size) else wrap(local, layout, None, group)
-        local = x._local if dtype is None else x._local.to(dtype)
-        if not local.is_floating_point():
-            local_func(torch.empty(1, dtype=local.dtype), 0)  # torch's error
-        wide = local.float() if local.dtype in HALF else local
-        team = along(group, layout, cut.axes)
-        wide = shifted(wide, d, team)
-        powers = wide.exp()
-        total = joined_sum(powers, d, team)
-        return wrap((wide - total.log() if log else powers / total).to(local.dtype), layout, None, group)
-
-    for func in spellings(name):
-        HANDLERS[func] = handler
-
-
-_over("softmax", log=False)
-_over("log_softmax", log=True)
-
-
-def _softmin(input: ShardedTensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> torch.Tensor:
-    return (-input).softmax(dim, dtype=dtype)
-
-
-HANDLERS[F.softmin] = _softmin
+@joins("exponentials")
+def exponentials(cut: Cut) -> torch.Tensor:
+    """softmax, log_softmax or softmin over a cut dim."""
+    (local,), (d,) = cut.locals, cut.dims
+    dtype = cut.options.get("dtype")
+    if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
+        dtype = cut.options["_stacklevel"]
+    local = local if dtype is None else local.to(dtype)
+    if not local.is_floating_point():
+        torch.softmax(torch.empty(1, dtype=local.dtype), 0)  # torch's error
+    wide = local.float() if local.dtype in HALF else local
+    wide = shifted(-wide if cut.name == "softmin" else wide, d, cut.team)
+    powers = wide.exp()
+    total = joined_sum(powers, d, cut.team)
+    return (wide - total.log() if cut.name == "log_softmax" else powers / total).to(local.dtype)

@@ -63,7 +63,7 @@ def parse_call(text: str, file: str = "<call>") -> Signature:
     spread = False
     for match in re.finditer(r"[^,]+", text):
         word = match[0].strip()
-        found = re.fullmatch(r"(\*?)([a-z]\w*)(?:(=)(-?\w*))?", word)
+        found = re.fullmatch(r"(\*?)([a-z_]\w*)(?:(=)(-?\w*))?", word)
         if found is None:
             raise Source(text, file).error("E607", match.span(), f"`{word}` is no argument", fix="write `dim=-1`")
         star, name, equals, value = found.groups()

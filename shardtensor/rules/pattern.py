@@ -101,13 +101,13 @@ class Pattern:
             >>> from shardtensor.rules.reading import parse_pattern
             >>> pattern = parse_pattern("... m? k, ... k n? -> ... m? n?", "k sum")
             >>> str(pattern.bind(((5, 2, 3), (3, 4))))
-            'd0 m k, k n -> d0 m n'
+            '.0 m k, k n -> .0 m n'
             >>> str(pattern.bind(((3,), (3,))))
             'k, k -> ()'
             >>> pattern.bind(((2, 3), (4, 5))) is None
             True
             >>> str(parse_pattern("... [!d] -> ... [d]").bind(((2, 3, 4),), (1,)))
-            'd0 !d d1 -> d0 !d d1'
+            '.0 !d .1 -> .0 !d .1'
         """
         return _bind(self, shapes, dims, keepdim)
 
@@ -207,7 +207,7 @@ class _Binding:
 
     def dot(self, name: str) -> str:
         """The letter of a dim of the bare ``...``, which are counted from the right while operands are read."""
-        return f"d{self.counts[''] - int(name[1:])}" if name.startswith("#") else name
+        return f".{self.counts[''] - int(name[1:])}" if name.startswith("#") else name
 
     def output(self, pattern: Pattern, keepdim: bool) -> tuple[Letters, list[str]]:
         """The letters of the output, and those of them that no operand has."""
@@ -219,7 +219,7 @@ class _Binding:
                 named = term
             elif term.many:
                 count = self.counts.get(term.letter, 0)
-                names = [f"d{k}" if not term.letter else _nth(term.letter, k, count) for k in range(count)]
+                names = [f".{k}" if not term.letter else _nth(term.letter, k, count) for k in range(count)]
                 names = [f"{name}'" for name in names] if term.new else names
                 letters += names
                 made += names if term.new else []

@@ -34,27 +34,32 @@ abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin 
   multigammaln nan_to_num ndtr ndtri neg negative polygamma pos positive psi rad2deg reciprocal resolve_conj
   resolve_neg round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc bessel_j0 bessel_j1 entr
   erfcx gammaln celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu
-  silu softplus softshrink softsign tanhshrink threshold                                        | ... -> ...
+  silu softplus softshrink softsign tanhshrink threshold                               | ... -> ...
 add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div divide eq
   float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
   ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
   nextafter not_equal pow remainder rsub sub subtract true_divide xlog1py xlogy zeta truediv floordiv mod and or xor
-  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow rand ror rxor rlshift rrshift       | ..., ... -> ...
-addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                           | ..., ..., ... -> ...
+  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow rand ror rxor rlshift rrshift
+                                                                                       | ..., ... -> ...
+addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                  | ..., ..., ... -> ...
 
 # dims that the call names
 
-cumsum cumprod logcumsumexp cummax cummin | ... [!d] -> ... [d]  |  | input, dim=
-sort argsort                              | ... [!d] -> ... [d]  |  | input, dim=-1
-topk                                      | ... [!d] -> ... [d'] |  | input, k=, dim=-1
-kthvalue                                  | ... [!d] -> ...      |  | input, k=, dim=-1, keepdim=False
-median nanmedian nansum nanmean           | ... [!d] -> ...      |  | input, dim=None, keepdim=False
-mode                                      | ... [!d] -> ...      |  | input, dim=-1, keepdim=False
-roll                                      | ... [!d] -> ... [d]  |  | input, shifts=, dims=None
-flip                                      | ... [!d] -> ... [d]  |  | input, *dims
-glu                                       | ... [!d] -> ... [d'] |  | input, dim=-1
+softmax log_softmax softmin               | ... [d] -> ... [d]  | d @exponentials | input, dim=, _stacklevel=3, dtype=
+cumsum cumprod logcumsumexp cummax cummin | ... [!d] -> ... [d] |                 | input, dim=
+sort argsort                              | ... [!d] -> ... [d] |                 | input, dim=-1
+topk                                      | ... [!d] -> ... [d']
+                                          | | input, k=, dim=-1
+kthvalue                                  | ... [!d] -> ...     |                 | input, k=, dim=-1, keepdim=False
+median nanmedian nansum nanmean           | ... [!d] -> ...     |                 | input, dim=None, keepdim=False
+mode                                      | ... [!d] -> ...     |                 | input, dim=-1, keepdim=False
+roll                                      | ... [!d] -> ... [d] |                 | input, shifts=, dims=None
+flip                                      | ... [!d] -> ... [d] |                 | input, *dims
+glu                                       | ... [!d] -> ... [d']
+                                          | | input, dim=-1
 msort                                     | !d ... -> d ...
-tril triu                                 | ... !r !c -> ... r c |  | input, diagonal=0
+tril triu                                 | ... !r !c -> ... r c
+                                          | | input, diagonal=0
 
 # gathered by index, laid end to end
 
@@ -66,12 +71,35 @@ stack                  | *(i...) -> i... [n']              |  | tensors, dim=0
 
 # products
 
-matmul linalg.matmul | ... m? k, ... k n? -> ... m? n? | k sum
-mm                   | m k, k n -> m n                 | k sum
-bmm                  | b m k, b k n -> b m n           | k sum
-mv                   | m k, k -> m                     | k sum
-dot                  | k, k -> ()                      | k sum
-outer ger            | m, n -> m n
+matmul linalg.matmul | ... m? k, ... k n? -> ... m? n?         | k sum
+mm                   | m k, k n -> m n                         | k sum        | input, mat2
+bmm                  | b m k, b k n -> b m n                   | k sum        | input, mat2
+mv                   | m k, k -> m                             | k sum        | input, vec
+dot                  | k, k -> ()                              | k sum        | input, tensor
+outer ger            | m, n -> m n                             |              | input, vec2
+linear               | ... k, n k, + n -> ... n                | k sum        | input, weight, bias
+addmm                | + m?/1 n?/1, m k, k n -> m n            | k sum        | input, mat1, mat2, beta=1, alpha=1
+baddbmm              | + b?/1 m?/1 n?/1, b m k, b k n -> b m n | k sum        | input, batch1, batch2, beta=1, alpha=1
+addbmm               | + m?/1 n?/1, b m k, b k n -> m n        | b sum, k sum | input, batch1, batch2, beta=1, alpha=1
+addmv                | + m?/1, m k, k -> m                     | k sum        | input, mat, vec, beta=1, alpha=1
+addr                 | + m?/1 n?/1, m, n -> m n                |              | input, vec1, vec2, beta=1, alpha=1
+einsum               | @einsum.einsum_rule
+tensordot            | @einsum.tensordot_rule
+
+# norms: over whole dims local, over cut ones two passes
+
+layer_norm | ... [n], n..., n... -> ... [n] | n @moments     | input, normalized_shape=, weight, bias, eps=
+rms_norm   | ... [n], n... -> ... [n]       | n @mean_square | input, normalized_shape=, weight, eps=
+group_norm | n !c !s..., c, c -> n c s...   |                | input, num_groups=, weight, bias, eps=
+
+# layers and losses
+
+F.embedding                  | i..., v d -> i... d              | v @own_rows | input, weight, padding_idx=
+scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> ... l f
+                             | | query, key, value, attn_mask
+grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1 l/1 s/1 -> ... h l f
+                             | | query, key, value, attn_mask
+cross_entropy nll_loss       | n? c s..., n? s..., c -> n? s... | c @classes  | input, target, weight
 """
 
 
@@ -154,7 +182,7 @@ def rule_of(
 
     Example:
         >>> str(rule_of("matmul", ((5, 2, 3), (3, 4))))
-        'd0 m k, k n -> d0 m n'
+        '.0 m k, k n -> .0 m n'
     """
     return ROWS[name].rule(shapes, dims, keepdim)
 
