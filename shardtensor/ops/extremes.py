@@ -40,34 +40,34 @@ class Extreme(torch.autograd.Function):
         return reached * (grad / ties), None, None, None
 
 
-def _extreme(x: ShardedTensor, dim: Any, keepdim: bool, largest: bool) -> Any:
-    r = bound(x, dim, keepdim)
+def _extreme(x: ShardedTensor, dim: Any, keepdim: bool, name: str) -> Any:
+    r = bound(name, x, dim, keepdim)
     if r is None:
         return None
     if r.plan.count == 0:
         torch.amax(torch.empty(x.shape, device="meta"), several_dims(x.dim(), dim))  # torch's error
         return None
     if r.team is None:
-        return r.give(torch.amax(r.local, r.dims, keepdim) if largest else torch.amin(r.local, r.dims, keepdim))
-    out = Extreme.apply(r.local, r.dims, largest, r.team)
+        return r.give(getattr(torch, name)(r.local, r.dims, keepdim))
+    out = Extreme.apply(r.local, r.dims, r.how == "max", r.team)
     return r.give(out if keepdim else out.squeeze(r.dims))
 
 
 @reduces("amax")
 def amax(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
     """The maximum over `dim`."""
-    return _extreme(input, dim, keepdim, True)
+    return _extreme(input, dim, keepdim, "amax")
 
 
 @reduces("amin")
 def amin(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
     """The minimum over `dim`."""
-    return _extreme(input, dim, keepdim, False)
+    return _extreme(input, dim, keepdim, "amin")
 
 
 def _with_index(x: ShardedTensor, dim: int, keepdim: bool, largest: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The extreme values along one dim and their first global indices, as local tensors wrapped."""
-    r = bound(x, dim, keepdim)
+    r = bound("max" if largest else "min", x, dim, keepdim)
     if r is None or not isinstance(x._layout, CutLayout):
         return None
     func = torch.max if largest else torch.min
@@ -102,7 +102,7 @@ def _max_or_min(largest: bool) -> Any:
 
     def compute(input: ShardedTensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
-            return _extreme(input, None, False, largest)
+            return _extreme(input, None, False, "amax" if largest else "amin")
         found = _with_index(input, dim, keepdim, largest)
         return None if found is None else kind(found)
 
@@ -135,7 +135,7 @@ def _argument(largest: bool) -> Any:
         if dim is not None:
             found = _with_index(_mapped(input, torch.detach), dim, keepdim, largest)
             return None if found is None else found[1]
-        r = bound(input, None, keepdim)
+        r = bound(func.__name__, input, None, keepdim)
         if r is None or not isinstance(layout, CutLayout):
             return None
         if r.team is None or not r.plan.count:
@@ -169,10 +169,10 @@ def vector_norm(
     """The p-norm over `dim`: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     x = input if dtype is None else _mapped(input, lambda t: t.to(dtype))
     if math.isinf(ord):
-        return _extreme(_mapped(x, torch.abs), dim, keepdim, ord > 0)
+        return _extreme(_mapped(x, torch.abs), dim, keepdim, "amax" if ord > 0 else "amin")
     if ord == 0:
-        return torch.sum(_mapped(x, lambda t: (t != 0).to(t.dtype)), several_dims(x.dim(), dim), keepdim)
-    r = bound(x, dim, keepdim)
+        return torch.sum(_mapped(x, _is_counted), several_dims(x.dim(), dim), keepdim)
+    r = bound("vector_norm", x, dim, keepdim)
     if r is None:
         return None
     if r.team is None:
@@ -206,6 +206,11 @@ def linalg_norm(
     if isinstance(ord, str) or len(dims) != 1:
         return None
     return vector_norm(input, ord, dim, keepdim, dtype=dtype)
+
+
+def _is_counted(t: torch.Tensor) -> torch.Tensor:
+    """1 where an element is not 0, in the graph, as the norm of order 0 of each element."""
+    return torch.linalg.vector_norm(t.unsqueeze(-1), 0, -1)
 
 
 def _mapped(x: ShardedTensor, change: Any) -> ShardedTensor:

@@ -13,6 +13,7 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
+from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
@@ -58,16 +59,21 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "a": "inp
 
 
 class Bound(NamedTuple):
-    """A reduction of one tensor: the local tensor, the plan, and the group that joins (None: nothing to join)."""
+    """A reduction of one tensor: the local tensor, the plan, the group that joins (None: nothing to join), and how."""
 
     local: torch.Tensor
     plan: Reduction
     team: Group | None
     group: Group
+    how: str
 
     @property
     def dims(self) -> tuple[int, ...]:
         return self.plan.dims
+
+    def joined(self, local: torch.Tensor) -> torch.Tensor:
+        """The ranks' local results (for ``avg`` their sums) joined as the row of the table says; itself if not cut."""
+        return local if self.team is None else JOINED[self.how](local, self)
 
     def give(self, joined: torch.Tensor) -> torch.Tensor:
         """The joined result, its reduced dims dropped or kept, as the tensor it is a part of."""
@@ -78,8 +84,8 @@ class Bound(NamedTuple):
         return wrap(joined.reshape(local) if tuple(joined.shape) != local else joined, layout, None, self.group)
 
 
-def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
-    """Bind a reduction of `x` over `dim` (None or empty: all). None: the layout has to be gathered first.
+def bound(name: str, x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
+    """Bind the reduction `name` of `x` over `dim` (None or empty: all). None: the layout has to be gathered first.
 
     Raises:
         IndexError: as torch: a dim is out of range.
@@ -90,12 +96,36 @@ def bound(x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound | None:
         len(layout.ranks) != group.size and plan.layout.is_replicated and _has_copies(layout, plan.axes)
     ):
         return None  # ranks outside the tensor have nothing to tell
-    return Bound(x._local, plan, along(group, layout, plan.axes) if plan.axes else None, group)
+    return Bound(x._local, plan, along(group, layout, plan.axes) if plan.axes else None, group, how(name))
+
+
+def how(name: str) -> str:
+    """What joins the ranks' results of a reduction, by its row."""
+    pattern = ROWS[name].pattern
+    assert pattern is not None and pattern.reduces
+    return pattern.joins[0][1]
 
 
 def _has_copies(layout: Layout, axes: tuple[int, ...]) -> bool:
     """Whether some axis of the grid, other than `axes`, has more than one rank."""
     return any(size > 1 for axis, size in enumerate(layout.grid) if axis not in axes) or not axes
+
+
+def _truth(local: torch.Tensor, r: Bound, of_bools: str, of_bytes: str) -> torch.Tensor:
+    assert r.team is not None
+    return r.team.all_reduce(local.clone(), of_bools if local.dtype == torch.bool else of_bytes)
+
+
+JOINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "sum": lambda local, r: collectives.all_reduce(local, r.team),
+    "avg": lambda local, r: collectives.all_reduce(local, r.team) / r.plan.count,
+    "prod": lambda local, r: gathered(local, r.team).prod(0, dtype=local.dtype),  # right at zeros, backward too
+    "max": lambda local, r: gathered(local, r.team).amax(0),
+    "min": lambda local, r: gathered(local, r.team).amin(0),
+    "any": lambda local, r: _truth(local, r, "sum", "max"),  # bools add up as any and multiply as all
+    "all": lambda local, r: _truth(local, r, "prod", "min"),
+}
+"""What each join does with the ranks' local results."""
 
 
 def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:

@@ -5,6 +5,7 @@ Half-precision addends are summed in float32 and rounded once, as the dense sum 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -17,30 +18,35 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 @reduces("sum")
 def sum_(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Sum over `dim`; one all-reduce of the result where it is cut."""
-    r = bound(input, dim, keepdim)
+    r = bound("sum", input, dim, keepdim)
     return None if r is None else r.give(_total(r, dtype, keepdim))
 
 
 def _total(r: Bound, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
     want = dtype or r.local.dtype
     if r.team is None or want not in HALF:
-        local = torch.sum(r.local, r.dims, keepdim, dtype=dtype)
-        return local if r.team is None else collectives.all_reduce(local, r.team)
-    local = torch.sum(r.local, r.dims, keepdim, dtype=torch.float32)
-    return collectives.all_reduce(local, r.team).to(want)
+        return r.joined(torch.sum(r.local, r.dims, keepdim, dtype=dtype))
+    return r.joined(torch.sum(r.local, r.dims, keepdim, dtype=torch.float32)).to(want)
+
+
+@reduces("nansum")
+def nansum(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The sum of the elements that are numbers."""
+    r = bound("nansum", input, dim, keepdim)
+    return None if r is None else r.give(_total(r._replace(local=r.local.nan_to_num(0.0, inf, -inf)), dtype, keepdim))
 
 
 @reduces("mean")
 def mean(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """The mean over `dim`, of all elements and not of the ranks' means."""
-    r = bound(input, dim, keepdim)
+    r = bound("mean", input, dim, keepdim)
     if r is None:
         return None
     want = dtype or r.local.dtype
     if r.team is None or not (want.is_floating_point or want.is_complex):  # the second is torch's error
         return r.give(torch.mean(r.local, r.dims, keepdim, dtype=dtype))
     local = torch.sum(r.local, r.dims, keepdim, dtype=torch.float32 if want in HALF else dtype)
-    return r.give((collectives.all_reduce(local, r.team) / r.plan.count).to(want))
+    return r.give(r.joined(local).to(want))
 
 
 def _moments(
@@ -51,7 +57,7 @@ def _moments(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
-    r = bound(x, dim, keepdim)
+    r = bound("var", x, dim, keepdim)
     if r is None:
         return None
     if r.team is None and r.plan.count and not r.local.numel():  # an empty part, of which var_mean would warn
@@ -120,17 +126,17 @@ def prod(
     input: ShardedTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """The product: the ranks' products are gathered and multiplied, so that gradients at zeros come out right."""
-    r = bound(input, dim, keepdim)
+    r = bound("prod", input, dim, keepdim)
     if r is None or (dim is not None and not isinstance(dim, int)):
         return None
     local = torch.prod(r.local, dtype=dtype) if dim is None else torch.prod(r.local, r.dims[0], keepdim, dtype=dtype)
-    return r.give(local if r.team is None else gathered(local, r.team).prod(0, dtype=local.dtype))
+    return r.give(r.joined(local))
 
 
 @reduces("logsumexp")
 def logsumexp(input: ShardedTensor, dim: Any, keepdim: bool = False) -> Any:
     """The logarithm of the sum of exponentials; the ranks' results are gathered and joined by the same function."""
-    r = bound(input, dim, keepdim)
+    r = bound("logsumexp", input, dim, keepdim)
     if r is None:
         return None
     local = torch.logsumexp(r.local, r.dims, keepdim)
@@ -140,30 +146,21 @@ def logsumexp(input: ShardedTensor, dim: Any, keepdim: bool = False) -> Any:
 @reduces("count_nonzero")
 def count_nonzero(input: ShardedTensor, dim: Any = None) -> Any:
     """The number of elements that are not zero, int64."""
-    r = bound(input, dim)
-    if r is None:
-        return None
-    local = torch.sum(r.local != 0, r.dims)
-    return r.give(local if r.team is None else collectives.all_reduce(local, r.team))
+    r = bound("count_nonzero", input, dim)
+    return None if r is None else r.give(r.joined(torch.sum(r.local != 0, r.dims)))
 
 
-@reduces("any")
-def any_(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-    """Whether any element is not zero."""
-    return _truth(input, dim, keepdim, torch.any, "sum", "max")
+def _truth(name: str) -> None:
+    func = getattr(torch, name)
+
+    @reduces(name)
+    def truth(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
+        r = bound(name, input, dim, keepdim)
+        if r is None:
+            return None
+        is_full = len(r.dims) == r.local.dim()
+        return r.give(r.joined(func(r.local) if is_full else func(r.local, r.dims, keepdim)))
 
 
-@reduces("all")
-def all_(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-    """Whether all elements are not zero."""
-    return _truth(input, dim, keepdim, torch.all, "prod", "min")
-
-
-def _truth(x: ShardedTensor, dim: Any, keepdim: bool, func: Any, of_bools: str, of_bytes: str) -> Any:
-    r = bound(x, dim, keepdim)
-    if r is None:
-        return None
-    local = func(r.local) if len(r.dims) == r.local.dim() else func(r.local, r.dims, keepdim)
-    if r.team is not None:  # bools add up as any and multiply as all
-        local = r.team.all_reduce(local.clone(), of_bools if local.dtype == torch.bool else of_bytes)
-    return r.give(local)
+_truth("any")
+_truth("all")

@@ -45,21 +45,34 @@ addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where           
 
 # dims that the call names
 
-softmax log_softmax softmin               | ... [d] -> ... [d]  | d @exponentials | input, dim=, _stacklevel=3, dtype=
-cumsum cumprod logcumsumexp cummax cummin | ... [!d] -> ... [d] |                 | input, dim=
-sort argsort                              | ... [!d] -> ... [d] |                 | input, dim=-1
-topk                                      | ... [!d] -> ... [d']
-                                          | | input, k=, dim=-1
-kthvalue                                  | ... [!d] -> ...     |                 | input, k=, dim=-1, keepdim=False
-median nanmedian nansum nanmean           | ... [!d] -> ...     |                 | input, dim=None, keepdim=False
-mode                                      | ... [!d] -> ...     |                 | input, dim=-1, keepdim=False
-roll                                      | ... [!d] -> ... [d] |                 | input, shifts=, dims=None
-flip                                      | ... [!d] -> ... [d] |                 | input, *dims
-glu                                       | ... [!d] -> ... [d']
-                                          | | input, dim=-1
-msort                                     | !d ... -> d ...
-tril triu                                 | ... !r !c -> ... r c
-                                          | | input, diagonal=0
+softmax log_softmax softmin | ... [d] -> ... [d]   | d @exponentials | input, dim=, _stacklevel=3, dtype=
+cumsum cumprod logcumsumexp | ... [!d] -> ... [d]  |                 | input, dim=
+cummax cummin               | ... [!d] -> ... [d]  |                 | input, dim=
+sort argsort                | ... [!d] -> ... [d]  |                 | input, dim=-1
+topk                        | ... [!d] -> ... [d'] |                 | input, k=, dim=-1
+kthvalue                    | ... [!d] -> ...      |                 | input, k=, dim=-1, keepdim=False
+median nanmedian nanmean    | ... [!d] -> ...      |                 | input, dim=None, keepdim=False
+mode                        | ... [!d] -> ...      |                 | input, dim=-1, keepdim=False
+roll                        | ... [!d] -> ... [d]  |                 | input, shifts=, dims=None
+flip                        | ... [!d] -> ... [d]  |                 | input, *dims
+glu                         | ... [!d] -> ... [d'] |                 | input, dim=-1
+msort                       | !d ... -> d ...
+tril triu                   | ... !r !c -> ... r c |                 | input, diagonal=0
+
+# reductions of the dims that the call names, all when it names none
+
+sum nansum                          | ... [d] -> ... | d sum           | input, dim=None, keepdim=False
+mean                                | ... [d] -> ... | d avg           | input, dim=None, keepdim=False
+prod                                | ... [d] -> ... | d prod          | input, dim=None, keepdim=False
+any                                 | ... [d] -> ... | d any           | input, dim=None, keepdim=False
+all                                 | ... [d] -> ... | d all           | input, dim=None, keepdim=False
+amax                                | ... [d] -> ... | d max           | input, dim=None, keepdim=False
+amin                                | ... [d] -> ... | d min           | input, dim=None, keepdim=False
+count_nonzero                       | ... [d] -> ... | d sum           | input, dim=None
+var std var_mean std_mean           | ... [d] -> ... | d @two_passes   | input, dim=None, correction=, keepdim=False
+max min argmax argmin               | ... [d] -> ... | d @first_of_all | input, dim=None, keepdim=False
+logsumexp                           | ... [d] -> ... | d @itself_again | input, dim=, keepdim=False
+linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @itself_again | input, ord=, dim=None, keepdim=False
 
 # gathered by index, laid end to end
 
