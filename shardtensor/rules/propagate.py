@@ -11,7 +11,7 @@ import attrs
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
 from shardtensor.rules.assign import Assignment, assignments, base_of
 from shardtensor.rules.rule import Letters, Rule
-from shardtensor.rules.traffic import received, reduced_over
+from shardtensor.rules.traffic import received_over
 
 
 @attrs.frozen
@@ -68,31 +68,59 @@ def propagate(
     choices = assignments(rule, operands, base)
     if len(choices) == 1:
         return recipe_of(rule, operands, choices[0], base)
-    recipes = [recipe_of(rule, operands, choice, base) for choice in choices]
-    return min(recipes, key=lambda recipe: cost(recipe, operands, itemsizes))  # the first of equals
+    best, fewest = choices[0], None
+    for choice in choices:
+        spent = cost(rule, operands, choice, base, itemsizes, fewest)
+        if fewest is None or spent < fewest:  # the first of equals
+            best, fewest = choice, spent
+    return recipe_of(rule, operands, best, base)
 
 
-def cost(recipe: Recipe, operands: Sequence[Layout | Shape], itemsizes: tuple[int, ...] | None = None) -> int:
-    """The bytes that a rank receives so that the operands are as the recipe needs them and the result is whole."""
+def cost(
+    rule: Rule,
+    operands: Sequence[Layout | Shape],
+    chosen: Assignment,
+    base: Layout,
+    itemsizes: tuple[int, ...] | None = None,
+    enough: int | None = None,
+) -> int:
+    """The bytes that a rank receives so that the letters are cut as `chosen`; counting may stop at `enough`."""
     itemsizes = itemsizes or (1,) * len(operands)
     total = 0
-    for need, operand, itemsize in zip(recipe.needs, operands, itemsizes, strict=True):
-        if isinstance(operand, Layout):
-            total += itemsize * received(operand, need.layout)
-    if recipe.output.partial:
-        count = math.prod(recipe.output.grid[axis] for axis, _ in recipe.output.partial)
-        total += max(itemsizes) * reduced_over(recipe.settled, count)
+    lost = [axis for letter, cut in chosen.items() if letter not in rule.output for axis in cut.axes]
+    if lost:
+        part = 1
+        sizes = _sizes(rule, operands)
+        for letter in rule.output:
+            cut = chosen.get(letter) if letter is not None else None
+            size = 1 if letter is None else sizes[letter]
+            part *= size if cut is None else -(-size // cut.pieces.count)
+        count = math.prod(base.grid[axis] for axis in lost)
+        total = max(itemsizes) * (2 * (count - 1) * part // count)  # of the all-reduce, by a ring
+    for letters, operand, itemsize in zip(rule.inputs, operands, itemsizes, strict=True):
+        if enough is not None and total >= enough:
+            break
+        if isinstance(operand, Layout) and not (operand.is_replicated and operand.ranks == base.ranks):
+            dims = tuple(chosen.get(letter) if letter is not None else None for letter in letters)
+            total += itemsize * received_over(operand, base.ranks, base.grid, dims)
     return total
+
+
+def _sizes(rule: Rule, operands: Sequence[Layout | Shape]) -> dict[str, int]:
+    sizes: dict[str, int] = dict(rule.made)
+    for letters, operand in zip(rule.inputs, operands, strict=True):
+        shape = operand.shape if isinstance(operand, Layout) else operand
+        sizes.update((letter, size) for letter, size in zip(letters, shape, strict=True) if letter is not None)
+    return sizes
 
 
 def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment, base: Layout) -> Recipe:
     """What the call needs and gives when the letters are cut as `chosen`, over the grid of `base`."""
     taken = {axis for cut in chosen.values() for axis in cut.axes}
-    sizes: dict[str, int] = dict(rule.made)
+    sizes = _sizes(rule, operands)
     needs = []
     for letters, operand in zip(rule.inputs, operands, strict=True):
         shape = operand.shape if isinstance(operand, Layout) else tuple(operand)
-        sizes.update((letter, size) for letter, size in zip(letters, shape, strict=True) if letter is not None)
         layout = _laid_out(letters, shape, chosen, base)
         own = {axis for dim in layout.dims if dim is not None for axis in dim.axes}
         moves = isinstance(operand, Layout) and operand != layout and not operand.is_replicated

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
+from operator import mul, sub
 
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import CutLayout, DimCut, Layout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
 
@@ -30,17 +30,20 @@ def received(source: Layout, target: Layout) -> int:
     """
     if source is target or source == target:
         return 0
-    count = _held_and_needed if isinstance(source, CutLayout) and isinstance(target, CutLayout) else _by_boxes
-    return max(count(source, target, rank) for rank in _standing_for_all(target.ranks))  # type: ignore[arg-type]
+    if isinstance(target, CutLayout):
+        return received_over(source, target.ranks, target.grid, target.dims)
+    return max(_by_boxes(source, target, rank) for rank in _standing_for_all(target.ranks))
 
 
-def reduced_over(layout: CutLayout, count: int) -> int:
-    """The elements that a rank receives when `count` ranks all-reduce their parts of `layout`, by a ring."""
-    part = math.prod(
-        size if cut is None else -(-size // cut.pieces.count)
-        for size, cut in zip(layout.shape, layout.dims, strict=True)
-    )
-    return 2 * (count - 1) * part // count
+def received_over(source: Layout, ranks: Ranks, grid: tuple[int, ...], dims: tuple[DimCut | None, ...]) -> int:
+    """`received`, where the target has the dims of `source` cut as `dims` over a grid."""
+    asked = _standing_for_all(ranks)
+    if isinstance(source, CutLayout):
+        if source.dims == dims and source.ranks == ranks and source.grid == grid:
+            return 0
+        return _dim_by_dim(source, ranks, grid, dims, asked)
+    target = CutLayout(shape=source.shape, ranks=ranks, grid=grid, dims=dims)
+    return max(_by_boxes(source, target, rank) for rank in asked)
 
 
 @lru_cache(maxsize=64)
@@ -53,30 +56,56 @@ def _standing_for_all(ranks: Ranks) -> Ranks:
     return tuple(ranks[i] for i in sorted({0, count - 1, *spread}))
 
 
-def _held_and_needed(source: CutLayout, target: CutLayout, rank: int) -> int:
-    """What a rank needs less what it holds, dim by dim: both are products of intervals."""
-    needs, shared = 1, 1
-    here, there = coordinate(source.ranks, source.grid, rank), coordinate(target.ranks, target.grid, rank)
-    assert there is not None, "ranks outside need nothing"
-    for size, have, want in zip(source.shape, source.dims, target.dims, strict=True):
+def _dim_by_dim(
+    source: CutLayout, ranks: Ranks, grid: tuple[int, ...], dims: tuple[DimCut | None, ...], asked: Ranks
+) -> int:
+    """The most that one of `asked` needs and does not hold: both are products of what it has of each dim."""
+    count = len(asked)
+    needed = [1] * count
+    shared = [1] * count if source.ranks == ranks else [int(rank in source.ranks) for rank in asked]
+    for size, have, want in zip(source.shape, source.dims, dims, strict=True):
         if want is None:
-            needs *= size
-            if here is not None:
-                shared *= size if have is None else have.pieces.size(source.piece(have, here))
+            needed = [n * size for n in needed]
+        if have is None and want is None:
+            shared = [n * size for n in shared]
             continue
-        index = target.piece(want, there)
-        length = want.pieces.size(index)
-        needs *= length
-        if here is None:
-            continue
-        if have is None or (have is want and source.grid == target.grid and here == there):
-            shared *= length
+        here = _spans(have, source.ranks, source.grid, asked) if have is not None else None
+        there = _spans(want, ranks, grid, asked) if want is not None else None
+        if there is not None:
+            needed = list(map(mul, needed, there[1]))
+        if here is None or there is None or here is there:
+            shared = list(map(mul, shared, (here or there)[1]))  # type: ignore[index]
         else:
-            shared *= _common(have.pieces.intervals(source.piece(have, here)), want.pieces.intervals(index))
-    return needs - shared if here is not None else needs
+            shared = list(map(mul, shared, map(_common, here[0], there[0])))
+    return max(map(sub, needed, shared))
+
+
+@lru_cache(maxsize=8192)
+def _spans(
+    cut: DimCut, ranks: Ranks, grid: tuple[int, ...], asked: Ranks
+) -> tuple[list[tuple[Interval, ...]], list[int]]:
+    """The intervals of a cut dim that each rank in `asked` holds, and how many elements they are."""
+    found: list[tuple[Interval, ...]] = []
+    for place in _places(ranks, grid, asked):
+        if not place:
+            found.append(())
+            continue
+        index = 0
+        for axis in cut.axes:
+            index = index * grid[axis] + place[axis]
+        found.append(cut.pieces.intervals(index))
+    return found, [sum(stop - start for start, stop in spans) for spans in found]
+
+
+@lru_cache(maxsize=1024)
+def _places(ranks: Ranks, grid: tuple[int, ...], asked: Ranks) -> tuple[tuple[int, ...], ...]:
+    return tuple(coordinate(ranks, grid, rank) or () for rank in asked)
 
 
 def _common(a: tuple[Interval, ...], b: tuple[Interval, ...]) -> int:
+    if len(a) == len(b) == 1:
+        (p, q), (r, s) = a[0], b[0]
+        return max(0, (q if q < s else s) - (p if p > r else r))
     return sum(max(0, min(q, s) - max(p, r)) for p, q in a for r, s in b)
 
 
