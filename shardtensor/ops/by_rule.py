@@ -267,7 +267,7 @@ def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def install() -> None:
     """Register the handler of every row with letters that no module has done something of its own for."""
     for row in rows():
-        if row.pattern is not None:
+        if row.pattern is not None and not row.pattern.is_elementwise:
             for name in row.names:
                 for func in resolve(name):
                     HANDLERS.setdefault(func, by_rule(func, name.rpartition(".")[2]))

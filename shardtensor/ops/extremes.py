@@ -115,7 +115,7 @@ def _either(func: Any) -> Any:
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
-            return spread(func, args, kwargs)
+            return spread(func, args, kwargs, "maximum" if "max" in func.__name__ else "minimum")
         return reduce(*args, **kwargs)
 
     return handler

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout, replicated
-from shardtensor.ops.elementwise_names import ELEMENTWISE, IN_PLACE_DUNDERS
 from shardtensor.ops.engine import bring, group_of
-from shardtensor.ops.pointwise import NUMBERS, beside
+from shardtensor.ops.pointwise import ELEMENTWISE, NUMBERS, beside
 from shardtensor.ops.random import refuse_leaf
-from shardtensor.ops.views import order_of, permuted
+from shardtensor.ops.views import order_of
 from shardtensor.rules.propagate import Need, follow
+from shardtensor.rules.views import permuted
 from shardtensor.tensor.dispatch import (
     HANDLERS,
     fall_back,
@@ -180,9 +180,38 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
 for _name in ELEMENTWISE:
     for _func in spellings(f"{_name}_"):
         HANDLERS[_func] = in_place(_func)
-for _name in IN_PLACE_DUNDERS:
+for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
     if hasattr(torch.Tensor, f"__{_name}__"):
         HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))
+
+
+def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a method that writes into its tensor what `new` returns."""
+
+    def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if written_through(input, lambda row: method(row, *args, **kwargs)):
+            return input
+        if isinstance(input, ShardedTensor):
+            refuse_lost_write(input, name_of(method))
+            refuse_partial_write(input, name_of(method))
+        refuse_leaf(input)
+        out = new(input, *args, **kwargs)
+        if out.shape != input.shape:
+            raise RuntimeError(f"{name_of(method)}: output with shape {list(input.shape)} cannot be {list(out.shape)}")
+        return input.copy_(out)
+
+    return handler
+
+
+COMPOSED = """
+scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put masked_scatter cumsum cumprod
+addmm addmv addbmm baddbmm addr tril triu
+"""
+"""Methods whose form in place is the other form and a copy of its result."""
+
+for _name in COMPOSED.split():
+    _func = getattr(torch.Tensor, f"{_name}_")
+    HANDLERS[_func] = _writes(_func, getattr(torch.Tensor, _name))
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _elementwise_loss(func: Callable[..., Any], batch_mean: bool = False) -> Cal
         if len(args) > 2 and not isinstance(args[2], torch.Tensor) and args[2] is not None:
             return fall_back(func, args, {**kwargs, "reduction": reduction})  # older positional arguments
         weighted = kwargs.pop("weight", None) if func in _WEIGHTED_MEAN else None
-        losses = spread(func, args, {**kwargs, "reduction": "none"})
+        losses = spread(func, args, {**kwargs, "reduction": "none"}, func.__name__)
         if weighted is not None:
             losses = losses * weighted
             if reduction == "mean":

@@ -14,19 +14,20 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.elementwise_names import ELEMENTWISE
 from shardtensor.ops.engine import group_of, refuse_to_move, run
 from shardtensor.ops.out import write_out
-from shardtensor.rules.rule import Rule, pointwise
+from shardtensor.rules.rule import Rule
+from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, name_of, spellings
 from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 
+ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
 
 
-def elementwise(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of an elementwise function of any operands."""
+def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The handler of an elementwise function of any operands, by the row of `name`."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is ShardedTensor:
@@ -36,7 +37,7 @@ def elementwise(func: Callable[..., Any]) -> Callable[..., Any]:
                 local = _fast(func, x, args, kwargs)
                 if local is not None:
                     return wrap(local, layout, x._spec, x._group)
-        return spread(func, args, kwargs)
+        return spread(func, args, kwargs, name)
 
     return handler
 
@@ -79,10 +80,10 @@ def _meets_whole(layout: CutLayout, shape: tuple[int, ...]) -> tuple[int, ...] |
     return layout.parting_axes
 
 
-def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an elementwise function of operands of any layouts and shapes."""
+def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Compute an elementwise function of operands of any layouts and shapes, by the row of `name`."""
     if kwargs.get("out") is not None:
-        return write_out(spread, func, args, kwargs)
+        return write_out(lambda f, a, k: spread(f, a, k, name), func, args, kwargs)
     if kwargs.get("inplace"):
         from shardtensor.ops.inplace import write
 
@@ -99,13 +100,12 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
         return fall_back(func, args, kwargs)
-    out = broadcast(name_of(func), operands, compute)
+    out = broadcast(name_of(func), operands, compute, rule_for(name, tuple(x.shape for x in operands)))
     return fall_back(func, args, kwargs) if out is None else out
 
 
-def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any]) -> Any:
+def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any], rule: Rule) -> Any:
     """Return ``compute(*locals)`` of operands that broadcast, None when their layouts cannot be met."""
-    rule = rule_for(tuple(x.shape for x in operands))
     listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, CutLayout)]
     if not listed or any(
         isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and not x._layout.is_replicated
@@ -143,29 +143,27 @@ def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
     return part(x.expand(layout.shape), layout, group)
 
 
-@lru_cache(maxsize=8192)
-def rule_for(shapes: tuple[tuple[int, ...], ...]) -> Rule:
+def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
     """The rule of operands of these shapes; where they do not broadcast, the error that torch gives."""
-    try:
-        shape = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
+    rule = rule_of(name, shapes)
+    if rule is None:
         total = torch.empty(()).expand(shapes[0])
         for other in shapes[1:]:
             total = total + torch.empty(()).expand(other)
-        raise
-    return pointwise(tuple(map(tuple, shapes)), tuple(shape))
+        raise AssertionError(f"torch broadcasts {shapes}")
+    return rule
 
 
 for _name in ELEMENTWISE:
     for _func in spellings(_name):
-        HANDLERS[_func] = elementwise(_func)
+        HANDLERS[_func] = elementwise(_func, _name)
 
 
 def _where(func: Any) -> Any:
     def handler(*args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:  # where(condition) is nonzero
             return fall_back(func, args, kwargs)
-        return spread(func, args, kwargs)
+        return spread(func, args, kwargs, "where")
 
     return handler
 

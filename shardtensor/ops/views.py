@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout, Layout, replicated
-from shardtensor.rules.propagate import with_dims
-from shardtensor.rules.views import reshaped
+from shardtensor.rules.views import expanded, permuted, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
@@ -80,12 +79,6 @@ def _permuting(func: Any) -> Callable[..., Any]:
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
 
     return handler
-
-
-@lru_cache(maxsize=8192)
-def permuted(layout: CutLayout, order: tuple[int, ...]) -> CutLayout:
-    """The layout with its dims in another order."""
-    return with_dims(layout, tuple(layout.shape[d] for d in order), tuple(layout.dims[d] for d in order))
 
 
 for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
@@ -160,12 +153,9 @@ def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool =
     wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     x = to_view(input)
     shape = _target(torch.Tensor.expand, tuple(x.shape), (wanted,))
-    new = len(shape) - x.dim()
-    if not isinstance(x._layout, CutLayout) or any(
-        cut is not None and n != m for n, m, cut in zip(x.shape, shape[new:], x._layout.dims, strict=True)
-    ):
+    layout = expanded(x._layout, shape) if isinstance(x._layout, CutLayout) else None
+    if layout is None:
         return copied(torch.Tensor.expand, (input, wanted), {})
-    layout = with_dims(x._layout, shape, (*(None,) * new, *x._layout.dims))
     return view(x, x._local.expand(layout.local_shape(x._group.rank)), layout)
 
 

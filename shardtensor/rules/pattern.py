@@ -86,9 +86,9 @@ class Pattern:
         return any(term.new for term in self.output.terms)
 
     def join_of(self, letter: str) -> str | None:
-        """What joins the results along a letter (``k``, or one of ``k...`` such as ``k0``) that is cut."""
+        """What joins the results along a letter (``k``, or one of ``k...`` and ``...``: ``k0``, ``.0``) that is cut."""
         joins = dict(self.joins)
-        return joins.get(letter) or joins.get(letter.rstrip("0123456789"))
+        return joins.get(letter) or joins.get(letter.rstrip("0123456789").removesuffix("."))
 
     def bind(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
         """Return the rule for operands of these shapes; None when they do not fit it.
@@ -118,6 +118,8 @@ class Pattern:
 @lru_cache(maxsize=8192)
 def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, ...], keepdim: bool) -> Rule | None:
     sides = pattern.sides * len(shapes) if pattern.listed else pattern.sides
+    if pattern.is_elementwise:  # a number may stand for an operand
+        sides = pattern.sides[:1] * len(shapes)
     if len(shapes) != len(sides):
         return None
     binding = _Binding(dims)

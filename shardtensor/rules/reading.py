@@ -95,7 +95,7 @@ def _read_joins(text: str, file: str) -> tuple[tuple[str, str], ...]:
         span = (start, start + len(match[0].strip()))
         if len(words) != 2:
             raise Source(text, file).error("E604", span, f"`{match[0].strip()}` is no join", fix="write `k sum`")
-        letter, join = words
+        letter, join = words[0].replace("...", ""), words[1]
         if join not in JOINS and not join.startswith("@"):
             raise Source(text, file).error(
                 "E604", span, f"nothing joins as `{join}`", f"there are {listed(JOINS)}", nearest(join, JOINS)

@@ -46,10 +46,11 @@ addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where           
 # dims that the call names
 
 softmax log_softmax softmin | ... [d] -> ... [d]   | d @exponentials | input, dim=, _stacklevel=3, dtype=
-cumsum cumprod logcumsumexp | ... [!d] -> ... [d]  |                 | input, dim=
+cumsum cumprod              | ... [d] -> ... [d]   | d @scan         | input, dim=
+logcumsumexp                | ... [!d] -> ... [d]  |                 | input, dim=
 cummax cummin               | ... [!d] -> ... [d]  |                 | input, dim=
 sort argsort                | ... [!d] -> ... [d]  |                 | input, dim=-1
-topk                        | ... [!d] -> ... [d'] |                 | input, k=, dim=-1
+topk                        | ... [d] -> ... [d']  | d @best         | input, k=, dim=-1
 kthvalue                    | ... [!d] -> ...      |                 | input, k=, dim=-1, keepdim=False
 median nanmedian nanmean    | ... [!d] -> ...      |                 | input, dim=None, keepdim=False
 mode                        | ... [!d] -> ...      |                 | input, dim=-1, keepdim=False
@@ -76,11 +77,20 @@ linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @itself_again | input, 
 
 # gathered by index, laid end to end
 
-gather                 | i... [!d], i... [at] -> i... [at] |  | input, dim=, index
-take_along_dim         | i... [!d], i... [at] -> i... [at] |  | input, indices, dim=
-index_select           | i... [!d], at -> i... [at]        |  | input, dim=, index
-cat concat concatenate | *(i... [!d]) -> i... [d']         |  | tensors, dim=0
-stack                  | *(i...) -> i... [n']              |  | tensors, dim=0
+gather                                     | i... [d], i... [at] -> i... [at]  | d sum | input, dim=, index
+take_along_dim                             | i... [!d], i... [at] -> i... [at] |       | input, indices, dim=
+index_select                               | i... [d], at -> i... [at]         | d sum | input, dim=, index
+scatter scatter_add scatter_reduce         | i... [d], i... [!at], i... [!at] -> i... [d]
+                                           | | input, dim=, index, src
+index_add index_copy index_reduce          | i... [d], !at, i... [!at] -> i... [d]
+                                           | | input, dim=, index, source
+index_fill                                 | i... [d], !at, () -> i... [d]     |       | input, dim=, index, value
+take                                       | @advanced.reading
+index_put                                  | @advanced.writing
+masked_select masked_scatter nonzero
+  argwhere                                 | @advanced.selecting
+cat concat concatenate                     | *(i... [!d]) -> i... [d']         |       | tensors, dim=0
+stack                                      | *(i...) -> i... [n']              |       | tensors, dim=0
 
 # products
 
@@ -105,14 +115,53 @@ layer_norm | ... [n], n..., n... -> ... [n] | n @moments     | input, normalized
 rms_norm   | ... [n], n... -> ... [n]       | n @mean_square | input, normalized_shape=, weight, eps=
 group_norm | n !c !s..., c, c -> n c s...   |                | input, num_groups=, weight, bias, eps=
 
-# layers and losses
+# layers
 
-F.embedding                  | i..., v d -> i... d              | v @own_rows | input, weight, padding_idx=
+F.embedding                  | i..., v d -> i... d | v @own_rows | input, weight, padding_idx=
 scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> ... l f
                              | | query, key, value, attn_mask
 grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1 l/1 s/1 -> ... h l f
                              | | query, key, value, attn_mask
-cross_entropy nll_loss       | n? c s..., n? s..., c -> n? s... | c @classes  | input, target, weight
+
+# losses: then their sum, or their mean, as `reduction` says
+
+cross_entropy nll_loss                     | n? c s..., n? s..., c -> n? s...
+                                           | c @classes | input, target, weight
+mse_loss l1_loss smooth_l1_loss huber_loss | ..., ..., ... -> ...      |  | input, target, weight
+binary_cross_entropy kl_div
+  soft_margin_loss                         | ..., ..., ... -> ...      |  | input, target, weight
+binary_cross_entropy_with_logits           | ..., ..., ..., ... -> ... |  | input, target, weight, pos_weight
+poisson_nll_loss hinge_embedding_loss      | ..., ... -> ...           |  | input, target
+
+# views: elements stay where they are, or the view is a copy
+
+view reshape flatten unflatten ravel
+  squeeze unsqueeze view_as reshape_as     | @views.reshaped
+transpose swapaxes swapdims movedim
+  moveaxis permute t adjoint T mT H mH     | @views.permuted
+expand broadcast_to expand_as              | @views.expanded
+repeat tile                                | @views.repeated
+Tensor.__getitem__ narrow select split
+  split_with_sizes chunk unbind            | @indexing.indexing
+
+# copies, likenesses and random numbers: laid out as the operand is
+
+clone detach Tensor.contiguous             | ... -> ...
+zeros_like ones_like empty_like full_like
+  rand_like randn_like randint_like        | ... -> ...
+Tensor.fill_ Tensor.zero_ Tensor.uniform_
+  Tensor.normal_ Tensor.exponential_
+  Tensor.bernoulli_ dropout                | ... -> ...
+Tensor.copy_                               | ..., ... -> ...
+equal allclose                             | ..., ... -> ()  | ... all
+
+# what needs the whole
+
+diagonal unfold as_strided view_as_real
+  view_as_complex real imag                | gathers | a view that crosses cuts in a way of its own
+linalg.qr linalg.svd linalg.eigh
+  linalg.inv linalg.solve linalg.det
+  linalg.cholesky                          | gathers | a factorization needs all of the matrix
 """
 
 

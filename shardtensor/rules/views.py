@@ -107,3 +107,29 @@ def _regroup(before: Shape, dims: tuple[DimCut | None, ...], shape: Shape) -> li
         return None
     out[place] = DimCut(old.axes, pieces)
     return out
+
+
+@lru_cache(maxsize=8192)
+def permuted(layout: CutLayout, order: tuple[int, ...]) -> CutLayout:
+    """The layout with its dims in another order."""
+    return with_dims(layout, tuple(layout.shape[d] for d in order), tuple(layout.dims[d] for d in order))
+
+
+@lru_cache(maxsize=8192)
+def expanded(layout: CutLayout, shape: Shape) -> CutLayout | None:
+    """The layout of a tensor broadcast to `shape`; None where a cut dim, of size 1, would grow."""
+    new = len(shape) - len(layout.shape)
+    grown = zip(layout.shape, shape[new:], layout.dims, strict=True)
+    if any(cut is not None and n != m for n, m, cut in grown):
+        return None
+    return with_dims(layout, shape, (*(None,) * new, *layout.dims))
+
+
+@lru_cache(maxsize=8192)
+def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
+    """The layout of a tensor repeated along its dims, and new ones in front; None where a cut dim would be."""
+    new = len(times) - len(layout.shape)
+    if any(n != 1 and cut is not None for n, cut in zip(times[new:], layout.dims, strict=True)):
+        return None
+    shape = (*times[:new], *(n * size for n, size in zip(times[new:], layout.shape, strict=True)))
+    return with_dims(layout, shape, (*(None,) * new, *layout.dims))
