@@ -41,6 +41,7 @@ _HOME = {
     "custom_sharding_spec_op": "tensor.dispatch",
     "distribute": "tensor.factories",
     "empty": "tensor.factories",
+    "from_dtensor": "tensor.dtensor",
     "full": "tensor.factories",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
@@ -52,6 +53,7 @@ _HOME = {
     "randn": "tensor.factories",
     "shard_parameter": "parallel.parameter",
     "shard_tensor": "parallel.parameter",
+    "simulate": "sim.simulate",
     "strict": "tensor.dispatch",
     "zeros": "tensor.factories",
 }

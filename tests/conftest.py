@@ -6,16 +6,44 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness import Pool
+from harness import Pool, Simulated
+
+
+def _chosen_world() -> str | None:
+    """Where every test shall run, if the environment says so."""
+    kind = os.environ.get("SHARDTENSOR_TEST_WORLD")
+    return "cuda" if kind is None and os.environ.get("SHARDTENSOR_TEST_DEVICE") == "cuda" else kind
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that is marked ``worlds("sim", "gloo")`` in each of these."""
+    marker = metafunc.definition.get_closest_marker("worlds")
+    if "world" in metafunc.fixturenames and marker is not None and _chosen_world() is None:
+        metafunc.parametrize("world", marker.args, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Pool]:
-    """Run a body on real ranks: ``world(body, size, **kwargs)``. Gloo on the CPU.
+def world(request: pytest.FixtureRequest) -> Pool | Simulated:
+    """Run a body on every rank of a world: ``world(body, size, **kwargs)``. On gloo; see `harness` for other worlds.
 
     With SHARDTENSOR_TEST_DEVICE=cuda the same tests run on NCCL; worlds larger than the number of GPUs are skipped.
     """
-    pool = _gpu_pool() if os.environ.get("SHARDTENSOR_TEST_DEVICE") == "cuda" else Pool()
+    kind = getattr(request, "param", None) or _chosen_world() or "gloo"
+    return Simulated() if kind == "sim" else request.getfixturevalue(f"{kind}_pool")
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[Pool]:
+    """Real processes on the CPU, started with the first job."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def cuda_pool() -> Iterator[Pool]:
+    """Real processes on NCCL."""
+    pool = _gpu_pool()
     yield pool
     pool.close()
 
@@ -38,7 +66,7 @@ def _gpu_pool() -> Pool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file by world size: a new world costs a second or more on NCCL, a job in a kept one nothing."""
+    """Run the tests of a file by world size: a new world costs a second on NCCL, a job in a kept one nothing."""
     order = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (order[item.path], _world_size(item)))
 

@@ -13,6 +13,11 @@ of exactly that size; what it returns comes back as a list, one entry a rank::
         assert world(total, size, scale=3.0) == [[3.0 * size] * 2] * size
 
 Bodies assert on their ranks, too: the failure of a rank fails the test, with that rank's traceback.
+
+The mark ``worlds`` says where a test runs: ``@pytest.mark.worlds("sim")`` on the ranks of a simulated world, which
+starts at once and needs no second process; ``@pytest.mark.worlds("sim", "gloo")`` on both; without it on gloo. A body
+that runs anywhere asks ``as_group()`` for its rank, and ``as_group().on_mesh(Mesh(...), {})`` for a grid.
+SHARDTENSOR_TEST_WORLD=sim, gloo or cuda runs every test there instead.
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ from __future__ import annotations
 import pytest
 
 from harness.pool import Pool, RankFailed
+from harness.simulated import Simulated
 from harness.worker import device
 
 SIZES = (1, 2, 3, 4)
 every_size = pytest.mark.parametrize("size", SIZES)
 
-__all__ = ["SIZES", "Pool", "RankFailed", "device", "every_size"]
+__all__ = ["SIZES", "Pool", "RankFailed", "Simulated", "device", "every_size"]

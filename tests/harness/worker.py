@@ -63,9 +63,14 @@ def device(rank: int | None = None) -> torch.device:
     return torch.device("cuda", _state["rank"] if rank is None else rank)
 
 
+def set_device(device_type: str, rank: int = 0) -> None:
+    """Say what `device` returns in this process."""
+    _state.update(device_type=device_type, rank=rank)
+
+
 def serve(rank: int, device_type: str, pipe: Any, stack_file: str) -> None:
     """Run jobs until the pipe closes."""
-    _state.update(device_type=device_type, rank=rank)
+    set_device(device_type, rank)
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)

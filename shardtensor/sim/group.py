@@ -1,0 +1,284 @@
+"""`Group` over the ranks of a simulated world."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.torch_group import OutsideGroup
+from shardtensor.comm.wire import Wire
+from shardtensor.mesh import Mesh, Ranks, as_ranks
+from shardtensor.sim.channel import Call, Slot
+from shardtensor.sim.world import Member, World
+
+# Tensors of all devices meet as they are; sums are made in the dtypes that gloo and NCCL make them in.
+_WIRE = Wire.of_backends("cpu:gloo,cuda:nccl", None)
+_WIRE = attrs.evolve(_WIRE, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+class SimGroup:
+    """Two or more ranks of a simulated world; `as_group()` gives it inside of `simulate`.
+
+    What it returns and what it writes in place is as of a `TorchGroup`: results are fresh tensors, and a reduction in
+    place of a tensor that a backend takes as it is leaves the version counter alone. Sums are made in group order.
+    """
+
+    device_type = "cpu"
+    moves_lists = False  # as gloo
+
+    def __init__(self, world: World, member: Member, ranks: Ranks) -> None:
+        self.world, self.member = world, member
+        self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = member.rank
+        self.index = ranks.index(member.rank)
+        self.mesh: Mesh | None = None
+        self._axes: dict[tuple[str, ...], Group] = {}
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    def _post(
+        self, name: str, text: str, alike: tuple[Any, ...], brought: Any, combine: Any, check: Any = None
+    ) -> Slot:
+        return self.world.post(self.member, self.ranks, Call(name, text, (name, *alike), brought, combine, check))
+
+    def _collect(self, *args: Any) -> Any:
+        return self.world.wait(self.member, self._post(*args))
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self.all_reduce_async(t, op).wait()
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        check_reduction(op, t.dtype)
+        slot = self._post(
+            *("all_reduce", f"{op} of {_elements(t)}", (op, t.numel(), t.dtype)),
+            *(_product_terms(t) if op == "prod" else _WIRE.to_reduce(t), lambda terms: _reduced(terms, op)),
+        )
+
+        def take(total: torch.Tensor) -> torch.Tensor:
+            as_is = (t.is_cuda, t.dtype, "sum") in _WIRE.reduced_as_is and t.is_contiguous()
+            _overwrite(t, _WIRE.from_reduce(total, t), as_is)
+            return t
+
+        return _Started(self, slot, take)
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        check_reduction("sum", flat.dtype)
+        assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
+        counts = [flat.numel() // self.size] * self.size if counts is None else list(counts)
+        assert sum(counts) == flat.numel(), "counts must add up to the elements given"
+        total = self._collect(
+            *("reduce_scatter", f"{_elements(flat)} as {_counts(counts)}", (tuple(counts), flat.dtype)),
+            *(_WIRE.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
+        )
+        scale = 2 if flat.dtype.is_complex else 1
+        return _WIRE.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        counts = [t.numel()] * self.size if counts is None else list(counts)
+        assert counts[self.index] == t.numel(), "this rank brings other than its count"
+        joined = self._collect(
+            *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
+            *(_WIRE.to_move(t), _joined),
+        )
+        return _WIRE.from_move(joined.clone(), t)
+
+    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+        assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
+        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
+        return self._route("all_to_all", text, flat, send_counts, recv_counts)
+
+    def _route(
+        self,
+        name: str,
+        text: str,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        alike: tuple[Any, ...] = (),
+    ) -> torch.Tensor:
+        brought = (_WIRE.to_move(flat), list(send_counts), list(recv_counts))
+        sent = self._collect(name, text, (flat.dtype, *alike), brought, _kept, self._unmatched)
+        scale = _WIRE.elements_per_item(flat.dtype)
+        return _WIRE.from_move(_joined([_range(data, counts, self.index, scale) for data, counts in sent]), flat)
+
+    def _unmatched(self, calls: Sequence[Call]) -> str:
+        """Which member expects another number of elements than its peer sends."""
+        for i, sender in enumerate(calls):
+            for j, receiver in enumerate(calls):
+                sends, expects = sender.brought[1][j], receiver.brought[2][i]
+                if sends != expects:
+                    return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
+        return ""
+
+    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
+        send, recv = [t.numel() for t in ins], [t.numel() for t in outs]
+        text = f"send {_counts(send)}, receive {_counts(recv)} of {_name(ins[0].dtype)}"
+        brought = ([t.detach() for t in ins], send, recv)
+        slot = self._post("all_to_all_into", text, (ins[0].dtype,), brought, _kept_lists, self._unmatched)
+
+        def take(sent: list[list[torch.Tensor]]) -> torch.Tensor:
+            for out, pieces in zip(outs, sent, strict=True):
+                if out.numel():
+                    out.data.copy_(pieces[self.index])
+            return outs[0]
+
+        return _Started(self, slot, take)
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        send, recv = [0] * self.size, [0] * self.size
+        recv[src_index] = count
+        flat = like.new_empty(0)
+        if self.index == src_index:
+            assert parts is not None, "the source brings the parts"
+            assert len(parts) == self.size, "one part for each member"
+            flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
+            send = [part.numel() for part in parts]
+        text = f"{count} {_name(like.dtype)} from rank {self.ranks[src_index]}"
+        return self._route("scatter", text, flat, send, recv, (src_index,))
+
+    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
+        send, recv = [0] * self.size, [0] * self.size
+        send[dst_index] = t.numel()
+        if self.index == dst_index:
+            recv = list(counts) if counts is not None else [t.numel()] * self.size
+        out = self._route("gather", f"{_elements(t)} to rank {self.ranks[dst_index]}", t, send, recv, (dst_index,))
+        return out if self.index == dst_index else None
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        sent = self._collect(
+            *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
+            *(_WIRE.to_move(t), lambda all_sent: all_sent[src_index].clone()),
+        )
+        if self.index != src_index:
+            _overwrite(t, _WIRE.from_move(sent, t), (t.is_cuda, t.dtype) in _WIRE.moved_as_is)
+        return t
+
+    # -- small exchanges ----------------------------------------------------------------------------------------
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        assert blob, "an exchange carries at least one byte"
+        return list(self._collect("exchange", f"{len(blob)} bytes", (len(blob),), blob, list))
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        pickled = self._collect("exchange_objects", "", (), pickle.dumps(value), list)
+        return [pickle.loads(blob) for blob in pickled]
+
+    def barrier(self) -> None:
+        self._collect("barrier", "", (), None, list)
+
+    # -- other groups -------------------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        key = tuple(sorted(ranks))  # as torch orders a new group
+        assert set(key) <= set(self.ranks), "a subgroup is made of members"
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make_subgroup(key)
+        return self._subgroups[key]
+
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        if self.rank not in ranks:
+            return OutsideGroup(self.rank, ranks)
+        if len(ranks) == 1:
+            return LoneGroup(self.rank)
+        return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
+        group = SimGroup(self.world, self.member, self.ranks)
+        group.mesh, group._axes = mesh, axes
+        return group
+
+    def axis(self, *names: str) -> Group:
+        if names not in self._axes:
+            assert self.mesh is not None, "this group has no named axes"
+            axes = [self.mesh.names.index(name) for name in names]
+            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
+        return self._axes[names]
+
+    def __repr__(self) -> str:
+        return f"SimGroup(ranks={self.ranks}, index={self.index})"
+
+
+class _Started:
+    """A collective that this rank has brought its part to; `take` makes the result of what all brought."""
+
+    __slots__ = ("group", "result", "slot", "take")
+
+    def __init__(self, group: SimGroup, slot: Slot, take: Callable[[Any], torch.Tensor]) -> None:
+        self.group, self.slot, self.take = group, slot, take
+        self.result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.result is None:
+            self.result = self.take(self.group.world.wait(self.group.member, self.slot))
+        return self.result
+
+
+def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:
+    # Backends write what they take as it is without counting a version.
+    (t.data if as_is else t.detach()).copy_(flat.view(t.shape))
+
+
+def _reduced(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total = _REDUCE[op](total, term.to(total.device))
+    if op == "avg":
+        total.div_(len(terms))
+    return torch.view_as_real(total).view(-1) if total.is_complex() else total
+
+
+def _product_terms(t: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as they are: the wire's pairs of reals add up, but do not multiply."""
+    return t.detach().resolve_conj().reshape(-1) if t.is_complex() else _WIRE.to_reduce(t)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _kept(brought: Sequence[tuple[torch.Tensor, list[int], list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
+    return [(sent.clone(), counts) for sent, counts, _ in brought]
+
+
+def _kept_lists(brought: Sequence[tuple[list[torch.Tensor], list[int], list[int]]]) -> list[list[torch.Tensor]]:
+    return [[piece.clone() for piece in pieces] for pieces, _, _ in brought]
+
+
+def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) -> torch.Tensor:
+    """A member's range of `flat`, of whose items `scale` make one element."""
+    return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _elements(t: torch.Tensor) -> str:
+    return f"{t.numel()} {_name(t.dtype)}"
+
+
+def _counts(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{len(counts)} x {counts[0]}"
+    shown = "+".join(map(str, counts[:16]))
+    return shown if len(counts) <= 16 else f"{shown}+... ({len(counts)} parts)"
