@@ -19,9 +19,10 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule
+from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.teams import along
 
 
 @implements(F.linear)
@@ -47,6 +48,7 @@ def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and not layout.is_blocked(0)
         and x.dim() > 0
         and x.shape[-1] == weight.shape[-1]
+        and (x.requires_grad or bias is not None)  # else there is no gradient to sum, and the rule is all there is
     )
 
 
@@ -57,7 +59,9 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor 
     assert cut is not None
     start = layout.start(group.rank, 0)
     local = weight._local
-    if torch.is_autocast_enabled(x.device.type):  # inside the Function autocast would differ between the two passes
+    if not x.is_meta and torch.is_autocast_enabled(
+        x.device.type
+    ):  # inside the Function autocast would differ between the two passes
         dtype = torch.get_autocast_dtype(x.device.type)
         x, local = x.to(dtype), local.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -65,8 +69,7 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor 
     y = ColumnLinear.apply(x, local, bias, team, start)
     shape = (*x.shape[:-1], layout.shape[0])
     dims = (*(None,) * (x.dim() - 1), cut)
-    out = CutLayout(shape=shape, ranks=layout.ranks, grid=layout.grid, dims=dims, names=layout.names)
-    return wrap(y, out, None, group)
+    return wrap(y, with_dims(layout, shape, dims), None, group)
 
 
 class ColumnLinear(torch.autograd.Function):

@@ -20,6 +20,7 @@ from shardtensor.errors import DisagreementError, RuleError
 from shardtensor.mesh import Mesh, Ranks
 from shardtensor.sim.channel import Call, Channel, Slot
 from shardtensor.sim.faults import RankStopped, deadlock, different_calls, unfit_calls
+from shardtensor.sim.group_names import name_group
 from shardtensor.sim.process_state import ProcessState
 
 
@@ -248,17 +249,5 @@ class World:
     def name(self, ranks: Ranks) -> str:
         """A group as people call it: by its axes where it lies along some, else by its ranks."""
         if ranks not in self._names:
-            self._names[ranks] = self._axes_text(ranks) or f"ranks {', '.join(map(str, ranks))}"
+            self._names[ranks] = name_group(self.mesh, ranks)
         return self._names[ranks]
-
-    def _axes_text(self, ranks: Ranks) -> str:
-        if self.mesh.is_unnamed:
-            return f"all {self.mesh.size} ranks" if len(ranks) == self.mesh.size else ""
-        places = [self.mesh.coordinate(rank) or () for rank in ranks]
-        axes = [i for i in range(len(self.mesh.sizes)) if len({place[i] for place in places}) > 1]
-        if len(ranks) < 2 or sorted(ranks) != sorted(self.mesh.ranks_along(ranks[0], axes)):
-            return ""
-        text = ", ".join(f"{self.mesh.names[i]}={self.mesh.sizes[i]}" for i in axes)
-        if len(ranks) == self.mesh.size:
-            return text
-        return f"{text} (ranks {', '.join(map(str, ranks))})"
