@@ -1,0 +1,156 @@
+"""A `Group` that moves nothing and counts what would move, for worlds of any size."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.torch_group import OutsideGroup
+from shardtensor.mesh import Mesh, Ranks, as_ranks
+
+Count = Callable[[str, Ranks, int, int], None]
+"""Takes a collective's name, its group, and the bytes that this rank sends and receives."""
+
+
+class CountingGroup:
+    """One rank's view of a group whose other members are not there: they bring zeros, and to a reduction nothing.
+
+    Results have the shapes and dtypes of real ones; meta tensors are fine. Bytes are those of the data itself: of
+    what a rank must send and receive when reductions and gathers run as rings, without what a backend adds to uneven
+    parts to make them even.
+    """
+
+    device_type = "cpu"
+    moves_lists = True
+
+    def __init__(self, rank: int, ranks: Ranks, count: Count) -> None:
+        self.rank, self.ranks, self.count = rank, ranks, count
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
+        self.mesh: Mesh | None = None
+        self._axes: dict[tuple[str, ...], Group] = {}
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        check_reduction(op, t.dtype)
+        moved = -(-2 * _bytes(t) * (self.size - 1) // self.size)
+        self.count("all_reduce", self.ranks, moved, moved)
+        return t
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        return Done(self.all_reduce(t, op))
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        counts = [t.numel()] * self.size if counts is None else counts
+        assert counts[self.index] == t.numel(), "this rank brings other than its count"
+        received = (sum(counts) - t.numel()) * t.element_size()
+        self.count("all_gather", self.ranks, _bytes(t) * (self.size - 1), received)
+        return self._with_own(t, counts)
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        check_reduction("sum", flat.dtype)
+        counts = [flat.numel() // self.size] * self.size if counts is None else counts
+        assert sum(counts) == flat.numel(), "counts must add up to the elements given"
+        own = self._own(flat, counts)
+        self.count("reduce_scatter", self.ranks, _bytes(flat) - _bytes(own), _bytes(own) * (self.size - 1))
+        return own.clone()
+
+    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+        assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
+        self._count_route("all_to_all", flat, send_counts, recv_counts)
+        return self._with_own(self._own(flat, send_counts), recv_counts)
+
+    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
+        self._count_route("all_to_all_into", ins[0], [t.numel() for t in ins], [t.numel() for t in outs])
+        outs[self.index].detach().copy_(ins[self.index].detach())
+        return Done(outs[0])
+
+    def scatter(
+        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        send, recv = [0] * self.size, [0] * self.size
+        recv[src_index] = count
+        own = like.new_zeros(count)
+        if self.index == src_index:
+            assert parts is not None, "the source brings the parts"
+            send = [part.numel() for part in parts]
+            own = parts[self.index].detach().reshape(-1).to(like.device, like.dtype, copy=True)
+        self._count_route("scatter", like, send, recv)
+        return own
+
+    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
+        send, recv = [0] * self.size, [0] * self.size
+        send[dst_index] = t.numel()
+        if self.index == dst_index:
+            recv = [t.numel()] * self.size if counts is None else list(counts)
+        self._count_route("gather", t, send, recv)
+        return self._with_own(t, recv) if self.index == dst_index else None
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        is_source = self.index == src_index
+        self.count("broadcast", self.ranks, _bytes(t) if is_source else 0, 0 if is_source else _bytes(t))
+        return t
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        moved = len(blob) * (self.size - 1)
+        self.count("exchange", self.ranks, moved, moved)
+        return [blob] * self.size
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        blob = pickle.dumps(value)
+        moved = len(blob) * (self.size - 1)
+        self.count("exchange_objects", self.ranks, moved, moved)
+        return [pickle.loads(blob) for _ in range(self.size)]
+
+    def barrier(self) -> None:
+        self.count("barrier", self.ranks, 0, 0)
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        key = tuple(sorted(ranks))
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make_subgroup(key)
+        return self._subgroups[key]
+
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        if self.rank not in ranks:
+            return OutsideGroup(self.rank, ranks)
+        if len(ranks) == 1:
+            return LoneGroup(self.rank)
+        return self if len(ranks) == self.size else CountingGroup(self.rank, as_ranks(ranks), self.count)
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
+        group = CountingGroup(self.rank, self.ranks, self.count)
+        group.mesh, group._axes = mesh, axes
+        return group
+
+    def axis(self, *names: str) -> Group:
+        if names not in self._axes:
+            assert self.mesh is not None, "this group has no named axes"
+            axes = [self.mesh.names.index(name) for name in names]
+            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
+        return self._axes[names]
+
+    def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return flat.detach().reshape(-1).narrow(0, sum(counts[: self.index]), counts[self.index])
+
+    def _with_own(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Zeros for all members, but this rank's own part in its place."""
+        whole = own.new_zeros(sum(counts))
+        self._own(whole, counts).copy_(own.detach().reshape(-1))
+        return whole
+
+    def _count_route(self, name: str, like: torch.Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
+        size, i = like.element_size(), self.index
+        self.count(name, self.ranks, (sum(send) - send[i]) * size, (sum(recv) - recv[i]) * size)
+
+    def __repr__(self) -> str:
+        return f"CountingGroup(rank={self.rank}, size={self.size})"
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()

@@ -1,0 +1,151 @@
+"""`count_bytes`: what one rank of a world of any size would send and receive, and where in the code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from shardtensor.comm import process_group
+from shardtensor.comm.call_site import call_site
+from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.errors import LayoutError
+from shardtensor.mesh import Mesh, Ranks, read_mesh
+from shardtensor.sim.counting_group import CountingGroup
+from shardtensor.sim.group_names import name_group
+from shardtensor.sim.process_state import ProcessState
+
+
+@attrs.frozen
+class Line:
+    """The calls of one collective over one group from one place in the code."""
+
+    collective: str
+    group: str
+    site: str
+    calls: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@attrs.frozen
+class Traffic:
+    """What one rank sent and received; printed, it is a table, the heaviest first.
+
+    Attributes:
+        mesh, rank: whose traffic it is.
+        lines: by collective, group and place.
+        result: what the function returned. Its values mean nothing, its shapes do.
+    """
+
+    mesh: Mesh
+    rank: int
+    lines: tuple[Line, ...]
+    result: Any
+
+    @property
+    def calls(self) -> int:
+        return sum(line.calls for line in self.lines)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(line.sent_bytes for line in self.lines)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(line.received_bytes for line in self.lines)
+
+    def __str__(self) -> str:
+        total = ("total", "", str(self.calls), _size(self.sent_bytes), _size(self.received_bytes), "")
+        head = ("collective", "over", "calls", "sent", "received", "from")
+        rows = [head, *(_cells(line) for line in self.lines), total]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [f"traffic of rank {self.rank} of {self.mesh}"]
+        for row in rows:
+            cells = (
+                f"{text:>{w}}" if i in (2, 3, 4) else f"{text:<{w}}"
+                for i, (text, w) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def count_bytes(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any) -> Traffic:
+    """Run ``fn(*args, **kwargs)`` as one rank of a world whose other ranks are not there; count what it would move.
+
+    Nothing is sent, so worlds of 16,384 ranks cost what one process costs; with tensors on ``torch.device("meta")``
+    sizes do not matter either. The numbers that collectives return mean nothing: a function that looks at them to
+    decide what to do next is counted on a path of its own.
+
+    Args:
+        mesh: the axes and their sizes, ``"dp=64, tp=256"``, or a number of ranks.
+        fn: what the rank runs, such as one training step. Inside, None as a process group means this world.
+        rank: which rank to be.
+        args, kwargs: what `fn` is called with.
+
+    Returns:
+        The bytes by collective, group and place in the code; ``print`` shows them as a table.
+
+    Raises:
+        LayoutError: (a ValueError) the mesh has no such rank.
+
+    Example:
+        >>> import torch
+        >>> import shardtensor as st
+        >>> def step():
+        ...     with torch.device("meta"):
+        ...         weight = st.empty("[tp, -]", 4096, 4096, requires_grad=True)
+        ...         x = torch.empty(64, 4096, requires_grad=True)
+        ...     torch.nn.functional.linear(x, weight).backward(torch.empty(64, 4096, device="meta"))
+        >>> traffic = count_bytes("dp=64, tp=256", step)
+        >>> traffic.lines[0].collective, traffic.lines[0].group, traffic.sent_bytes == 2 * 64 * 4096 * 4 * 255 // 256
+        ('all_reduce', 'tp=256', True)
+    """
+    axes = read_mesh(mesh)
+    if axes.coordinate(rank) is None:
+        raise LayoutError(f"the mesh has no rank {rank}", {"mesh": axes, "ranks": f"0 to {axes.size - 1}"})
+    tally = _Tally(axes)
+    group: Group = LoneGroup(rank) if axes.size == 1 else CountingGroup(rank, axes.ranks, tally.count)
+    if len(axes.axes) > 1:
+        group = group.on_mesh(axes, {})
+    before = ProcessState.capture()
+    token = process_group.simulated.set(group)
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        process_group.simulated.reset(token)
+        before.restore()
+    return Traffic(axes, rank, tally.lines(), result)
+
+
+class _Tally:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.sums: dict[tuple[str, str, str], list[int]] = {}
+        self.names: dict[Ranks, str] = {}
+
+    def count(self, collective: str, ranks: Ranks, sent_bytes: int, received_bytes: int) -> None:
+        if ranks not in self.names:
+            self.names[ranks] = name_group(self.mesh, ranks).split(" (")[0]
+        sums = self.sums.setdefault((collective, self.names[ranks], call_site(sys._getframe(1))), [0, 0, 0])
+        for i, value in enumerate((1, sent_bytes, received_bytes)):
+            sums[i] += value
+
+    def lines(self) -> tuple[Line, ...]:
+        lines = (Line(*key, *sums) for key, sums in self.sums.items())
+        return tuple(sorted(lines, key=lambda line: -(line.sent_bytes + line.received_bytes)))
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    sizes = _size(line.sent_bytes), _size(line.received_bytes)
+    return line.collective, line.group, str(line.calls), *sizes, line.site
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them, exact below a KiB."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
