@@ -105,6 +105,12 @@ def _find_group(where: Any) -> Group:
     )
 
 
+def device_mesh_of(group: Group) -> Any:
+    """The DeviceMesh that `as_group` was given for this group, if it still exists, else None."""
+    meshes = (mesh() for mesh, known in _mesh_groups.values() if known is group)
+    return next((mesh for mesh in meshes if mesh is not None), None)
+
+
 @lru_cache(maxsize=256)  # there may be a thread for each rank
 def _outside(rank: int) -> Group:
     """The one group that stands for all that torch calls NON_GROUP_MEMBER: tensors on it can be put side by side."""

@@ -123,6 +123,25 @@ class Answers:
 
     nelement, ndimension = numel, dim
 
+    # -- as DTensor sees it: no collective, no copy -----------------------------------------------------------------
+
+    def to_dtensor(self, device_mesh: Any = None) -> Any:
+        """Return the DTensor over this tensor's own memory: what is written into either is seen in the other.
+
+        Gradients flow back; ``nn.Parameter(parameter.to_dtensor())`` is a DTensor parameter on the same memory.
+
+        Args:
+            device_mesh: of the ranks that hold this tensor, in their order; None means the one that its group came
+                from, or one made over its process groups, without a new one.
+
+        Raises:
+            LayoutError: DTensor cannot say this layout; names the nearest that it can.
+            RuleError: a partial max or min that requires a gradient.
+        """
+        from shardtensor.tensor.dtensor import to_dtensor
+
+        return to_dtensor(self, device_mesh)  # type: ignore[arg-type]
+
 
 def _property(name: str) -> property:
     return property(lambda self: getattr(self._local, name), doc=f"As of the dense tensor: ``{name}``.")

@@ -179,6 +179,30 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return gather_and_compute(func, args, kwargs)
 
 
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is torch's DTensor; does not import it, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def tell_of_dtensors(error: Exception, func: Any, operands: Any) -> None:
+    """Raise in place of `error` where an operand is a DTensor, which no operation takes beside a ShardedTensor.
+
+    Raises:
+        RuleError: there is one.
+    """
+    found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
+    if found is not None:
+        raise RuleError(
+            f"{name_of(func)}: a DTensor beside a ShardedTensor",
+            {"DTensor": f"{' x '.join(map(str, found.shape))} as {', '.join(map(repr, found.placements))}"},
+            [
+                "shardtensor.from_dtensor(dtensor) is a ShardedTensor on the same memory",
+                "tensor.to_dtensor(dtensor.device_mesh) is a DTensor on the same memory",
+            ],
+        ) from error
+
+
 def refuse_lost_write(target: Any, name: str) -> None:
     """Refuse to write in place into a copy that would be a view of another tensor in the dense program.
 

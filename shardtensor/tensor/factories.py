@@ -17,6 +17,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.binding import bind_to
+from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.placing import device_for
 from shardtensor.tensor.random import Sample
@@ -108,10 +109,18 @@ def distribute(
         process_group: as of `empty`.
         requires_grad: makes the result a leaf that does or does not require a gradient; None keeps the graph.
 
+    Raises:
+        TypeError: it is a DTensor; `from_dtensor` takes those.
+
     Example:
         >>> distribute(torch.arange(4.0), "[tp]").full_tensor()
         tensor([0., 1., 2., 3.])
     """
+    if is_dtensor(tensor):
+        raise TypeError(
+            "distribute takes a tensor that every rank holds whole, or a ShardedTensor, and this is a DTensor: "
+            "pass from_dtensor(tensor)"
+        )
     spec, group, layout = bind_to(sharding_spec, tuple(tensor.shape), process_group)
     device = device_for(spec, group, tensor.device)
     if requires_grad is not None:

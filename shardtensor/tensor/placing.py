@@ -146,9 +146,15 @@ def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
             *(names[axis] for axis in layout.axes), unit=layout.unit or "row", sizes=layout.sizes
         )
         return _with_partial(flat, layout)
+    return enumerated(layout, device)
+
+
+def enumerated(layout: Layout, device: torch.device) -> EnumerableShardingSpec:
+    """Every box of a layout written out; of those that several ranks hold, the first one's."""
     shards = [
         ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{device.type}")
         for rank in layout.ranks
+        if layout.holds_first_copy(rank)
         for box in layout.boxes(rank)
     ]
     return EnumerableShardingSpec(shards)
@@ -204,5 +210,6 @@ def _cut(layout: CutLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
         lengths = [block.length for block in pieces.blocks]
         grain = math.gcd(*lengths)
         even = all(isinstance(b, Stepped) for b in pieces.blocks)
-        return Cut(names, blocks=tuple(length // grain for length in lengths), balanced=not even)
+        shares = len(lengths) if len(set(lengths)) == 1 else tuple(length // grain for length in lengths)
+        return Cut(names, blocks=shares, balanced=not even)
     return Cut(names, sizes=tuple(pieces.size(i) for i in range(pieces.count)))

@@ -264,9 +264,13 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         handler = dispatch.HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs) if kwargs else handler(*args)
-        return dispatch.fall_back(func, args, kwargs or {})
+        try:
+            if handler is not None:
+                return handler(*args, **kwargs) if kwargs else handler(*args)
+            return dispatch.fall_back(func, args, kwargs or {})
+        except (RuntimeError, TypeError) as error:
+            dispatch.tell_of_dtensors(error, func, (args, kwargs))
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

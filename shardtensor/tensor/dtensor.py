@@ -1,0 +1,250 @@
+"""The border to DTensor: one tensor, seen by either library. Nothing is copied or sent; gradients cross both ways.
+
+A DTensor says its layout axis by axis of its DeviceMesh (`layout.nested`). Every such layout has a `ShardedTensor`,
+uneven and strided ones too; the way back is open for layouts that DTensor can say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group, device_mesh_of
+from shardtensor.errors import LayoutError, RuleError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import CutLayout, Layout, same_boxes
+from shardtensor.layout.nested import Addends, CutDim, Said, nearest_nested, nested_layout, say_nested
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.tensor.placing import enumerated, mesh_of, spec_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+_TO_OURS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min"}
+_meshes: WeakKeyDictionary[Group, Any] = WeakKeyDictionary()  # made here, for groups that came from no DeviceMesh
+
+
+def from_dtensor(dtensor: Any) -> ShardedTensor:
+    """Return the `ShardedTensor` over a DTensor's own memory. Sends nothing; gradients flow back to the DTensor.
+
+    What is written into either is seen in the other. Of a parameter it is a view, as ``to_local()`` is: its gradient
+    arrives in the parameter's ``grad``. ``nn.Parameter(from_dtensor(parameter))`` is a parameter of its own on the
+    same memory.
+
+    Args:
+        dtensor: of any placements but those private to torch's operations (masked and norm partials). All ranks of
+            its mesh, and those outside that hold it, call this.
+
+    Returns:
+        a tensor of the same global shape, on the group of the DeviceMesh; its axes are named as the mesh's.
+
+    Raises:
+        TypeError: it is no DTensor.
+        LayoutError: a placement has no meaning here.
+
+    Example:
+        >>> import shardtensor, torch.distributed as dist
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
+        >>> mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> theirs = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        >>> ours = shardtensor.from_dtensor(theirs)
+        >>> ours.sharding_spec(), ours.local_tensor().shape
+        (Spec('dp', 'tp'), torch.Size([2, 3]))
+        >>> ours.to_dtensor().placements
+        (Shard(dim=0), Shard(dim=1))
+        >>> dist.destroy_process_group()
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"from_dtensor takes a DTensor, this is a {type(dtensor).__name__}")
+    device_mesh = dtensor.device_mesh
+    mesh = _mesh(device_mesh)
+    said = [_read(placement, dtensor) for placement in dtensor.placements]
+    layout = nested_layout(said, tuple(dtensor.shape), mesh, _order(dtensor))
+    group = as_group(device_mesh)
+    local = _FromDTensor.apply(dtensor, _gradient_scale(layout))
+    if group.index < 0:
+        local = local.reshape(-1)[:0].view(layout.local_shape(group.rank)) if layout.shape else local.new_empty(())
+    return wrap(local, layout, _odd_spec(layout, local.device, mesh), group)
+
+
+def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
+    """Return the DTensor over a ShardedTensor's own memory; see `ShardedTensor.to_dtensor`."""
+    if device_mesh is None:
+        device_mesh = _mesh_for(tensor)
+    mesh = _mesh(device_mesh)
+    layout = tensor._layout
+    said = say_nested(layout, mesh)
+    if said is None:
+        raise _cannot_be_said(tensor, mesh)
+    placements = tuple(_placement(what) for what in said)
+    local = tensor._local
+    if not isinstance(layout, CutLayout):  # its boxes are DTensor's, but its local tensor may be flat
+        local = local.view(nested_layout(said, layout.shape, mesh).local_shape(tensor._group.rank))
+    odd = next((op for _, op in layout.partial if op in ("max", "min")), None)
+    if odd is not None and local.requires_grad and torch.is_grad_enabled():
+        raise RuleError(f"a partial {odd} has no gradient", {"layout": str(layout)}, "reduce it under torch.no_grad()")
+    return _ToDTensor.apply(local, device_mesh, placements, torch.Size(layout.shape), _gradient_scale(layout))
+
+
+def _odd_spec(layout: CutLayout, device: torch.device, mesh: Mesh) -> ShardingSpec | None:
+    """The spec of a layout with pieces that no cut of the language has; None for the rest, whose layout tells it."""
+    if not any(layout.is_blocked(dim) for dim in range(len(layout.shape))):
+        return None
+    try:
+        is_said = same_boxes(bind(spec_of(layout, device), layout.shape, mesh), layout)
+    except LayoutError:
+        is_said = False
+    return None if is_said else enumerated(layout, device)
+
+
+def _mesh(device_mesh: Any) -> Mesh:
+    names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
+    return Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), device_mesh.mesh.flatten().tolist())
+
+
+def _mesh_for(tensor: ShardedTensor) -> Any:
+    """The DeviceMesh that a tensor's group came from, else one over its process groups; makes no process group."""
+    group = tensor._group
+    found = device_mesh_of(group) or _meshes.get(group)
+    if found is None:
+        mesh = mesh_of(group)
+        if group.process_group is None or group.index < 0:
+            raise LayoutError(
+                "this tensor is on no process group that a DeviceMesh could be made of",
+                {"tensor": str(tensor.sharding_spec()), "group": repr(group)},
+                "call to_dtensor(mesh) with a DeviceMesh of the ranks that hold it",
+            )
+        if len(mesh.axes) == 1:
+            found = dist.DeviceMesh.from_group(group.process_group, tensor.device.type)
+        else:
+            axes = [group.axis(name).process_group for name in mesh.names]
+            ranks = torch.tensor(list(mesh.ranks)).view(mesh.sizes)
+            found = dist.DeviceMesh.from_group(axes, tensor.device.type, ranks, mesh_dim_names=mesh.names)
+        _meshes[group] = found
+    return found
+
+
+def _read(placement: Any, dtensor: Any) -> Said:
+    """What one placement says of its axis."""
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return None
+    if kind == "Shard":
+        return CutDim(placement.dim)
+    if kind == "_StridedShard":
+        return CutDim(placement.dim, int(placement.split_factor))
+    if kind == "Partial" and placement.reduce_op in _TO_OURS:
+        return Addends(_TO_OURS[placement.reduce_op])
+    raise LayoutError(
+        f"the placement {placement!r} has no meaning outside of DTensor",
+        {"placements": ", ".join(map(repr, dtensor.placements)), "shape": " x ".join(map(str, dtensor.shape))},
+        "redistribute it first: dtensor.redistribute(placements=[Replicate(), ...])",
+    )
+
+
+def _placement(said: Said) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if said is None:
+        return Replicate()
+    if isinstance(said, Addends):
+        return Partial(said.op)
+    return Shard(said.dim) if said.blocks == 1 else _StridedShard(said.dim, split_factor=said.blocks)
+
+
+def _order(dtensor: Any) -> list[int] | None:
+    """The order in which the axes cut, where a DTensor says another than left to right."""
+    entries = getattr(dtensor._spec, "shard_order", None)
+    if not entries or any(type(p).__name__ == "_StridedShard" for p in dtensor.placements):
+        return None
+    return [axis for entry in entries for axis in entry.mesh_dims]
+
+
+def _gradient_scale(layout: Layout) -> float:
+    """What DTensor's gradient of an addend is of ours. It is that of the whole for both, but an average's addend
+    counts for one part of it only: DTensor leaves the division out."""
+    scale = 1
+    for axis, op in layout.partial:
+        scale *= layout.grid[axis] if op == "avg" else 1
+    return float(scale)
+
+
+class _FromDTensor(torch.autograd.Function):
+    """DTensor -> local; backward: the gradient's local part -> DTensor, with nothing left to reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: Any, scale: float) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.scale = dtensor.device_mesh, dtensor.placements, dtensor.shape, scale
+        local = dtensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        grad = grad * ctx.scale if ctx.scale != 1 else grad
+        return _dtensor(grad, ctx.mesh, _reduced(ctx.placements), ctx.shape), None
+
+
+class _ToDTensor(torch.autograd.Function):
+    """Local -> DTensor; backward: DTensor, laid out as this tensor, -> the gradient's local part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, device_mesh: Any, placements: tuple[Any, ...], shape: torch.Size, scale: float
+    ) -> Any:
+        ctx.mesh, ctx.placements, ctx.local_shape, ctx.scale = device_mesh, placements, local.shape, scale
+        return _dtensor(local, device_mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None, None]:
+        wanted = _reduced(ctx.placements)
+        if tuple(grad.placements) != wanted:
+            grad = grad.redistribute(ctx.mesh, wanted)
+        local = grad.to_local().view(ctx.local_shape)
+        return local / ctx.scale if ctx.scale != 1 else local, None, None, None, None
+
+
+def _dtensor(local: torch.Tensor, device_mesh: Any, placements: tuple[Any, ...], shape: torch.Size) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    stride = _global_stride(local, shape)
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """The strides of the whole tensor whose dims lie in memory in the order of the local part's."""
+    stride, step = [0] * len(shape), 1
+    order = range(len(shape))[::-1]
+    if not local.is_contiguous() and local.dim() == len(shape):
+        order = sorted(order, key=lambda dim: local.stride(dim))  # type: ignore[assignment]
+    for dim in order:
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    from torch.distributed.tensor import Replicate
+
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def _cannot_be_said(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
+    layout = tensor._layout
+    facts = {"tensor": str(tensor.sharding_spec()), "shape": " x ".join(map(str, layout.shape)), "mesh": str(mesh)}
+    if set(layout.ranks) != set(mesh.ranks):
+        facts["held by"] = f"ranks {', '.join(map(str, layout.ranks))}"
+        return LayoutError(
+            "the mesh has other ranks than the tensor", facts, "pass the DeviceMesh of the ranks that hold the tensor"
+        )
+    nearest = nearest_nested(layout, mesh)
+    text = str(spec_of(nearest, tensor.device))
+    return LayoutError(
+        "DTensor cannot say this layout", facts, f'tensor.reshard("{text}").to_dtensor(mesh) is the nearest that it can'
+    )
