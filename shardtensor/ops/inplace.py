@@ -194,7 +194,7 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
         if isinstance(input, ShardedTensor):
             refuse_lost_write(input, name_of(method))
             refuse_partial_write(input, name_of(method))
-        refuse_leaf(input)
+            refuse_leaf(input)
         out = new(input, *args, **kwargs)
         if out.shape != input.shape:
             raise RuntimeError(f"{name_of(method)}: output with shape {list(input.shape)} cannot be {list(out.shape)}")

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.ids import check_ids
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import HALF, places
 from shardtensor.ops.softmax import shifted
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+from shardtensor.tensor.teams import along
 
 
 @implements(F.cross_entropy)
@@ -74,9 +75,15 @@ def _indexed(
 ) -> torch.Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    if not (target.is_floating_point() or target.is_complex()) and x.dim():
+        check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
     losses, shares = _LOSSES[name](x, target, weight, **options)
     return _reduced(losses, shares, reduction)
+
+
+def _out_of_bounds(target: int) -> Exception:
+    return IndexError(f"Target {target} is out of bounds.")
 
 
 def _losses(func: Any) -> Any:
@@ -113,8 +120,6 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     x = shifted(x, dim, team) if is_logits else x
     live = labels != ignore_index
     count = layout.shape[dim]
-    if labels.is_cpu and bool((live & ((labels < 0) | (labels >= count))).any()):
-        raise IndexError(f"Target out of bounds: the classes are 0 to {count - 1}")
     column = [-1 if d == dim else 1 for d in range(x.dim())]
     held = places(layout, cut.group.rank, dim, x.device)
     if x.shape[dim] and not layout.is_blocked(dim):

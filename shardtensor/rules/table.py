@@ -39,7 +39,7 @@ add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift 
   float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
   ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
   nextafter not_equal pow remainder rsub sub subtract true_divide xlog1py xlogy zeta truediv floordiv mod and or xor
-  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow rand ror rxor rlshift rrshift
+  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow Tensor.__rand__ ror rxor rlshift rrshift
                                                                                        | ..., ... -> ...
 addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                  | ..., ..., ... -> ...
 
@@ -128,10 +128,10 @@ grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1
 cross_entropy nll_loss                     | n? c s..., n? s..., c -> n? s...
                                            | c @classes | input, target, weight
 mse_loss l1_loss smooth_l1_loss huber_loss | ..., ..., ... -> ...      |  | input, target, weight
-binary_cross_entropy kl_div
+binary_cross_entropy F.kl_div
   soft_margin_loss                         | ..., ..., ... -> ...      |  | input, target, weight
-binary_cross_entropy_with_logits           | ..., ..., ..., ... -> ... |  | input, target, weight, pos_weight
-poisson_nll_loss hinge_embedding_loss      | ..., ... -> ...           |  | input, target
+F.binary_cross_entropy_with_logits         | ..., ..., ..., ... -> ... |  | input, target, weight, pos_weight
+F.poisson_nll_loss F.hinge_embedding_loss  | ..., ... -> ...           |  | input, target
 
 # views: elements stay where they are, or the view is a copy
 
@@ -157,7 +157,7 @@ equal allclose                             | ..., ... -> ()  | ... all
 
 # what needs the whole
 
-diagonal unfold as_strided view_as_real
+diagonal unfold view_as_real
   view_as_complex real imag                | gathers | a view that crosses cuts in a way of its own
 linalg.qr linalg.svd linalg.eigh
   linalg.inv linalg.solve linalg.det
@@ -229,7 +229,8 @@ def read_table(text: str) -> dict[str, Row]:
     return rows
 
 
-ROWS = read_table(TABLE)
+_TABLE = read_table(TABLE)
+ROWS = dict(_TABLE)
 """Every name's row. `shardtensor.register_op` adds to it."""
 
 
@@ -250,5 +251,5 @@ def rule_of(
 
 
 def rows() -> tuple[Row, ...]:
-    """The rows in order, each once."""
-    return tuple(dict.fromkeys(ROWS.values()))
+    """The rows of the table in order, each once; not those that were registered."""
+    return tuple(dict.fromkeys(_TABLE.values()))

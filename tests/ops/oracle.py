@@ -28,7 +28,8 @@ class Case:
         function: of as many tensors as there are shapes; returns a tensor or a tuple of tensors.
         shapes: of the operands.
         exact: compare with equality, with allclose (False), or with this absolute tolerance.
-        make: how values are made, by operand: "int", "positive", "unit", "ids:N", "bool", or "long".
+        make: how values are made, by operand: "int", "positive", "unit", "ids:N", "places:N" (ids, no two alike),
+            "bool", or "long".
         gathers: a layout cut along one of these dims of the first operand may warn that it gathers ("all": any;
             "into plain": where the first operand, written into, is plain).
         refuses: boxes written out and flat ranges may raise instead.
@@ -47,6 +48,8 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if kind.startswith("ids:"):
         return torch.randint(0, int(kind[4:]), shape, generator=generator).to(device())
+    if kind.startswith("places:"):  # no two alike
+        return torch.randperm(int(kind[7:]), generator=generator)[: torch.Size(shape).numel()].view(shape).to(device())
     if kind == "bool":
         return (torch.rand(shape, generator=generator) > 0.5).to(device())
     if kind == "unit":
