@@ -53,6 +53,7 @@ _HOME = {
     "parse_spec": "spec.parse",
     "rand": "tensor.factories",
     "randn": "tensor.factories",
+    "register_op": "ops.register",
     "reshard": "tensor.reshard",
     "shard_parameter": "parallel.parameter",
     "shard_tensor": "parallel.parameter",

@@ -11,9 +11,11 @@ from harness import device
 
 import shardtensor
 from shardtensor.cli.main import _parser
+from shardtensor.rules.table import ROWS
+from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-MLP, TENSORS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, TENSORS, OPERATIONS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def _run(program: str) -> dict:
@@ -58,6 +60,28 @@ def test_the_tensors_are_what_the_comments_say(world, size):
     assert world(tensors, size) == [((8, 6), (8 // size, 6))] * size
 
 
+def operations() -> None:
+    torch.manual_seed(5)
+    dense = torch.rand(6, 8, device=device())
+    torch.manual_seed(5)
+    names = _run(OPERATIONS)
+    x = torch.ones(3, 8, device=device())
+    assert torch.allclose(names["y"], x @ dense.t())
+    assert tuple(names["d"].shape) == (3, 6)
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_operation_of_ones_own_gives_the_dense_result(world, size):
+    kept = dict(HANDLERS), dict(ROWS)
+    try:
+        world(operations, size)
+    finally:
+        HANDLERS.clear(), ROWS.clear()
+        HANDLERS.update(kept[0])
+        ROWS.update(kept[1])
+
+
 def _table(heading: str) -> list[str]:
     rows = README.split(f"| {heading} |", 1)[1].split("\n\n", 1)[0]
     return [cell for row in rows.splitlines()[2:] for cell in re.findall("`([^`]+)`", row.split("|")[1])]
@@ -87,6 +111,6 @@ def test_code_for_torchs_module_finds_its_names_here():
         exec(f"from shardtensor{theirs[0]} import {theirs[1]}")
 
 
-@pytest.mark.parametrize("options", re.findall(r"`shardtensor (demo[^`]*)`", README))
+@pytest.mark.parametrize("options", re.findall(r"`shardtensor ((?:demo|ops)[^`]*)`", README))
 def test_every_command_has_these_options(options):
-    assert _parser().parse_args(options.split()).command == "demo"
+    assert _parser().parse_args(options.split()).command == options.split()[0]

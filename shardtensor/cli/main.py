@@ -12,6 +12,11 @@ from shardtensor.version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.command == "ops":
+        from shardtensor.cli import ops
+
+        print(ops.page(), end="") if options.markdown else ops.print_table()
+        return 0
     from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
@@ -21,6 +26,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtensor", description="Tensors that live on many devices.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    ops = commands.add_parser(
+        "ops",
+        help="print which operations have a sharding rule, and which one",
+        description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results.",
+    )
+    ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",

@@ -1,0 +1,85 @@
+"""``shardtensor ops``: the rule table for readers, as a page in Markdown or in the terminal. Imports no torch."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from shardtensor.rules.table import Row, rows
+
+HEAD = """\
+# Operations and their rules
+
+Made by `shardtensor ops --markdown` from `shardtensor/rules/table.py`; do not edit.
+
+Each word of a rule is a dim. Operands that share a letter are cut alike along it, and so is the output. Where a letter
+is cut that the output lacks, the ranks' results are joined as the third column says. An operation not listed gathers
+its operands, says so once, and is an error under `strict()`; `register_op` adds a row.
+
+| word | meaning |
+|---|---|
+| `k` | one dim |
+| `...` | any number of dims, which broadcast; `i...` any number, alike wherever it stands |
+| `[k]` | the dims that the call names, wherever they stand |
+| `!k` | must be whole: where it is cut, the operand is laid out anew |
+| `m?` | may be missing; `l/1` may be of size 1 |
+| `k'` | a dim that the operation makes |
+| `+ n` | an operand that is added after the results are joined |
+| `*(...)` | a list of operands |
+| `@name` | a function says it: of layouts in the second column, of the ranks' results in the third |
+"""
+
+
+def page() -> str:
+    """The coverage page in Markdown."""
+    parts = [HEAD]
+    for section, group in groupby(rows(), key=lambda row: row.section):
+        title, _, note = section.partition(":")
+        parts.append(f"## {title.capitalize()}\n")
+        if note:
+            parts.append(f"{note.strip().capitalize()}.\n")
+        lines = ["| operations | rule | along a cut dim |", "|---|---|---|"]
+        lines += [f"| {_names(row)} | {_code(rule_text(row))} | {_code(join_text(row))} |" for row in group]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def rule_text(row: Row) -> str:
+    """A row's second column."""
+    return str(row.pattern) if row.pattern is not None else f"@{row.function}" if row.function else "gathers"
+
+
+def join_text(row: Row) -> str:
+    """A row's third column, or why it gathers."""
+    if row.pattern is None:
+        return row.reason
+    return ", ".join(f"{letter or '...'} {join}" for letter, join in row.pattern.joins)
+
+
+def _names(row: Row) -> str:
+    return ", ".join(f"`{name}`" for name in row.names)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text and ("->" in text or len(text.split()) < 5) else text
+
+
+def print_table(console: Console | None = None) -> None:
+    """Print the table to a terminal."""
+    console = console or Console()
+    for section, group in groupby(rows(), key=lambda row: row.section):
+        table = Table(title=section, title_justify="left", box=SIMPLE, expand=True)
+        table.add_column("operations", ratio=4)
+        table.add_column("rule", ratio=3, no_wrap=False)
+        table.add_column("along a cut dim", ratio=2)
+        for row in group:
+            table.add_row(" ".join(row.names), _plain(rule_text(row)), _plain(join_text(row)))
+        console.print(table)
+
+
+def _plain(text: str) -> str:
+    """`text` with brackets that rich shall not take for its own marks."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,123 @@
+"""`register_op`: an operation of one's own, or one of torch's that has no row, by one line that says its rule."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, overload
+
+from torch.utils._pytree import tree_leaves
+
+from shardtensor.errors import RuleError
+from shardtensor.ops.by_rule import by_rule
+from shardtensor.rules.table import ROWS, Row, row_of
+from shardtensor.tensor.dispatch import HANDLERS, name_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+Function = Callable[..., Any]
+
+
+@overload
+def register_op(rule: str, /, joins: str = "", call: str = "") -> Callable[[Function], Function]: ...
+@overload
+def register_op(func: Function, rule: str, /, joins: str = "", call: str = "") -> Function: ...
+def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
+    """Give an operation a row in the rule table, so that it works on ShardedTensors, forward and backward.
+
+    Called with a function, or used as a decorator. The operation then gets the local tensors of its operands, brought
+    to where the rule lets it compute; autograd goes through it. All ranks call it together. A row that is there
+    already is replaced.
+
+    Args:
+        func: of torch (``torch.special.ndtr``, a custom op ``torch.ops.my.fused``) or of your own, of plain tensors.
+        rule: a letter for each dim of each operand and of the output: ``... k, n k -> ... n``.
+            `shardtensor.rules.pattern` has all the words.
+        joins: for letters that the output lacks, what joins the ranks' results: ``k sum``.
+        call: the arguments, where they are not just the operands: ``input, weight, eps=``.
+
+    Returns:
+        The function to call: `func` itself where torch asks ShardedTensors about it, else one that does.
+
+    Raises:
+        SpecError: the rule cannot be read; the fault is shown where it stands.
+        RuleError: the rule has another number of operands than the function takes.
+
+    Example:
+        >>> import torch, shardtensor as st
+        >>> @st.register_op("... k, n k -> ... n", joins="k sum")
+        ... def scores(x, keys):
+        ...     return x @ keys.t()
+        >>> keys = st.distribute(torch.ones(5, 3), "[tp balanced, -]")
+        >>> scores(torch.ones(2, 3), keys).full_tensor().shape
+        torch.Size([2, 5])
+    """
+    if len(args) == 1 and isinstance(args[0], str):
+        return lambda func: register_op(func, args[0], joins=joins, call=call)
+    func, rule = args
+    name = name_of(func)
+    is_own = inspect.isfunction(func) and not str(func.__module__).startswith("torch.")
+    key = f"{func.__module__}.{func.__qualname__}" if is_own else name
+    row = row_of(key, rule, joins, call, "registered here")
+    if row.pattern is None:
+        raise RuleError(f"{name}: a rule has letters", {"rule": rule}, "write `... k, n k -> ... n`")
+    _check_operands(name, func, row)
+    ROWS[key] = row
+    handler = _telling(by_rule(func, key), name, row)
+    if not is_own:
+        HANDLERS[func] = handler
+        return func
+
+    @functools.wraps(func)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, ShardedTensor) for x in tree_leaves((args, kwargs))):
+            return handler(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    return dispatched
+
+
+def _check_operands(name: str, func: Function, row: Row) -> None:
+    """Refuse a rule of more operands than the function has parameters, or a call that names another number."""
+    assert row.pattern is not None
+    count = len(row.pattern.sides)
+    if len(row.call.operands) != count:
+        raise RuleError(
+            f"{name}: the rule has {count} operands, the call names {len(row.call.operands)}",
+            {"rule": str(row.pattern), "call": str(row.call)},
+            "name the operands in order; what is no operand has a `=`: `input, weight, eps=`",
+        )
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # torch's C functions have none
+        return
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters) or row.pattern.listed:
+        return
+    if len(positional) < count:
+        raise RuleError(
+            f"{name}: the rule has {count} operands, the function takes {len(positional)} arguments",
+            {"rule": str(row.pattern), "function": f"{name}{inspect.signature(func)}"},
+            "write one side for each tensor, apart by commas",
+        )
+
+
+def _telling(handler: Function, name: str, row: Row) -> Function:
+    """The handler, which first says so when a call brings more tensors than the rule has operands."""
+    assert row.pattern is not None
+    pattern = row.pattern
+
+    @functools.wraps(handler)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        tensors = sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
+        if tensors - isinstance(kwargs.get("out"), torch.Tensor) > len(pattern.sides) and not pattern.is_elementwise:
+            raise RuleError(
+                f"{name}: the call brings {tensors} tensors, its rule has {len(pattern.sides)} operands",
+                {"rule": str(pattern)},
+                "write one side for each tensor, apart by commas",
+            )
+        return handler(*args, **kwargs)
+
+    return checked
