@@ -40,6 +40,7 @@ class Group(Protocol):
         device_type: where tensors are moved without a detour: ``"cuda"`` or ``"cpu"``.
         process_group: the torch process group, or None.
         mesh: the grid over the group's ranks when it came from a DeviceMesh of two or more axes, else None.
+        moves_lists: whether `all_to_all_into` takes tensors anywhere in memory; else they lie end to end.
     """
 
     size: int
@@ -49,6 +50,7 @@ class Group(Protocol):
     device_type: str
     process_group: Any
     mesh: Mesh | None
+    moves_lists: bool
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
@@ -67,6 +69,13 @@ class Group(Protocol):
 
     def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
         """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order."""
+
+    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
+        """Start to send ``ins[i]`` to member i and to fill ``outs[i]`` with what it sends here; ``wait()`` ends it.
+
+        All are flat, of one dtype and on one device, one for each member, its own too; empty ones send nothing. Where
+        not `moves_lists`, each list lies end to end in memory, in order. They are left alone until then.
+        """
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
@@ -107,6 +116,7 @@ class LoneGroup:
     size = 1
     index = 0
     mesh: Mesh | None = None
+    moves_lists = True
 
     def __init__(self, rank: int = 0, process_group: Any = None, device_type: str = "cpu") -> None:
         self.rank = rank
@@ -129,6 +139,10 @@ class LoneGroup:
 
     def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
         return flat.reshape(-1)
+
+    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
+        outs[0].copy_(ins[0])
+        return Done(outs[0])
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

@@ -53,6 +53,7 @@ _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True
 _GATHER = _options(AllgatherOptions)
 _SCATTER = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
 _ALL_TO_ALL = _options(dist.AllToAllOptions)
+_ALL_TO_ALL_ASYNC = _options(dist.AllToAllOptions, asyncOp=True)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
 
@@ -125,6 +126,18 @@ def all_to_all(
     except RuntimeError as error:
         raise _told(error, "all_to_all", flat, process_group) from error
     return out
+
+
+def all_to_all_out(
+    process_group: Any, out: torch.Tensor, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> None:
+    """Exchange consecutive ranges of `flat` into `out`; counts are elements."""
+    _wait(process_group.alltoall_base(out, flat, list(recv_counts), list(send_counts), _ALL_TO_ALL))
+
+
+def all_to_all_list(process_group: Any, outs: list[torch.Tensor], ins: list[torch.Tensor]) -> Any:
+    """Start to send ``ins[i]`` to member i and to fill ``outs[i]``; return torch's handle. NCCL alone takes lists."""
+    return process_group.alltoall(outs, ins, _ALL_TO_ALL_ASYNC)
 
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:

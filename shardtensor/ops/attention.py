@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import computed, finish, group_of, run
+from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.attention import heads_fit
-from shardtensor.rules.propagate import with_dims
+from shardtensor.rules.propagate import propagate, with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-@implements(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -54,6 +54,24 @@ def scaled_dot_product_attention(
     rule = rule_of("grouped_query_attention" if groups > 1 else "scaled_dot_product_attention", shapes)
     out = None if rule is None else run("scaled_dot_product_attention", rule, operands, compute)
     return fall_back(F.scaled_dot_product_attention, (query, key, value), everything) if out is None else out
+
+
+def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    """How to do a call on local tensors alone; grouped queries and dropout go the long way."""
+    if len(args) != 3 or kwargs.get("dropout_p") or kwargs.get("enable_gqa"):
+        return None
+    mask = kwargs.get("attn_mask")
+    operands = [*args] if mask is None else [*args, mask]
+    if args[0].dim() < 3 or len({x.dim() for x in args}) > 1:
+        return None
+    rule = rule_of("scaled_dot_product_attention", (*(tuple(x.shape) for x in operands), None)[:4])
+    recipe = None if rule is None else propagate(rule, layouts_of(operands))
+    return local_by(F.scaled_dot_product_attention, recipe, operands, (0, 1, 2, "attn_mask")[: len(operands)])
+
+
+implements(F.scaled_dot_product_attention)(
+    remembered(F.scaled_dot_product_attention, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
+)
 
 
 def _heads_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int) -> bool:

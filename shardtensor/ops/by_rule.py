@@ -18,14 +18,15 @@ from shardtensor.layout.layout import CutLayout, Shape
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
 from shardtensor.ops.engine import Prepared, computed, finish, prepare
+from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.teams import along
 
 JOINS: dict[str, tuple[Callable[..., Any], bool]] = {}
 """The functions that rows name as ``@name``, and whether they take dims cut in blocks."""
@@ -99,7 +100,36 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
                 return _given(computed(compute, ready.locals), ready.recipe.output, ready.group, pattern)
         return _bound(func, name, args, kwargs)
 
-    return handler
+    return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
+
+
+def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    """How to do a call on local tensors alone, by its row; None where something has to move or to be joined."""
+    row = ROWS[name]
+    pattern = row.pattern
+    named = {spelled(key, row.call): value for key, value in kwargs.items()}
+    if pattern is None or named.pop("out", None) is not None or named.get("inplace"):
+        return None
+    call = BoundCall.of(func, name, row, args, named)
+    if call is None:
+        return None
+    rule = pattern.bind(call.shapes, call.dims, call.keepdim)
+    if rule is None:
+        return None
+    recipe = propagate(rule, layouts_of(call.present))
+    if recipe is None or _cut_letter(pattern, rule, recipe) is not None:
+        return None
+    places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
+    if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
+        places = [None] * len(call.present)
+    found = local_by(func, recipe, call.present, places)
+    if found is None or not pattern.makes_sizes:
+        return found
+    shapes = [x._local if isinstance(x, ShardedTensor) else x for x in call.present]
+    with torch.no_grad():
+        result = call.compute(*(torch.empty_like(x, device="meta") for x in shapes))
+    sized = _sized(recipe.output, tuple((result if isinstance(result, torch.Tensor) else result[0]).shape))
+    return found._replace(layout=None if sized.is_replicated else sized)
 
 
 def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +271,8 @@ def _sized(layout: CutLayout, local: Shape) -> CutLayout:
 
 def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
-    return x.to(product.dtype) if torch.is_autocast_enabled(product.device.type) else x
+    is_autocast = not product.is_meta and torch.is_autocast_enabled(product.device.type)
+    return x.to(product.dtype) if is_autocast else x
 
 
 def leaves_addends(name: str, operands: tuple[torch.Tensor, ...]) -> bool:

@@ -6,17 +6,20 @@ A table cut on columns (d) gives an output cut on its last dim; ids that are cut
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
-from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
+from shardtensor.ops.ids import check_ids
+from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-@implements(F.embedding)
 def embedding(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -49,13 +52,26 @@ def embedding(
         if not -rows <= padding_idx < rows:
             raise AssertionError("Padding_idx must be within num_embeddings")
         padding_idx %= rows
-    _check(input, rows)
+    check_ids(input, 0, rows, lambda _: IndexError("index out of range in self"))
     if max_norm is not None:
         _renormalize(input, weight, max_norm, norm_type)
     if scale_grad_by_freq:
         options = {"padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq}
         return fall_back(F.embedding, (input, weight), options)
     return _by_rule(input, weight, padding_idx)
+
+
+def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    """How to look up in whole rows: ids that every rank has are checked by the kernel, on all ranks alike."""
+    if len(args) != 2 or kwargs.get("max_norm") is not None or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
+        return None
+    ids = args[0]
+    if isinstance(ids, ShardedTensor) and not ids._layout.is_whole_on_all(ids._group.size):
+        return None
+    return decided(F.embedding, "embedding", args, kwargs)
+
+
+implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"))
 
 
 def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -83,18 +99,6 @@ def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: 
     here = here.masked_fill(elsewhere, 0)
     pad = None if padding_idx is None or not start <= padding_idx < start + count else padding_idx - start
     return _rows(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
-
-
-def _check(ids: torch.Tensor, rows: int) -> None:
-    local = ids._local if isinstance(ids, ShardedTensor) else ids
-    if local.is_meta or not local.numel():
-        return
-    inside = ((local >= 0) & (local < rows)).all()
-    if local.is_cpu:
-        if not inside:
-            raise IndexError("index out of range in self")
-    else:
-        torch._assert_async(inside)
 
 
 def _renormalize(ids: torch.Tensor, weight: torch.Tensor, max_norm: float, norm_type: float) -> None:

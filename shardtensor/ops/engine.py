@@ -14,11 +14,13 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout
+from shardtensor.ops.refusing import refuse
 from shardtensor.rules.propagate import Need, Recipe, propagate
 from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, part, settle
+from shardtensor.tensor.move import part, settle
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.teams import along
 
 
 def run(
@@ -82,8 +84,11 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
     group = group_of(name, operands)
     layouts = tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
     recipe = propagate(rule, layouts)
-    if recipe is not None and any(need.moves for need in recipe.needs) and len({x.dtype for x in operands}) > 1:
-        recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
+    if recipe is not None and any(need.moves for need in recipe.needs):
+        if is_strict():
+            refuse(name, rule, operands)
+        if len({x.dtype for x in operands}) > 1:
+            recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
     if recipe is None or (len(recipe.settled.ranks) != group.size and not _fits_a_part(recipe, operands)):
         return None
     locals_ = [bring(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]

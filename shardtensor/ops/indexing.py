@@ -1,7 +1,7 @@
 """Indexing by integers, slices, None and ``...``, and what is made of it: narrow, select, split, unbind.
 
 A slice is a view that stays where it lies (nothing moves; pieces become uneven). An integer in a cut dim is held by one
-rank, which tells the others (one all-reduce): that result is a copy. Other indices gather.
+rank, which tells the others (one all-reduce): that result is a copy. Indices that are tensors: `advanced`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,50 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.advanced import Advanced, advanced, read
 from shardtensor.ops.inplace import written_through
-from shardtensor.ops.views import copied, mark, to_view, view
+from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.masks import put
+from shardtensor.ops.scattering import put_at
+from shardtensor.ops.views import copied, local_view, mark, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
-from shardtensor.tensor.dispatch import fall_back, implements, refuse_partial_write
-from shardtensor.tensor.move import along
+from shardtensor.tensor.dispatch import fall_back, implements, refuse_lost_write, refuse_partial_write
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.teams import along
 
 
-@implements(torch.Tensor.__getitem__)
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    """How to index by integers and slices that stay where they lie."""
+    x, index = args
+    if not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+        return None
+    items = normalize(index, x._layout.shape)
+    if items is None or (x._layout.is_replicated and len(x._layout.ranks) != x._group.size):
+        return None
+    found = indexing(x._layout, items, x._group.rank)
+    if found is None or found.to_sum:
+        return None
+    local_index = found.local
+    return local_view(lambda local, _: local[local_index], x, found.layout)
+
+
 def getitem(input: torch.Tensor, index: Any) -> Any:
     """``input[index]``."""
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
     if items is None:
-        return fall_back(torch.Tensor.__getitem__, (input, index), {})
+        found = advanced(index, tuple(input.shape))
+        result = None if found is None else read(input, found)
+        return fall_back(torch.Tensor.__getitem__, (input, index), {}) if result is None else result
     result = take(input, items)  # type: ignore[arg-type]
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
     if isinstance(result, ShardedTensor) and result._copied is not None:
         result._source = (input, index)  # type: ignore[assignment]
     return result
+
+
+implements(torch.Tensor.__getitem__)(remembered(torch.Tensor.__getitem__, _by_place, getitem))
 
 
 def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
@@ -63,6 +86,10 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
         input.masked_fill_(index, value)
         return
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
+    if items is None and isinstance(input, ShardedTensor):
+        found = advanced(index, tuple(input.shape))
+        if found is not None and _assigned(input, found, value):
+            return
     place = None
     if items is not None:
         assert isinstance(input, ShardedTensor)
@@ -81,6 +108,33 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
         if isinstance(item, int):
             value = value.unsqueeze(d)
     place.copy_(value)
+
+
+def _assigned(input: ShardedTensor, found: Advanced, value: Any) -> bool:
+    """Write `value` where tensors index `input`; False where it must be gathered."""
+    dims = [i for i in found.basic if i is not None]
+    layout = input._layout
+    if not found.is_plain and (
+        not isinstance(layout, CutLayout)
+        or any(not isinstance(i, slice) and layout.dims[d] is not None for d, i in enumerate(dims))
+    ):
+        return False  # a slice of boxes is no view; of an integer in a cut dim, only one rank has one
+    place = input if found.is_plain else input[found.basic]
+    if not isinstance(place, ShardedTensor):
+        return False
+    refuse_lost_write(place, "Tensor.__setitem__")
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=place.dtype, device=place.device)
+    value = value.to(place.dtype)
+    mask = found.leading_mask
+    if mask is not None and not value.dim():
+        place.masked_fill_(mask.reshape(*mask.shape, *(1,) * (place.dim() - mask.dim())), value)
+        return True
+    out = put_at(place, found.indices(), value) if mask is None else put(place, mask, value)
+    if out is None:
+        return False
+    place.copy_(out)
+    return True
 
 
 @implements(torch.narrow, torch.Tensor.narrow)

@@ -11,8 +11,10 @@ import torch
 
 from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
 from shardtensor.ops.engine import run
+from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule, tensordot_rule
+from shardtensor.rules.propagate import propagate
 from shardtensor.tensor.dispatch import fall_back, implements
 
 
@@ -51,7 +53,6 @@ _plus(torch.addbmm, lambda a, b: torch.einsum("bmk,bkn->mn", a, b))
 _plus(torch.addr, torch.outer)
 
 
-@implements(torch.einsum)
 def einsum(*args: Any) -> torch.Tensor:
     """``torch.einsum(equation, *operands)``: its letters are the rule. The form without an equation gathers."""
     equation, operands = args[0], args[1:]
@@ -60,6 +61,18 @@ def einsum(*args: Any) -> torch.Tensor:
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands)) if isinstance(equation, str) else None
     result = None if rule is None else run("einsum", rule, operands, lambda *xs: torch.einsum(equation, *xs))
     return fall_back(torch.einsum, args, {}) if result is None else result
+
+
+def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    equation, *operands = args
+    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
+        return None
+    rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands))
+    recipe = None if rule is None else propagate(rule, layouts_of(operands))
+    return local_by(torch.einsum, recipe, operands, range(1, len(args)))
+
+
+implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))
 
 
 @implements(torch.tensordot)

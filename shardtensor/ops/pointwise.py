@@ -14,13 +14,16 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import decided
 from shardtensor.ops.engine import group_of, refuse_to_move, run
+from shardtensor.ops.local_call import remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, name_of, spellings
-from shardtensor.tensor.move import along, part
+from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.teams import along
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -37,8 +40,12 @@ def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
                 local = _fast(func, x, args, kwargs)
                 if local is not None:
                     return wrap(local, layout, x._spec, x._group)
+        return otherwise(*args, **kwargs)
+
+    def general(*args: Any, **kwargs: Any) -> Any:
         return spread(func, args, kwargs, name)
 
+    otherwise = remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), general, name)
     return handler
 
 
@@ -160,12 +167,17 @@ for _name in ELEMENTWISE:
 
 
 def _where(func: Any) -> Any:
+    """The handler of ``where``, which with one argument is ``nonzero``."""
+
     def handler(*args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) == 1:  # where(condition) is nonzero
-            return fall_back(func, args, kwargs)
+        if len(args) + len(kwargs) == 1:
+            return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
         return spread(func, args, kwargs, "where")
 
-    return handler
+    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if len(args) + len(kwargs) == 1 else decided(func, "where", args, kwargs)
+
+    return remembered(func, decide, handler, "where")
 
 
 for _func in spellings("where"):

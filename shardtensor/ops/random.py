@@ -191,7 +191,7 @@ def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
 
 
 class _Masked(torch.autograd.Function):
-    """CUDA's fused ``x * kept * scale``, whose gradient is the same of the gradient, rounded once like dense dropout's."""
+    """CUDA's fused ``x * kept * scale``; the gradient goes the same way, rounded once as dense dropout rounds it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:

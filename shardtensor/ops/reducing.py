@@ -10,13 +10,15 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.ops.by_rule import decided
+from shardtensor.ops.local_call import remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+from shardtensor.tensor.teams import along
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -26,13 +28,13 @@ def reduces(*names: str, also: tuple[Any, ...] = ()) -> Callable[[Callable[..., 
 
     def register(compute: Callable[..., Any]) -> Callable[..., Any]:
         for func in [*also, *(func for name in names for func in spellings(name))]:
-            HANDLERS[func] = _entry(func, compute)
+            HANDLERS[func] = _entry(func, compute, names[0] if names else "norm")
         return compute
 
     return register
 
 
-def _entry(func: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+def _entry(func: Any, compute: Callable[..., Any], name: str) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -52,7 +54,7 @@ def _entry(func: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         result = compute(*args, **kwargs)
         return fall_back(func, args, kwargs) if result is None else result
 
-    return handler
+    return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "a": "input", "x": "input"}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout, Layout, replicated
+from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.views import expanded, permuted, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
@@ -25,6 +26,11 @@ def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
     shell = wrap(local, layout, None, x._group)
     shell._copied = x._copied
     return shell
+
+
+def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> LocalCall:
+    """A call that views the local tensor of `x`, whatever `x` of its layout."""
+    return LocalCall(call, None if layout.is_whole_on_all(x._group.size) else layout, is_view=True)
 
 
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +84,14 @@ def _permuting(func: Any) -> Callable[..., Any]:
             return copied(func, (input, *args), kwargs)
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
 
-    return handler
+    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+        x = args[0] if args else None
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+            return None
+        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in args[1:]))
+        return local_view(func, x, permuted(x._layout, order))
+
+    return remembered(func, decide, handler)
 
 
 for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
@@ -129,7 +142,23 @@ def _reshaping(func: Any) -> Callable[..., Any]:
             shape = _target(func, tuple(input.shape), values)
         return to_shape(torch.reshape, input, shape, (input, shape))
 
-    return handler
+    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+        x = args[0] if args else None
+        values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in args[1:])
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+            return None
+        if any(isinstance(v, torch.Tensor | torch.dtype) for v in values) or 0 in x._layout.shape:
+            return None
+        shape = _target(func, tuple(x.shape), values)
+        if shape == x._layout.shape:
+            return local_view(lambda local, *_: local.view_as(local), x, x._layout)
+        layout = reshaped(x._layout, shape)
+        if layout is None:
+            return None
+        sizes = layout.local_shape(x._group.rank)
+        return local_view(lambda local, *_: local.reshape(sizes), x, layout)
+
+    return remembered(func, decide, handler)
 
 
 for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():

@@ -12,15 +12,15 @@ from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
-from shardtensor.layout.layout import Layout
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.move import cut_part
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.steps import take
 
 
 def shard_parameter(
@@ -165,7 +165,8 @@ def _scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, 
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
-    parts = [cut_part(tensor, layout, rank) for rank in group.ranks] if group.index == src_rank else None
+    whole = replicated(layout.shape, layout.ranks, layout.grid)
+    parts = [take(tensor, whole, layout, rank) for rank in group.ranks] if group.index == src_rank else None
     like = tensor.new_empty(0, device=device)
     flat = group.scatter(parts, layout.numel(group.rank), src_rank, like)
     if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():

@@ -26,6 +26,7 @@ class CountingGroup:
 
     device_type = "cpu"
     moves_lists = True
+    moves_lists = True
 
     def __init__(self, rank: int, ranks: Ranks, count: Count) -> None:
         self.rank, self.ranks, self.count = rank, ranks, count
@@ -66,7 +67,7 @@ class CountingGroup:
         return self._with_own(self._own(flat, send_counts), recv_counts)
 
     def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        self._count_route("all_to_all_into", ins[0], [t.numel() for t in ins], [t.numel() for t in outs])
+        self._count_route("all_to_all", ins[0], [t.numel() for t in ins], [t.numel() for t in outs])
         outs[self.index].detach().copy_(ins[self.index].detach())
         return Done(outs[0])
 

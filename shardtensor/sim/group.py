@@ -37,6 +37,7 @@ class SimGroup:
     """
 
     device_type = "cpu"
+    moves_lists = False
     moves_lists = False  # as gloo
 
     def __init__(self, world: World, member: Member, ranks: Ranks) -> None:

@@ -142,6 +142,23 @@ class Answers:
 
         return to_dtensor(self, device_mesh)  # type: ignore[arg-type]
 
+    def reshard(self, spec: Any) -> Any:
+        """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
+
+        Every rank receives exactly the elements it lacks, then lets go of those it had. A leaf stays a leaf, and its
+        gradient comes along; autograd follows a result through it. Tensors that were views of this one keep the old
+        elements: later writes are not shared. `shardtensor.reshard` makes a new tensor instead.
+
+        Args:
+            spec: of any kind, or its text, bound to the ranks of this tensor's group.
+
+        Raises:
+            SpecError, LayoutError: the text is wrong, or does not fit; the tensor is as before.
+        """
+        from shardtensor.tensor.reshard import reshard_
+
+        return reshard_(self, spec)  # type: ignore[arg-type]
+
 
 def _property(name: str) -> property:
     return property(lambda self: getattr(self._local, name), doc=f"As of the dense tensor: ``{name}``.")

@@ -67,6 +67,10 @@ def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[to
             roots.append(tensor)
             starts.append(gradient.full_tensor() if isinstance(gradient, ShardedTensor) else gradient)
             continue
+        if type(gradient) is ShardedTensor and gradient._layout is tensor._layout and not tensor._layout.partial:
+            roots.append(tensor._local)
+            starts.append(gradient._local)
+            continue
         if batched:
             raise RuntimeError("is_grads_batched=True is not supported for ShardedTensor!")
         tensor = settled(tensor)

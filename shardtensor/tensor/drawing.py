@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import Layout
-from shardtensor.tensor.move import cut_part
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.random import Sample, draw_boxes
+from shardtensor.tensor.steps import take
 
 
 def agree_on_state(
@@ -73,7 +73,7 @@ def draw(
     if order != rows_first:
         whole = torch.empty_permuted(layout.shape, order, dtype=dtype, device=device)
         sample(whole, generator)
-        return cut_part(whole, layout, group.rank).clone()
+        return take(whole, replicated(layout.shape, layout.ranks, layout.grid), layout, group.rank).clone()
     boxes = layout.boxes(group.rank)
     pieces = draw_boxes(sample, layout.shape, boxes, dtype=dtype, device=device, generator=generator)
     if len(pieces) == 1:

@@ -141,6 +141,8 @@ def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
     layout = like._layout.reduced()
     if isinstance(value, ShardedTensor) or tuple(value.shape) != layout.shape or layout.is_replicated:
         return value
+    if value.layout != torch.strided:  # nothing is cut of what is not laid out in memory
+        return value
     return wrap(part(value, layout, like._group), layout, None if like._layout.partial else like._spec, like._group)
 
 

@@ -8,8 +8,9 @@ import torch
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError
-from shardtensor.layout.assembly import assembly
-from shardtensor.tensor.move import assemble, settle
+from shardtensor.layout.box import whole
+from shardtensor.layout.layout import ListedLayout
+from shardtensor.tensor.move import moved, settle
 
 if TYPE_CHECKING:
     from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -29,15 +30,26 @@ def gather_to(
     fault = _fault(tensor, dst, out, None if enforce_dtype else dtype or tensor.dtype)
     agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, fault)
     local, layout = tensor._local, tensor._layout
-    if layout.partial:
+    if layout.partial:  # joined before they are rounded to another dtype
         local, layout = settle(local, layout, group), layout.reduced()
     if dtype is not None:
         local = local.to(dtype)
-    plan = assembly(layout, group.ranks)
-    flat = group.gather(local.reshape(-1)[: plan.counts[group.index]], plan.counts, dst)
-    if flat is not None:
-        assert out is not None
-        out.copy_(assemble(flat, layout, group))
+    rank, shape = group.ranks[dst], layout.shape
+    there = ListedLayout(shape=shape, ranks=(rank,), grid=(1,), owned=((rank, whole(shape)),))
+    local = moved(local, layout, there, group)
+    if out is not None:
+        out.copy_(local)
+
+
+def is_index(tensor: ShardedTensor, dim: int, given: torch.Tensor | None, enforce_dtype: bool) -> bool:
+    """Whether ``tensor.gather(dim, given)`` means `torch.gather`: `given` is of integers and `tensor` is not.
+
+    Then one small exchange makes sure that all ranks mean it, as an `out` is given on one rank only.
+    """
+    if given is None or enforce_dtype or given.dtype == tensor.dtype or given.dtype not in (torch.int64, torch.int32):
+        return False
+    agree(tensor._group, "gather", {"dim": str(dim), "index": str(tuple(given.shape))})
+    return True
 
 
 def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> LayoutError | None:
@@ -60,7 +72,7 @@ def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: tor
     if tuple(out.shape) != tuple(tensor.shape):
         return LayoutError(
             f"Argument ``dst_tensor`` have size {tuple(out.shape)},but should be {tuple(tensor.shape)}",
-            fix="pass a tensor of the global shape",
+            fix=["pass a tensor of the global shape", "call torch.gather(tensor, dim, index) to pick elements"],
         )
     if dtype is not None and out.dtype != dtype:
         return LayoutError(f"out is {out.dtype}, what comes is {dtype}", fix="pass enforce_dtype=True to convert")

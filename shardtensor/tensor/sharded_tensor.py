@@ -24,7 +24,7 @@ from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardtensor.tensor.move import part, settle, whole
+from shardtensor.tensor.move import moved, part, settle, whole
 from shardtensor.tensor.shard import Shard
 
 _make_body = torch.Tensor._make_wrapper_subclass
@@ -162,8 +162,12 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         out: torch.Tensor | None = None,
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> None:
+        **call: Any,
+    ) -> Any:
         """Write the whole tensor into `out` on the group rank `dst`. No gradient. All ranks of the group call it.
+
+        ``x.gather(dim, index)`` is `torch.gather`, told by an index of another dtype than the tensor's; of an integer
+        tensor call `torch.gather` itself.
 
         Args:
             dst: group rank that receives.
@@ -171,9 +175,12 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
             enforce_dtype: convert to ``out.dtype`` instead of demanding it.
             dtype: send the elements as this dtype.
         """
-        from shardtensor.tensor.gather import gather_to
+        from shardtensor.tensor.gather import gather_to, is_index
 
-        gather_to(self, dst, out, enforce_dtype, dtype)
+        if call or is_index(self, dst, out, enforce_dtype):
+            given = {"dim": dst, "index": out, **call}
+            return torch.gather(self, **given)
+        return gather_to(self, dst, out, enforce_dtype, dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Return this tensor of another dtype, device or ``process_group=``; itself when nothing changes."""
@@ -365,12 +372,12 @@ def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part of a plain or sharded tensor under `layout`. Differentiable.
 
-    A plain tensor is a copy on every rank. A sharded one of another layout is gathered and cut anew (collective).
+    A plain tensor is a copy on every rank. A sharded one of another layout takes the route to this one (collective).
     """
     if isinstance(tensor, ShardedTensor):
-        if tensor._layout is layout or tensor._layout == layout:
+        if tensor._layout is layout:
             return tensor._local
-        tensor = whole(tensor._local, tensor._layout, tensor._group)
+        return moved(tensor._local, tensor._layout, layout, group)
     return part(tensor, layout, group)
 
 

@@ -33,12 +33,30 @@ def strict(call):
 REFUSED = {
     "an operand that would move": (
         lambda: strict(lambda: rows() + ones("[-, tp balanced]", 5, 6)),
-        "Tensor.add: an operand must be laid out anew\n"
-        "  operand  (5, 6) torch.float32\n"
-        "  has      [-, tp balanced]\n"
-        "  needs    [tp, -]\n"
-        "  either   make it of that layout: distribute(operand, spec)\n"
-        "  or       leave strict() to let it move",
+        'Tensor.add: axis "tp" splits .0 in the input but .1 in the other\n'
+        "  rule    .0 .1, .0 .1 -> .0 .1\n"
+        "  input   [tp balanced, -]   5 x 6 float32\n"
+        "  other   [-, tp balanced]   5 x 6 float32\n"
+        '  either  reshard(other, "[tp balanced, -]")   all_to_all over tp=2, 24 B to 36 B received by each rank\n'
+        '  or      reshard(input, "[-, tp]")            all_to_all over tp=2, 24 B to 36 B received by each rank',
+    ),
+    "a product whose ways cost differently": (
+        lambda: strict(lambda: F.linear(ones("[-, tp]", 64, 8), ones("[tp, -]", 6, 8))),
+        'linear: axis "tp" splits k in the input but n in the weight\n'
+        "  rule    .0 k, n k -> .0 n\n"
+        "  input   [-, tp]   64 x 8 float32\n"
+        "  weight  [tp, -]   6 x 8 float32\n"
+        '  either  reshard(input, "replicate")   all_gather over tp=2, 1.0 KiB received by each rank\n'
+        '  or      reshard(weight, "[-, tp]")    all_to_all over tp=2, 48 B received by each rank\n'
+        "          and of the result             all_reduce over tp=2, 1.5 KiB received by each rank",
+    ),
+    "a whole dim": (
+        lambda: strict(lambda: ones("[-, tp]", 6, 4).sort(1)),
+        'sort: axis "tp" splits d in the input, which must be whole\n'
+        "  rule    .0 !d -> .0 !d\n"
+        "  input   [-, tp]   6 x 4 float32\n"
+        '  either  reshard(input, "[tp, -]")     all_to_all over tp=2, 24 B received by each rank\n'
+        '  or      reshard(input, "replicate")   all_gather over tp=2, 48 B received by each rank',
     ),
     "an operation without a rule": (
         lambda: strict(lambda: torch.linalg.qr(rows())),

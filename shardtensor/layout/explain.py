@@ -1,0 +1,119 @@
+"""Say the steps of a reshard, with their bytes, before anything runs: on any machine, without torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardtensor.errors import LayoutError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import Layout, Shape
+from shardtensor.layout.route import route
+from shardtensor.layout.steps import Step
+from shardtensor.mesh import Mesh, read_mesh
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+
+_SHOWN_RANKS = 4096  # of more, the first ones and the last stand for all
+
+
+def explain_reshard(
+    source: Any,
+    target: Any,
+    *,
+    shape: Shape | None = None,
+    mesh: Mesh | str | None = None,
+    dtype: Any = "float32",
+) -> None:
+    """Print the steps that ``reshard(source, target)`` takes, and the bytes a rank receives in each. Sends nothing.
+
+    Args:
+        source: a ShardedTensor, or a spec or its text.
+        target: a spec, its text, or a ShardedTensor.
+        shape: the global shape, where neither is a tensor.
+        mesh: the ranks, as ``"dp=2, tp=4"`` or a Mesh, where neither is a tensor.
+        dtype: of the elements, where neither is a tensor.
+
+    Raises:
+        SpecError, LayoutError: a spec is wrong or does not fit; or shape or mesh is missing.
+
+    Example:
+        >>> explain_reshard("[tp, -]", "[-, tp]", shape=(4096, 4096), mesh="tp=4")
+        [tp, -] -> [-, tp]   4096 x 4096 float32 on 4 ranks
+          all_to_all over tp=4   12.0 MiB received by each rank
+        >>> explain_reshard("replicate partial(tp)", "[-, tp]", shape=(8, 8), mesh="dp=2, tp=2")
+        replicate partial(tp) -> [-, tp]   8 x 8 float32 on 4 ranks
+          reduce_scatter over tp=2   128 B received by each rank
+    """
+    tensor = next((x for x in (source, target) if hasattr(x, "_layout")), None)
+    if tensor is not None:
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        layout = tensor._layout
+        mesh = _mesh_of(tensor, layout)
+    if shape is None or mesh is None:
+        raise LayoutError(
+            "specs alone do not say what moves",
+            {"missing": ", ".join(name for name, x in (("shape", shape), ("mesh", mesh)) if x is None)},
+            'pass shape=(rows, columns) and mesh="tp=4", or a ShardedTensor',
+        )
+    mesh = read_mesh(mesh)
+    (one, before), (other, after) = (_bound(x, tuple(shape), mesh) for x in (source, target))
+    name = str(dtype).removeprefix("torch.")
+    size = " x ".join(map(str, shape)) or "scalar"
+    print(f"{one} -> {other}   {size} {name} on {len({*before.ranks, *after.ranks})} ranks")
+    steps = route(before, after)
+    for step in steps:
+        print(f"  {say_step(step, item_bytes(name))}")
+    if not steps:
+        print("  nothing moves: both say the same")
+
+
+def say_step(step: Step, size_bytes: int) -> str:
+    """One step with what it costs, for elements of `size_bytes`."""
+    if step.kind in ("slice", "split"):
+        return f"{step.kind}   nothing is sent"
+    ranks = sorted({*step.source.ranks, *step.target.ranks})
+    if len(ranks) > _SHOWN_RANKS:
+        ranks = [*ranks[:8], *ranks[-8:]]
+    counts = sorted({step.received(rank) * size_bytes for rank in ranks})
+    each = say_bytes(counts[-1]) if len(counts) == 1 else f"{say_bytes(counts[0])} to {say_bytes(counts[-1])}"
+    how = f" ({step.op})" if step.op not in ("", "sum") else ""
+    return f"{step.kind}{how} over {step.where}   {each} received by each rank"
+
+
+def say_bytes(count: int) -> str:
+    """A number of bytes as people read it.
+
+    Example:
+        >>> say_bytes(96), say_bytes(6 << 20)
+        ('96 B', '6.0 MiB')
+    """
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def item_bytes(dtype: str) -> int:
+    """The bytes of one element of a dtype, by its name.
+
+    Example:
+        >>> item_bytes("bfloat16"), item_bytes("complex64"), item_bytes("bool")
+        (2, 8, 1)
+    """
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) // 8 if bits else 1
+
+
+def _mesh_of(tensor: Any, layout: Layout) -> Mesh:
+    group = tensor._group
+    return group.mesh if group.mesh is not None else Mesh((("*", len(group.ranks)),), group.ranks)
+
+
+def _bound(said: Any, shape: Shape, mesh: Mesh) -> tuple[str, Layout]:
+    if hasattr(said, "_layout"):
+        return str(said.sharding_spec()), said._layout
+    spec: ShardingSpec = as_spec(said)
+    return str(spec), bind(spec, shape, mesh)

@@ -1,0 +1,218 @@
+"""Calls that only have to be made on local tensors, told by their form: decided once, then done in a few microseconds.
+
+The form of a call is the function, its row in the table, the layouts of its sharded operands (by identity: they are
+interned), the shapes of its plain ones, and its other arguments. Where a rule says for a form that every operand is as
+it must be and that nothing is left to join, the call is the same function of the local tensors, wrapped. That is kept
+with the group, so that it goes when the group goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import EllipsisType, NoneType
+from typing import Any, NamedTuple
+
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import Layout
+from shardtensor.rules.propagate import Recipe
+from shardtensor.rules.table import ROWS
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.teams import along
+
+MOST = 4096
+"""Forms kept for one group; when there are more, all are forgotten."""
+
+_VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
+_ENDS = frozenset((int, NoneType))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_UNKNOWN = object()
+
+
+class LocalCall(NamedTuple):
+    """How a call of one form is done.
+
+    Attributes:
+        call: the function of the arguments of the call with local tensors in place of sharded ones.
+        layout: of the result, or of each result; None where every rank has the whole, which is a plain tensor.
+        sums: arguments (a position or a name) that are copies and meet cut values, and the ranks along which their
+            gradients are summed; None stands for the group itself.
+        is_view: the result is a view of the first argument.
+    """
+
+    call: Callable[..., Any]
+    layout: Layout | None
+    sums: tuple[tuple[int | str, Group | None], ...] = ()
+    is_view: bool = False
+
+
+Decide = Callable[[tuple[Any, ...], dict[str, Any]], LocalCall | None]
+
+
+def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """The handler of `func` that does calls as `decide` says, which is asked once for each form; others by `handler`.
+
+    Args:
+        decide: of the arguments of a call, how to do it locally, for all calls of its form; None where it is not local.
+        handler: does any call.
+        name: of the row that both go by.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        form: list[Any] = [func, ROWS.get(name)]
+        given: list[Any] = []
+        group = None
+        for x in args:
+            kind = type(x)
+            if kind is ShardedTensor:
+                form.append(id(x._layout))
+                given.append(x._local)
+                if group is None:
+                    group = x._group
+                elif x._group is not group:
+                    return handler(*args, **kwargs)
+            elif kind in _VALUES:
+                form += (kind, x)
+                given.append(x)
+            elif kind in _PLAIN:
+                form.append(x.shape)
+                given.append(x)
+            else:
+                x, group = _read(x, form, group)
+                if x is _UNKNOWN:
+                    return handler(*args, **kwargs)
+                given.append(x)
+        named = kwargs
+        if kwargs:
+            named = {}
+            for word, x in kwargs.items():
+                kind = type(x)
+                if kind in _VALUES:
+                    form += (word, kind, x)
+                    named[word] = x
+                    continue
+                form.append(word)
+                named[word], group = _read(x, form, group)
+                if named[word] is _UNKNOWN:
+                    return handler(*args, **kwargs)
+        if group is None:
+            return handler(*args, **kwargs)
+        known = group.__dict__.setdefault("_local_calls", {})
+        key = tuple(form)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= MOST:
+                known.clear()
+            # The layouts are kept, so that no other gets the identity of one that is gone.
+            found = known[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
+        if found[0] is None:
+            return handler(*args, **kwargs)
+        function, layout, sums, is_view = found[0]
+        if is_view and args[0]._copied is not None:
+            return handler(*args, **kwargs)
+        for place, team in sums:
+            if isinstance(place, int):
+                given[place] = collectives.sum_gradient(given[place], group if team is None else team)
+            else:
+                named[place] = collectives.sum_gradient(named[place], group if team is None else team)
+        result = function(*given, **named) if named else function(*given)
+        if layout is None:
+            return result
+        if isinstance(result, torch.Tensor):
+            return wrap(result, layout, None, group)
+        parts = [wrap(part, layout, None, group) for part in result]
+        return type(result)(parts) if isinstance(result, tuple) else parts
+
+    return call
+
+
+def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """For each operand its layout, or the shape of a plain one, as `propagate` takes them."""
+    return tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
+
+
+def local_by(
+    call: Callable[..., Any],
+    recipe: Recipe | None,
+    operands: Sequence[torch.Tensor],
+    places: Sequence[int | str | None],
+) -> LocalCall | None:
+    """How to do a call on operands that have the layouts of `recipe`; None where one has to move, or addends to join.
+
+    Args:
+        call: gets the arguments of the call with local tensors.
+        places: of the operands among the arguments: a position or a name; None for one inside of a list.
+    """
+    if recipe is None or recipe.output.partial:
+        return None
+    if any(isinstance(x, ShardedTensor) and x._layout.partial for x in operands):
+        return None
+    group = next(x._group for x in operands if isinstance(x, ShardedTensor))
+    if len(recipe.output.ranks) != group.size or not recipe.output.numel(group.rank):
+        return None  # what is empty has a way of its own into the graph
+    sums: list[tuple[int | str, Group | None]] = []
+    for x, need, place in zip(operands, recipe.needs, places, strict=True):
+        if isinstance(x, ShardedTensor):
+            if x._layout != need.layout or not x._local.numel():
+                return None
+        elif need.layout.cut_dims or not x.numel():
+            return None
+        if need.addend_axes:
+            if place is None:
+                return None
+            team = along(group, need.layout, need.addend_axes)
+            sums.append((place, None if team is group else team))
+    layout = None if recipe.output.is_replicated else recipe.output
+    return LocalCall(call, layout, tuple(sums))
+
+
+def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | None]:
+    """An argument with local tensors in place of sharded ones, and the group; `_UNKNOWN` where it is of another kind.
+
+    What it is like goes to `form`.
+    """
+    kind = type(x)
+    if kind is ShardedTensor:
+        if group is not None and x._group is not group:
+            return _UNKNOWN, group
+        form.append(id(x._layout))
+        return x._local, x._group
+    if kind in _VALUES:
+        form += (kind, x)
+        return x, group
+    if kind in _PLAIN:
+        form.append(x.shape)
+        return x, group
+    if kind is slice:
+        start, stop, step = x.start, x.stop, x.step
+        form += (kind, start, stop, step)
+        known = type(start) in _ENDS and type(stop) in _ENDS and type(step) in _ENDS
+        return (x if known else _UNKNOWN), group
+    if kind is list or kind is tuple:
+        form += (kind, len(x))
+        read = None
+        for i, part in enumerate(x):
+            kind = type(part)
+            if kind in _VALUES:
+                form += (kind, part)
+                continue
+            same, group = _read(part, form, group)
+            if same is _UNKNOWN:
+                return _UNKNOWN, group
+            if same is not part:
+                read = list(x) if read is None else read
+                read[i] = same
+        return (x if read is None else read if type(x) is list else tuple(read)), group
+    return _UNKNOWN, group
+
+
+def _layouts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout]:
+    found: list[Layout] = []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, ShardedTensor):
+            found.append(x._layout)
+        elif isinstance(x, list | tuple):
+            found += _layouts_in(tuple(x), {})
+    return found

@@ -1,0 +1,110 @@
+"""Give a tensor another layout: `reshard` makes a new one, ``tensor.reshard`` changes the tensor itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError, RuleError
+from shardtensor.layout.layout import Layout
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.factories import distribute
+from shardtensor.tensor.move import moved
+from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def reshard(
+    tensor: torch.Tensor, spec: ShardingSpec | str, process_group: dist.ProcessGroup | dist.DeviceMesh | Any = None
+) -> ShardedTensor:
+    """Return a new tensor of the same values in the layout `spec`. All ranks of both groups call it.
+
+    Every rank receives exactly the elements it lacks; memory is bounded by what it held, what it gets, and one buffer.
+    It is differentiable: the gradient takes the route back. The result never shares memory with `tensor`, whatever the
+    layouts, so that a write into one is never seen in the other.
+
+    Args:
+        tensor: of any global shape and layout, addends left to reduce included; a plain one is a copy on every rank.
+        spec: the layout of the result, any spec or its text; placements may name other devices.
+        process_group: whose ranks the spec is bound to; those of `tensor` when None. It may be another DeviceMesh over
+            the same ranks, or other ranks: then one of the two groups has to contain the other, or the default group
+            both.
+
+    Raises:
+        SpecError, LayoutError: the text is wrong or does not fit; nothing has been sent.
+        RuleError: the tensor is a partial max or min and autograd records it.
+
+    Example:
+        >>> import torch, shardtensor as st
+        >>> rows = st.distribute(torch.arange(6.0).view(2, 3), "[tp, -]")
+        >>> st.reshard(rows, "[-, tp]").full_tensor().equal(rows.full_tensor())
+        True
+    """
+    if not isinstance(tensor, ShardedTensor):
+        return distribute(tensor, spec, process_group=process_group)
+    spec = as_spec(spec)
+    group = tensor._group if process_group is None else as_group(process_group)
+    layout = bind_named(spec, tensor._layout.shape, mesh_of(group))
+    local = _moved(tensor, spec, layout, group)
+    if local.untyped_storage().data_ptr() == tensor._local.untyped_storage().data_ptr():
+        local = local.clone(memory_format=torch.contiguous_format)
+    return wrap(local, layout, spec, group)
+
+
+def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
+    """Change the layout of `tensor` itself; ``tensor.reshard`` is its public name."""
+    spec = as_spec(spec)
+    layout = bind_named(spec, tensor._layout.shape, mesh_of(tensor._group))
+    if tensor._copied is not None:
+        raise RuleError(
+            "reshard: a copy that the dense program would have as a view keeps its layout",
+            {"made by": tensor._copied},
+            "shardtensor.reshard(tensor, spec) makes a new tensor",
+        )
+    is_leaf = tensor._local.is_leaf
+    grad = tensor._local.grad if is_leaf else None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
+        local = _moved(tensor, spec, layout, tensor._group)
+        if grad is not None:
+            grad = moved(grad, tensor._layout.reduced(), layout.reduced(), tensor._group).to(local.device)
+    if local is not tensor._local:
+        if local.untyped_storage().nbytes() != local.numel() * local.element_size():
+            local = local.clone(memory_format=torch.contiguous_format)  # a shard owns its bytes and no others
+        if is_leaf:
+            local = local.detach().requires_grad_(tensor._local.requires_grad)
+            local.grad = grad
+    tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None
+    tensor._replace_local(local)
+    return tensor
+
+
+def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:
+    local = moved(tensor._local, tensor._layout, layout, _transport(tensor._group, group))
+    if tensor.is_meta:
+        return local
+    device = device_for(spec, group, like=local.device)
+    return local if device == local.device else local.to(device)
+
+
+def _transport(old: Group, new: Group) -> Group:
+    """The group over which elements go: one that has the ranks of both."""
+    if new is old or set(new.ranks) <= set(old.ranks):
+        return old
+    if set(old.ranks) <= set(new.ranks):
+        return new
+    world = as_group()
+    if {*old.ranks, *new.ranks} <= set(world.ranks):
+        return world
+    raise LayoutError(
+        "no group has the ranks of both layouts",
+        {"from ranks": list(old.ranks), "to ranks": list(new.ranks)},
+        "make a process group of all of them and reshard to a spec on it first",
+    )
