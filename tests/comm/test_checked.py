@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,13 @@ def test_another_operation(world):
         "  in      collective 1 of ranks 0-1\n"
         "  fix     make the same calls in the same order on every rank of the group, each from one line of the program"
     )
+
+
+def test_the_error_in_the_readme_is_this_one(world):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (shown,) = re.findall(r"```text\n(the ranks are in .*?)\n```", readme, re.DOTALL)
+    _, text = the_one(world(gather_or_sum, 2))
+    assert re.sub(r"train.py:\d+ in step", "test_checked.py:N in <lambda>", shown) == text
 
 
 def swap_the_order() -> list[tuple[str, str]]:
