@@ -142,6 +142,11 @@ class Answers:
 
         return to_dtensor(self, device_mesh)  # type: ignore[arg-type]
 
+    @property
+    def _metadata(self) -> Any:
+        """As torch spells ``metadata()``."""
+        return self.metadata()  # type: ignore[attr-defined]
+
     def reshard(self, spec: Any) -> Any:
         """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
 

@@ -35,10 +35,17 @@ class TensorProperties:
         self.memory_format = getattr(torch, memory_format.removeprefix("torch."))
 
 
+def _in_any_order(shards: list[ShardMetadata]) -> list[tuple[Any, ...]]:
+    return sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards)  # type: ignore[misc]
+
+
 @attrs.define
 class ShardedTensorMetadata:
-    """The shards of all ranks, the global size and the properties: a copy, free to change."""
+    """The shards of all ranks, the global size and the properties: a copy, free to change.
 
-    shards_metadata: list[ShardMetadata] = attrs.field(factory=list)
+    Two that list the same shards in another order are equal.
+    """
+
+    shards_metadata: list[ShardMetadata] = attrs.field(factory=list, eq=_in_any_order)
     size: torch.Size = attrs.field(factory=lambda: torch.Size([]), converter=torch.Size)
     tensor_properties: TensorProperties = attrs.field(factory=TensorProperties)

@@ -1,0 +1,50 @@
+"""What a module gives, laid out anew or taken as this rank's part: two hooks under torch's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.spec.devices import ChunkShardingSpec
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
+    """Let `module` give its ShardedTensor in the layout `spec`, and return the module.
+
+    Other results pass as they are. All ranks that call the module take part in the reshard.
+
+    Example:
+        >>> import torch, shardtensor as st
+        >>> double = reshard_output(nn.Identity(), "[-, tp]")
+        >>> str(double(st.distribute(torch.ones(2, 2), "[tp, -]")).sharding_spec())
+        '[-, tp]'
+    """
+    spec = as_spec(spec)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output.reshard(spec) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def collect_local_shard(module: nn.Module) -> nn.Module:
+    """Let `module` give this rank's part of its ShardedTensor as a plain tensor, and return the module.
+
+    A chunk of one row has no dim left for the rows, as if the rank had picked its row.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> torch.Tensor | Any:
+        if not isinstance(output, ShardedTensor):
+            return output
+        local, spec = output.local_tensor(), output.sharding_spec()
+        is_row = isinstance(spec, ChunkShardingSpec) and local.shape[spec.dim] == 1
+        return local.squeeze(spec.dim) if is_row else local  # type: ignore[attr-defined]
+
+    module.register_forward_hook(hook)
+    return module
