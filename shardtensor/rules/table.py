@@ -123,6 +123,40 @@ scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> .
 grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1 l/1 s/1 -> ... h l f
                              | | query, key, value, attn_mask
 
+# convolutions, pooling and padding: places are whole, batches and channels may be cut
+
+conv1d                                     | n? i !h, o i !k, o -> n? o h'               | i sum | input, weight, bias
+conv2d                                     | n? i !h !w, o i !k !l, o -> n? o h' w'      | i sum | input, weight, bias
+conv3d                                     | n? i !h !w !d, o i !k !l !m, o -> n? o h' w' d'
+                                           | i sum | input, weight, bias
+conv_transpose1d                           | n? i !h, i o !k, o -> n? o h'               | i sum | input, weight, bias
+conv_transpose2d                           | n? i !h !w, i o !k !l, o -> n? o h' w'      | i sum | input, weight, bias
+conv_transpose3d                           | n? i !h !w !d, i o !k !l !m, o -> n? o h' w' d'
+                                           | i sum | input, weight, bias
+grouped_conv1d grouped_conv_transpose1d    | n? !i !h, !o !g !k, !b -> n? o' h'          |       | input, weight, bias
+grouped_conv2d grouped_conv_transpose2d    | n? !i !h !w, !o !g !k !l, !b -> n? o' h' w' |       | input, weight, bias
+grouped_conv3d grouped_conv_transpose3d    | n? !i !h !w !d, !o !g !k !l !m, !b -> n? o' h' w' d'
+                                           | | input, weight, bias
+max_pool1d max_pool1d_with_indices
+  avg_pool1d lp_pool1d adaptive_avg_pool1d
+  adaptive_max_pool1d
+  adaptive_max_pool1d_with_indices         | n? c !h -> n? c h'                          |       | input, size=
+max_pool2d max_pool2d_with_indices
+  avg_pool2d lp_pool2d adaptive_avg_pool2d
+  adaptive_max_pool2d
+  adaptive_max_pool2d_with_indices         | n? c !h !w -> n? c h' w'                    |       | input, size=
+max_pool3d max_pool3d_with_indices
+  avg_pool3d lp_pool3d adaptive_avg_pool3d
+  adaptive_max_pool3d
+  adaptive_max_pool3d_with_indices         | n? c !h !w !d -> n? c h' w' d'              |       | input, size=
+interpolate                                | n c !s... -> n c s'...                      |       | input, size=
+pixel_shuffle pixel_unshuffle              | n... !c !h !w -> n... c' h' w'              |       | input, factor=
+channel_shuffle local_response_norm        | n !c !s... -> n c s...                      |       | input, number=
+grid_sample                                | n c !s..., n !t... !x -> n c t'...          |       | input, grid
+im2col                                     | n? !c !h !w -> n? c' h'                     |       | input, kernel_size=
+col2im                                     | n? !c !h -> n? c' h' w'                     |       | input, output_size=
+padded                                     | ... [!d] -> ... [d']                        |       | input, dim=
+
 # losses: then their sum, or their mean, as `reduction` says
 
 cross_entropy nll_loss                     | n? c s..., n? s..., c -> n? s...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from law import Sample
 
 S = (5, 4)
@@ -404,7 +405,73 @@ _GATHERS: dict[str, list[Sample]] = {
     "cholesky": [_sample(lambda f, x: f(x @ x.mT + torch.eye(3)), (3, 3), kinds=("unit",), grads=False)],
 }
 
-MAKERS = {**_NAMED, **_REDUCTIONS, **_INDEXED, **_PRODUCTS, **_LAYERS, **_VIEWS, **_COPIES, **_GATHERS}
+
+def _places(*, n: int, channels: tuple[int, ...] = (3,)) -> tuple[int, ...]:
+    """A batch of images of n dims."""
+    return (5, *channels, *(4, 3, 3)[:n])
+
+
+def _pools(name: str, n: int) -> list[Sample]:
+    shape, kinds = _places(n=n), ("distinct",)
+    if name.startswith("adaptive"):
+        return [_sample(lambda f, x: f(x, 2), shape, kinds=kinds)]
+    if name.startswith("lp"):
+        return [_sample(lambda f, x: f(x, 2, 2), shape, kinds=("positive",))]
+    return [_sample(lambda f, x: f(x, 2), shape, kinds=kinds), _sample(lambda f, x: f(x, 2, 1), shape[1:], kinds=kinds)]
+
+
+_CONVOLUTIONS: dict[str, list[Sample]] = {
+    **{
+        f"conv{n}d": [
+            _exact(first, _places(n=n), (4, 3, *(2, 2, 2)[:n]), (4,)),
+            _exact(lambda f, x, w: f(x, w, padding=1), _places(n=n), (4, 3, *(3, 2, 1)[:n])),
+            _exact(first, _places(n=n)[1:], (4, 3, *(2, 2, 2)[:n]), (4,)),
+        ]
+        for n in (1, 2, 3)
+    },
+    **{
+        f"conv_transpose{n}d": [
+            _exact(first, _places(n=n), (3, 4, *(2, 2, 2)[:n]), (4,)),
+            _exact(lambda f, x, w: f(x, w, stride=2), _places(n=n), (3, 4, *(2, 2, 2)[:n])),
+        ]
+        for n in (1, 2, 3)
+    },
+    **{
+        f"grouped_{kind}{n}d": [
+            _exact(
+                lambda _, x, w, b, name=f"{kind}{n}d": getattr(F, name)(x, w, b, groups=2),
+                *(_places(n=n, channels=(4,)), (4, 2, *(2, 2, 2)[:n]), (4,)),
+            )
+        ]
+        for kind in ("conv", "conv_transpose")
+        for n in (1, 2, 3)
+    },
+    **{
+        f"{kind}_pool{n}d{more}": _pools(kind, n)
+        for kind in ("max", "avg", "lp", "adaptive_avg", "adaptive_max")
+        for n in (1, 2, 3)
+        for more in (("", "_with_indices") if "max" in kind else ("",))
+    },
+    "interpolate": [
+        _exact(lambda f, x: f(x, scale_factor=2), _places(n=2)),
+        _sample(lambda f, x: f(x, size=(3, 5), mode="bilinear"), _places(n=2)),
+    ],
+    "pixel_shuffle": [_exact(lambda f, x: f(x, 2), _places(n=2, channels=(8,)))],
+    "pixel_unshuffle": [_exact(lambda f, x: f(x, 2), (3, 2, 4, 4))],
+    "channel_shuffle": [_exact(lambda f, x: f(x, 2), _places(n=2, channels=(4,)))],
+    "local_response_norm": [_sample(lambda f, x: f(x, 2), _places(n=2, channels=(4,)))],
+    "grid_sample": [_sample(lambda f, x, g: f(x, g / 8, align_corners=False), _places(n=2), (5, 2, 2, 2))],
+    "im2col": [_exact(lambda _, x: F.unfold(x, 2), _places(n=2))],
+    "col2im": [_exact(lambda _, x: F.fold(x, (4, 3), 2), (5, 12, 6))],
+    "padded": [
+        _exact(lambda _, x: F.pad(x, (1, 2)), S),
+        _exact(lambda _, x: F.pad(x, (0, 0, 2, -1), value=3.0), S),
+        _exact(lambda _, x: F.pad(x, (1, 1), "reflect"), S),
+        _exact(lambda _, x: F.pad(x, (1, 0, 1, 0), "replicate"), _places(n=2)),
+    ],
+}
+
+MAKERS = {**_NAMED, **_REDUCTIONS, **_INDEXED, **_PRODUCTS, **_LAYERS, **_VIEWS, **_COPIES, **_GATHERS, **_CONVOLUTIONS}
 
 
 def samples_of(name: str, section: str) -> list[Sample]:

@@ -1,0 +1,123 @@
+"""Convolutions, pooling, padding and resizing: batches and channels may be cut, places must be whole.
+
+``n i !h !w, o i !k !l, o -> n o h' w'``: where the input channels are cut the products are summed, and the bias is
+added after. Kernels that will not take empty parts are not asked: what they would give is told by a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.ops.by_rule import by_rule, leaves_addends
+from shardtensor.rules.table import ROWS, rule_of
+from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, spellings
+
+
+def sturdy(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`func` of local operands, by the row of `name`, which also gives the empty result of empty ones."""
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if all(x.numel() for x in tensors):
+            return func(*args, **kwargs)
+        signature = ROWS[name].call
+        operands = [args[i] if i < len(args) else kwargs.get(key)
+                    for i, key in ((signature.place(key), key) for key in signature.operands)]  # fmt: skip
+        rule = rule_of(name, tuple(None if x is None else tuple(x.shape) for x in operands))
+        assert rule is not None, "local operands fit the row as whole ones do"
+        sizes: dict[str | None, int] = {}
+        for letters, x in zip(rule.inputs, (x for x in operands if x is not None), strict=True):
+            sizes.update(zip(letters, x.shape, strict=True))
+        with torch.no_grad():
+            full = [_stand_in(x) if isinstance(x, torch.Tensor) else x for x in args]
+            found = func(
+                *full, **{key: _stand_in(x) if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
+            )
+        link = sum(x.sum() * 0 for x in tensors if x.requires_grad)
+
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            shape = [like.shape[d] if (x or "").endswith("'") else sizes[x] for d, x in enumerate(rule.output)]
+            zeros = like.new_zeros(shape)
+            return zeros + link if isinstance(link, torch.Tensor) and like.is_floating_point() else zeros
+
+        return empty(found) if isinstance(found, torch.Tensor) else type(found)(map(empty, found))
+
+    compute.__name__ = getattr(func, "__name__", name)
+    return compute
+
+
+def _stand_in(x: torch.Tensor) -> torch.Tensor:
+    return x if x.numel() else x.new_ones([max(n, 1) for n in x.shape])
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def _convolves(name: str, groups_at: int) -> None:
+    func = getattr(F, name)
+    by_channels = by_rule(sturdy(func, name), name)
+    by_groups = by_rule(sturdy(func, f"grouped_{name}"), f"grouped_{name}")
+
+    def handler(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        groups = args[groups_at] if len(args) > groups_at else kwargs.get("groups", 1)
+        if groups != 1:
+            return by_groups(input, weight, bias, *args, **kwargs)
+        if bias is not None and leaves_addends(name, (input, weight, bias)):
+            product = by_channels(input, weight, None, *args, **kwargs)
+            return product + bias.reshape(-1, *(1,) * (weight.dim() - 2))
+        return by_channels(input, weight, bias, *args, **kwargs)
+
+    for spelled in {func, getattr(torch, name)}:
+        HANDLERS[spelled] = handler
+
+
+for _n in (1, 2, 3):
+    _convolves(f"conv{_n}d", 3)
+    _convolves(f"conv_transpose{_n}d", 3)
+
+
+# -- pooling and its kin -----------------------------------------------------------------------------------------------
+
+for _name in """
+max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices avg_pool1d
+avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices
+adaptive_max_pool3d_with_indices lp_pool1d lp_pool2d lp_pool3d interpolate pixel_shuffle pixel_unshuffle channel_shuffle
+local_response_norm grid_sample
+""".split():
+    for _func in spellings(_name):
+        HANDLERS[_func] = by_rule(sturdy(_func, _name), _name)
+for _func, _name in ((F.unfold, "im2col"), (F.fold, "col2im")):
+    HANDLERS[_func] = by_rule(sturdy(_func, _name), _name)
+
+
+@implements(F.pad)
+def pad(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    """Fill up, or cut off, the ends of the last dims; those must be whole."""
+    pads = list(pad)
+    count = len(pads) // 2
+    dims = [input.dim() - 1 - i for i in range(count) if pads[2 * i] or pads[2 * i + 1]]
+    if len(pads) % 2 or count > input.dim() or not dims or not input.numel():
+        return fall_back(F.pad, (input, pads, mode, value), {})
+    result = torch.empty(input.shape, device="meta")
+    F.pad(result, pads, mode, value)  # torch's errors
+    return _pad_by_rule(input, tuple(dims), pads, mode, value)
+
+
+def _pad(input: torch.Tensor, dim: Any, pads: list[int], mode: str, value: Any) -> torch.Tensor:
+    if input.numel() or mode == "constant":
+        return F.pad(input, pads, mode, value)
+    count = len(pads) // 2
+    sizes = [n + sum(pads[2 * (input.dim() - 1 - d) :][:2]) if d >= input.dim() - count else n
+             for d, n in enumerate(input.shape)]  # fmt: skip
+    zeros = input.new_zeros(sizes)
+    return zeros + input.sum() * 0 if input.requires_grad else zeros
+
+
+_pad_by_rule = by_rule(_pad, "padded")
