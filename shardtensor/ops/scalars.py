@@ -32,7 +32,7 @@ def truth(input: ShardedTensor) -> bool:
     return bool(input.full_tensor().item())
 
 
-for _func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
+for _func in (torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero):
     HANDLERS[_func] = truth
 
 

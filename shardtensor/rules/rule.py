@@ -3,11 +3,12 @@
 Each dim of an operand has a letter. A letter that several operands share must be cut alike in all of them; a letter
 that the output keeps is cut there too; a letter it lacks is contracted, and what is cut along it is left to reduce.
 An operand without the letter that an axis cuts is a copy along that axis, and its gradient there is an addend.
-This is einsum's notation (as in einops and in Shardy's sharding rules) with three marks of our own:
+This is einsum's notation (as in einops and in Shardy's sharding rules) with two marks of our own:
 
 * ``!k``: dim k must be whole (softmax over it, a sort along it);
-* ``1``: a dim of size 1 that broadcasts: whole, and no letter;
-* ``...``: is not needed: rules are written for the number of dims at hand.
+* ``1``: a dim of size 1 that broadcasts: whole, and no letter.
+
+A `Rule` is for operands of a certain number of dims; `shardtensor.rules.pattern` makes one from a row of the table.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Rule:
 
 @lru_cache(maxsize=4096)
 def parse_rule(text: str) -> Rule:
-    """Read a rule.
+    """Read what a rule prints as.
 
     Example:
         >>> rule = parse_rule("b k, n k -> b n")
@@ -67,22 +68,3 @@ def parse_rule(text: str) -> Rule:
 
     inputs = tuple(letters(side) for side in left.split(","))
     return Rule(inputs, letters(right), frozenset(whole))
-
-
-@lru_cache(maxsize=4096)
-def pointwise(shapes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> Rule:
-    """The rule of an elementwise operation on operands of `shapes` that broadcast to `shape`.
-
-    Example:
-        >>> str(pointwise(((3, 4), (4,), (3, 1)), (3, 4)))
-        'd0 d1, d1, d0 1 -> d0 d1'
-    """
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-
-    def side(operand: tuple[int, ...]) -> Letters:
-        skip = len(shape) - len(operand)
-        return tuple(
-            None if size == 1 and shape[skip + i] != 1 else letters[skip + i] for i, size in enumerate(operand)
-        )
-
-    return Rule(tuple(side(operand) for operand in shapes), letters)

@@ -186,9 +186,10 @@ def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[st
         else:
             generator = random.Random(seed)
             chosen = [[generator.choice(option) for option in options] for _ in range(most)]
-            for i, option in enumerate(options):  # each layout of each operand at least once, the others plain
-                if len(options) == 1 or most >= 8:
-                    chosen += [[o[0] if k != i else pick for k, o in enumerate(options)] for pick in option[1:]][:most]
+            for i, option in enumerate(options):  # one operand alone, the others plain
+                uneven = [o for o in option if o[0].startswith("uneven")]
+                alone = uneven + generator.sample(option[1:], min(len(option) - 1, most // 3))
+                chosen += [[o[0] if k != i else pick for k, o in enumerate(options)] for pick in alone]
         for row in chosen:
             if any(name != "plain" for name, _ in row):
                 yield list(row)

@@ -16,7 +16,8 @@ from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import Recipe, follow, propagate
 from shardtensor.rules.propagate import recipe_of as recipe_for
-from shardtensor.rules.rule import Rule, parse_rule, pointwise
+from shardtensor.rules.rule import Rule, parse_rule
+from shardtensor.rules.table import rule_of
 from shardtensor.rules.traffic import EVERY, received
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
@@ -134,7 +135,7 @@ def calls(draw: st.DrawFn) -> tuple[Rule, tuple[Layout | tuple[int, ...], ...]]:
     else:
         shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
         shapes = [shape, tuple(n if draw(st.booleans()) else 1 for n in shape[draw(st.integers(0, len(shape) - 1)) :])]
-        rule = pointwise(tuple(shapes), shape)
+        rule = rule_of("add", tuple(shapes))
     operands = tuple(draw(layouts(shape)) for shape in shapes)
     if not any(isinstance(operand, Layout) for operand in operands):
         operands = (bind(Replicate(), shapes[0], MESH), *operands[1:])
@@ -242,7 +243,7 @@ def test_a_row_parallel_linear_meets_rows_by_the_cheaper_way():
 
 
 def test_a_dim_that_broadcasts_is_a_copy():
-    rule = pointwise(((5, 6), (5, 1)), (5, 6))
+    rule = rule_of("add", ((5, 6), (5, 1)))
     operands = (cut((5, 6), None, "tp"), (5, 1))
     check(rule, operands)
     assert propagate(rule, operands).needs[1].addend_axes == (1,)
