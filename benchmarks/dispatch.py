@@ -2,8 +2,9 @@
 
 One process on torch's fake process group of four ranks. Layouts are such that every operation is local and sends
 nothing: what is left is dispatch. Beside it plain torch on the local tensors, and DTensor. Operands are 4x4 and
-1024x1024 on this rank. All ways take turns in every round; told are the medians of the rounds. Then what a call costs
-whose rule is known but whose shapes are new, which is when layouts are chosen.
+1024x1024 on this rank. All ways take turns in every round; told are the medians of the rounds, of the thread's own
+processor time, so that other programs on the machine count less. A backward is one pass through the results of many
+calls. Then what a call costs whose rule is known but whose shapes are new, which is when layouts are chosen.
 
     python benchmarks/dispatch.py [--rounds 60] [--only add,matmul] [--small]
 """
@@ -117,17 +118,17 @@ class Way(NamedTuple):
         """Seconds for one call, and the results."""
         func, held = self.func, self.held
         results = [None] * repeats
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in range(repeats):
             results[i] = func(*held)
-        return (time.perf_counter() - start) / repeats, results
+        return (time.thread_time() - start) / repeats, results
 
     def backward(self, results: list[torch.Tensor]) -> float:
         """Seconds for the backward of one call, of one pass through all of them."""
         outers = [self.outer] * len(results)
-        start = time.perf_counter()
+        start = time.thread_time()
         torch.autograd.backward(results, outers)
-        spent = (time.perf_counter() - start) / len(results)
+        spent = (time.thread_time() - start) / len(results)
         for x in self.held:
             x.grad = None
         return spent
@@ -153,9 +154,9 @@ def ways_of(call: Call) -> dict[str, Way]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     call()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def measure(side: int, rounds: int, only: set[str]) -> list[dict[str, Any]]:
@@ -166,7 +167,7 @@ def measure(side: int, rounds: int, only: set[str]) -> list[dict[str, Any]]:
             continue
         ways = ways_of(call)
         once = max(sum(ways["plain"].forward(2)[:1]) for _ in range(3))
-        repeats, turns = max(1, min(40, int(0.0004 / once))), max(7, min(rounds, int(1 / once)))
+        repeats, turns = max(1, min(40, int(0.002 / once))), max(7, min(rounds, int(1 / once)))
         times: dict[str, list[float]] = {}
         for turn in range(turns):
             for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:

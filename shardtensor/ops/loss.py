@@ -77,8 +77,9 @@ def _indexed(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
         check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
-    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
-    losses, shares = _LOSSES[name](x, target, weight, **options)
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "weighs": reduction == "mean"}
+    found = _LOSSES[name](x, target, weight, **options)
+    losses, shares = found if isinstance(found, tuple) else (found, found)
     return _reduced(losses, shares, reduction)
 
 
@@ -94,10 +95,13 @@ def _losses(func: Any) -> Any:
         *,
         ignore_index: int,
         label_smoothing: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses, and what each weighs in a mean."""
+        weighs: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The losses, and what each weighs in a mean where that is asked for."""
         options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
         found = func(x, target, weight, ignore_index=ignore_index, reduction="none", **options)
+        if not weighs:
+            return found
         live = target != ignore_index
         return found, live.to(found.dtype) if weight is None else weight[target.masked_fill(~live, 0)] * live
 
