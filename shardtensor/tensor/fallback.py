@@ -143,7 +143,10 @@ def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
         return value
     if value.layout != torch.strided:  # nothing is cut of what is not laid out in memory
         return value
-    return wrap(part(value, layout, like._group), layout, None if like._layout.partial else like._spec, like._group)
+    local = part(value, layout, like._group)
+    if local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        local = local.clone()  # else the whole stays in memory, and autograd lets nobody write into the part
+    return wrap(local, layout, None if like._layout.partial else like._spec, like._group)
 
 
 def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch.Generator | None) -> Any:

@@ -36,7 +36,7 @@ class TensorProperties:
 
 
 def _in_any_order(shards: list[ShardMetadata]) -> list[tuple[Any, ...]]:
-    return sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards)  # type: ignore[misc]
+    return sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards)
 
 
 @attrs.define

@@ -30,7 +30,7 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
         RuleError: a partial max or min, which has no gradient, is joined while autograd records.
     """
     if not route(source, target):
-        return local
+        return local if local.numel() else as_nothing(local, target, group.rank)
     if torch.is_grad_enabled() and local.requires_grad:
         for _, op in source.partial:
             if op not in ("sum", "avg"):
@@ -39,6 +39,12 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
                 )
         return _Moved.apply(local, source, target, group)
     return _run(local, source, target, group)
+
+
+def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """Return an empty local tensor in the shape that the layout gives it; there are many ways to hold nothing."""
+    shape = layout.local_shape(rank)
+    return local if tuple(local.shape) == shape else local.reshape(shape)
 
 
 def _run(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
@@ -54,7 +60,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
-        ctx.source, ctx.target, ctx.group = source, target, group
+        ctx.source, ctx.target, ctx.group, ctx.shape = source, target, group, local.shape
         out = _run(local, source, target, group)
         return out.view_as(out) if out is local else out
 
@@ -67,7 +73,7 @@ class _Moved(torch.autograd.Function):
         joined = [axis for axis, op in ctx.source.partial if (axis, op) not in ctx.target.partial]
         if joined and back.requires_grad:  # each rank's gradient of it, of second order, is an addend
             back = collectives.sum_gradient(back, along(ctx.group, ctx.source, joined))
-        return back, None, None, None
+        return back if back.numel() else back.reshape(ctx.shape), None, None, None
 
 
 def _means(layout: Layout) -> int:

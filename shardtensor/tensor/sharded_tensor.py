@@ -24,7 +24,7 @@ from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardtensor.tensor.move import moved, part, settle, whole
+from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
 from shardtensor.tensor.shard import Shard
 
 _make_body = torch.Tensor._make_wrapper_subclass
@@ -341,9 +341,11 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
     """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds.
 
     Args:
-        local: of shape ``layout.local_shape(group.rank)``.
+        local: of shape ``layout.local_shape(group.rank)``; where that is empty, empty in any way.
         spec: what `sharding_spec` shall return; None to tell it from the layout when asked.
     """
+    if not local.numel():
+        local = as_nothing(local, layout, group.rank)
     shell = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )

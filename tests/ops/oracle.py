@@ -9,13 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
-import torch.distributed as dist
 from harness import device
 
 import shardtensor as st
+from shardtensor.comm.process_group import as_group
+from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 
 
@@ -61,7 +63,7 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 def specs(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, Any]]:
     """Names, specs and process groups of layouts for a shape, in this world."""
-    size = dist.get_world_size()
+    size = as_group().size
     where = [f"rank:{r}/{device(r)}" for r in range(size)]
     for dim in range(len(shape)):
         yield f"chunk{dim}", ChunkShardingSpec(dim, where), None
@@ -86,17 +88,15 @@ def specs(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, Any]]:
         yield "boxes", EnumerableShardingSpec(shards), None
 
 
-_MESH: dict[Any, Any] = {}
+_GRIDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def mesh() -> Any:
     """The ranks as a grid of two by two."""
-    key = dist.group.WORLD
-    if key not in _MESH:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        _MESH[key] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
-    return _MESH[key]
+    group = as_group()
+    if group not in _GRIDS:
+        _GRIDS[group] = group.on_mesh(Mesh((("dp", 2), ("tp", 2))), {})
+    return _GRIDS[group]
 
 
 def combinations(shapes: tuple[tuple[int, ...], ...]) -> Iterator[list[tuple[str, Any, Any] | None]]:

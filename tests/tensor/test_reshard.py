@@ -157,13 +157,14 @@ def test_in_place_it_stays_the_same_parameter(world, size):
 
 
 def of_a_part() -> None:
-    x = st.distribute(torch.arange(12.0).view(4, 3), "[tp balanced, -]")
+    dense = torch.arange(12.0, device=device()).view(4, 3)
+    x = st.distribute(dense, "[tp balanced, -]")
     whole = st.reshard(x, "replicate")
     x.add_(1)
-    assert torch.equal(whole.full_tensor(), torch.arange(12.0).view(4, 3))
+    assert torch.equal(whole.full_tensor(), dense)
     again = st.reshard(x, "[tp balanced, -]")
     again.zero_()
-    assert torch.equal(x.full_tensor(), torch.arange(12.0).view(4, 3) + 1)
+    assert torch.equal(x.full_tensor(), dense + 1)
 
 
 @pytest.mark.worlds("sim")
@@ -173,7 +174,7 @@ def test_a_new_tensor_shares_nothing_with_the_old(world, size):
 
 
 def second_order() -> None:
-    dense = torch.arange(6.0).view(2, 3)
+    dense = torch.arange(6.0, device=device()).view(2, 3)
     x = st.distribute(dense, "[tp balanced, -]", requires_grad=True)
     y = st.reshard(x, "[-, tp balanced]")
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
@@ -189,7 +190,7 @@ def test_gradients_of_gradients(world, size):
 
 def dtypes() -> None:
     for dtype in (torch.bool, torch.int16, torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
-        dense = torch.arange(30).view(5, 6).remainder(2).to(dtype)
+        dense = torch.arange(30, device=device()).view(5, 6).remainder(2).to(dtype)
         for x in (
             st.distribute(dense, "[tp balanced, -]"),
             st.distribute(dense.t().contiguous(), "[tp balanced, -]").t(),
@@ -197,7 +198,8 @@ def dtypes() -> None:
             y = st.reshard(x, "[-, tp balanced]")
             assert y.dtype == dtype
             assert torch.equal(y.full_tensor().to(torch.complex64), dense.to(torch.complex64))
-    turned = st.distribute(torch.complex(torch.ones(4, 4), torch.arange(16.0).view(4, 4)), "[tp balanced, -]").conj()
+    dense = torch.arange(16.0, device=device()).view(4, 4)
+    turned = st.distribute(torch.complex(dense * 0 + 1, dense), "[tp balanced, -]").conj()
     assert torch.equal(st.reshard(turned, "[-, tp balanced]").full_tensor(), turned.full_tensor())
 
 
