@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from shardtensor.comm.board import board_of_world
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.comm.group import Group, Pending
-from shardtensor.comm.meeting import Meeting, board_of_world, pair_sum
+from shardtensor.comm.meeting import Meeting, pair_sum
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
@@ -62,7 +63,6 @@ class CheckedGroup:
     def __init__(self, group: Group, meeting: Meeting) -> None:
         self.size, self.rank, self.ranks, self.index = group.size, group.rank, group.ranks, group.index
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
-        self.moves_lists = group.moves_lists
         self._group, self._meeting = group, meeting
         self._axes: dict[tuple[str, ...], Group] = {}
         self._subgroups: dict[tuple[int, ...], Group] = {}
@@ -93,13 +93,15 @@ class CheckedGroup:
         self._meet(f"reduce_scatter {_say(flat, counts)}")
         return self._group.reduce_scatter(flat, counts)
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self._meet(f"all_to_all {_name(flat.dtype)}", (send_counts, recv_counts))
         return self._group.all_to_all(flat, send_counts, recv_counts)
-
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        self._meet(f"all_to_all {_name(outs[0].dtype)}", ([t.numel() for t in ins], [t.numel() for t in outs]))
-        return self._group.all_to_all_into(outs, ins)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

@@ -8,107 +8,23 @@ that came make the same call. What one rank finds wrong is written down under th
 
 from __future__ import annotations
 
-import atexit
 import json
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from threading import get_ident
-from typing import Any
 from zlib import crc32
 
-import attrs
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardtensor import errors
 from shardtensor.comm.agree import name_ranks, ranks_by_value
+from shardtensor.comm.board import CAME, Board, Whereabouts
 from shardtensor.errors import AbsentRankError, CallMismatchError, ShardTensorError
 from shardtensor.mesh import Ranks
 
-_CAME = 1 << 47  # a counter: the number of ranks above, the sum of at most 2**15 digests of 32 bits below
 _LATE_S = 1.0  # how long a mismatch waits for the rest of the ranks, to say where they are
 _LOOK_ROUND_S = 0.2  # after this long, and then as often, a waiting rank looks what the absent ones do
 _ORDER = "make the same calls in the same order on every rank of the group, each from one line of the program"
-
-
-@attrs.frozen
-class Whereabouts:
-    """What a rank last said: the meeting it came to, or that it has ended.
-
-    Attributes:
-        key: of the meeting; "" for a rank that has ended.
-        place: which collective of which ranks that is, for messages.
-        call: what was called, and where.
-        ranks: the global ranks that meet there.
-        threads: how many threads of the rank have come to meetings.
-    """
-
-    key: str
-    place: str = ""
-    call: str = ""
-    ranks: tuple[int, ...] = ()
-    threads: int = 1
-
-
-class Board:
-    """The store, and what each rank last wrote there about itself."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        # A connection of its own, where there is one: a call of torch's that waits on the store does not block it.
-        store = store.clone() if hasattr(store, "clone") else store
-        self.store = dist.PrefixStore("shardtensor", store)
-        self.rank = rank
-        self._threads: set[int] = set()
-        mine = weakref.ref(self)
-        self._at_exit: Callable[[], None] = lambda: _say_ended(mine)
-        atexit.register(self._at_exit)
-        weakref.finalize(self, atexit.unregister, self._at_exit)
-
-    def say(self, here: Whereabouts) -> None:
-        """Write what this rank does; others read it when they miss the rank."""
-        self.store.set(f"at/{self.rank}", json.dumps(attrs.astuple(here)))
-
-    def threads(self) -> int:
-        """How many threads of this rank came here so far; autograd's count as the one that waits for them."""
-        if torch._C._current_autograd_node() is None:
-            self._threads.add(get_ident())
-        return len(self._threads)
-
-    def read(self, rank: int) -> Whereabouts | None:
-        """What a rank last said; None when it never did."""
-        if not self.store.check([f"at/{rank}"]):
-            return None
-        key, place, call, ranks, threads = json.loads(self.store.get(f"at/{rank}"))
-        return Whereabouts(key, place, call, tuple(ranks), threads)
-
-    def is_open(self, at: Whereabouts) -> bool:
-        """Whether ranks wait in a meeting: it was not completed, and no fault was found in it."""
-        if not at.key or self.store.check([f"{at.key}/why"]) or not self.store.check([at.key]):
-            return False
-        return self.store.add(at.key, 0) // _CAME < len(at.ranks)
-
-
-def _say_ended(board: weakref.ref[Board]) -> None:
-    found = board()
-    if found is not None:
-        try:
-            found.say(Whereabouts(""))
-        except RuntimeError:  # the store has ended before this rank
-            return
-
-
-_boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
-
-
-def board_of_world() -> Board:
-    """The board of the default process group."""
-    world = dist.group.WORLD
-    if world not in _boards:
-        _boards[world] = Board(distributed_c10d._get_default_store(), dist.get_rank())
-    return _boards[world]
 
 
 class Meeting:
@@ -152,8 +68,8 @@ class Meeting:
             self.board.say(here)
             if pairs is not None:
                 store.add(f"{key}/pairs", pairs)
-            came = store.add(key, _CAME + digest)
-            if came == len(self.ranks) * (_CAME + digest):
+            came = store.add(key, CAME + digest)
+            if came == len(self.ranks) * (CAME + digest):
                 for old in before:  # all have left it
                     store.delete_key(old)
             else:
@@ -171,11 +87,11 @@ class Meeting:
         """Look at the counter until all are here."""
         start = time.monotonic()
         # Sooner than the timeout, so that whoever else counts it down does not come first.
-        patience = self.timeout_s - min(1.0, self.timeout_s / 10)
+        patience = self.timeout_s - min(1.0, self.timeout_s / 4)
         looked = 0.0
-        while came != len(self.ranks) * (_CAME + digest):
+        while came != len(self.ranks) * (CAME + digest):
             waited = time.monotonic() - start
-            count, total = divmod(came, _CAME)
+            count, total = divmod(came, CAME)
             if total != count * digest:
                 if count < len(self.ranks) and waited < min(_LATE_S, patience):
                     time.sleep(0.01)  # the others may say more
@@ -231,8 +147,8 @@ class Meeting:
 
     def _leave(self, here: Whereabouts, digest: int, error: ShardTensorError) -> None:
         """Take this rank out of the meeting and raise; stay when the last rank has come meanwhile."""
-        if self.board.store.add(here.key, -(_CAME + digest)) == (len(self.ranks) - 1) * (_CAME + digest):
-            self.board.store.add(here.key, _CAME + digest)
+        if self.board.store.add(here.key, -(CAME + digest)) == (len(self.ranks) - 1) * (CAME + digest):
+            self.board.store.add(here.key, CAME + digest)
         else:
             raise self._settle(here.key, error)
 

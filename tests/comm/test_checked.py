@@ -26,7 +26,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, forget_destroyed
 from shardtensor.comm.torch_group import TorchGroup
 
-TIMEOUT_S = 2.0
+PATIENT_S, SHORT_S = 30.0, 2.0  # timeouts: where nobody waits for one to be over, and where somebody does
 
 
 @contextmanager
@@ -38,17 +38,22 @@ def checks(asked: str = "collectives"):
         del os.environ["SHARDTENSOR_CHECK"]
 
 
-def checked_group(ranks: list[int] | None = None) -> Any:
+def checked_group(ranks: list[int] | None = None, timeout_s: float = PATIENT_S) -> Any:
     with checks():
-        return as_group(dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S)))
+        return as_group(dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)))
 
 
-def told(call: Any) -> tuple[str, str]:
+def rest() -> None:
+    """Wait for all ranks, on the world's own group, which is not checked."""
+    as_group().barrier()
+
+
+def told(call: Any, within_s: float = PATIENT_S / 2) -> tuple[str, str]:
     """The type and the text of what a call raises, with line numbers taken out; and that it came before the timeout."""
     start = time.monotonic()
     with pytest.raises(st.ShardTensorError) as caught:
         call()
-    assert time.monotonic() - start < TIMEOUT_S
+    assert time.monotonic() - start < within_s
     assert isinstance(caught.value, RuntimeError)
     return type(caught.value).__name__, re.sub(r"\.py:\d+ in", ".py:N in", str(caught.value))
 
@@ -224,7 +229,7 @@ def test_the_same_line_in_another_layer(world):
 
 
 def call_alone(method: str) -> tuple[str, str] | str:
-    group = checked_group()
+    group = checked_group(None, SHORT_S)
     x = st.distribute(torch.ones(4, 3, device=device()), "[tp, -]", process_group=group)
     group.barrier()
     calls = {
@@ -234,10 +239,10 @@ def call_alone(method: str) -> tuple[str, str] | str:
         "repr of the whole": lambda: x.tolist(),
     }
     if group.rank == 0:
-        result = told(calls[method])
-        dist.barrier()
+        result = told(calls[method], SHORT_S)
+        rest()
         return result
-    dist.barrier()
+    rest()
     return told(lambda: group.all_reduce(torch.ones(1)))  # late, and the first that rank 0 has waited for
 
 
@@ -268,14 +273,14 @@ def test_one_rank_calls_alone(world, method, call):
 
 
 def wait_in_a_subgroup() -> tuple[str, str] | None:
-    whole, part = checked_group(), checked_group([1, 2])
+    whole, part = checked_group(None, SHORT_S), checked_group([1, 2], SHORT_S)
     t = torch.ones(1, device=device())
     result = None
     if dist.get_rank() == 0:
-        result = told(lambda: whole.all_reduce(t))
+        result = told(lambda: whole.all_reduce(t), SHORT_S)
     elif dist.get_rank() == 1:
-        result = told(lambda: part.all_reduce(t))
-    dist.barrier()
+        result = told(lambda: part.all_reduce(t), SHORT_S)
+    rest()
     return result
 
 
@@ -307,10 +312,8 @@ def go_round() -> tuple[str, str]:
         pairs[first].all_reduce(t)
         pairs[second].all_reduce(t)
 
-    start = time.monotonic()
-    result = told(cross)
-    assert time.monotonic() - start < TIMEOUT_S / 2  # nobody waited for the time to be over
-    dist.barrier()
+    result = told(cross)  # nobody waited for the time to be over
+    rest()
     return result
 
 
@@ -328,9 +331,9 @@ def test_a_circle_of_groups_is_told_at_once(world):
 
 
 def make_a_part_alone() -> tuple[str, str] | None:
-    group = checked_group()
-    result = told(lambda: group.subgroup([0, 1])) if group.rank == 0 else None
-    dist.barrier()
+    group = checked_group(None, SHORT_S)
+    result = told(lambda: group.subgroup([0, 1]), SHORT_S) if group.rank == 0 else None
+    rest()
     return result
 
 
@@ -342,13 +345,13 @@ def test_a_group_that_one_rank_makes_alone(world):
 
 
 def go_on_after_an_error() -> list[float]:
-    group = checked_group()
+    group = checked_group(None, SHORT_S)
     t = torch.ones(1, device=device())
     if group.rank == 0:
-        told(lambda: group.all_reduce(t))
-        dist.barrier()
+        told(lambda: group.all_reduce(t), SHORT_S)
+        rest()
     else:
-        dist.barrier()
+        rest()
         told(lambda: group.barrier())
     return [group.all_reduce(torch.full((1,), 2.0, device=device())).item() for _ in range(3)]
 
@@ -447,9 +450,9 @@ def count_keys() -> tuple[int, int]:
         for _ in range(20):
             group.all_reduce(t)
             group.all_to_all(torch.ones(2), [1, 1], [1, 1])
-        dist.barrier()
+        rest()
         counts.append(store.num_keys())
-        dist.barrier()
+        rest()
     return counts
 
 
@@ -494,14 +497,15 @@ def wait_in_vain() -> str | None:
     group = as_group(dist.new_group(timeout=timedelta(seconds=1)))
     x = st.distribute(torch.ones(4, 3), "[tp, -]", process_group=group)
     if group.rank:
-        dist.barrier()
+        rest()
         return None
     with pytest.raises(st.AbsentRankError) as caught:
         x.full_tensor()
-    dist.barrier()
+    rest()
     return re.sub(r"\.py:\d+ in", ".py:N in", str(caught.value))
 
 
+@pytest.mark.skipif(os.environ.get("SHARDTENSOR_TEST_DEVICE") == "cuda", reason="NCCL ends the process instead")
 def test_without_the_mode_a_timeout_of_gloo_names_the_call(world):
     text = world(wait_in_vain, 2)[0]
     assert re.sub(r"backend  .*", "backend  ...", text) == (
@@ -539,7 +543,7 @@ try:
     x.sum()
 except RuntimeError as error:
     print(type(error).__name__, error)
-    assert time.monotonic() - start < {"dies": 4, "ends": 1}[sys.argv[1]]
+    assert time.monotonic() - start < {"dies": 4, "ends": 3}[sys.argv[1]]
 os._exit(0)
 """
 

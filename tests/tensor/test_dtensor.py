@@ -260,7 +260,7 @@ def part_of_the_world() -> str:
     flat = mesh._flatten("all") if hasattr(mesh, "_flatten") else mesh.flatten("all")
     theirs = distribute_tensor(dense((5, 2)), flat, [Shard(0)], src_data_rank=None)
     assert torch.equal(st.from_dtensor(theirs).full_tensor(), dense((5, 2)))
-    chunks = st.distribute(dense((5, 2)), 'chunk(dim=0, placements=["rank:0-3/cpu"])')
+    chunks = st.distribute(dense((5, 2)), f'chunk(dim=0, placements=["rank:0-3/{device().type}"])')
     crossed = chunks.to_dtensor(flat)
     assert torch.equal(crossed.full_tensor(), dense((5, 2)))
     return str(crossed.placements)
