@@ -43,7 +43,8 @@ Said = CutDim | Addends | None
 """What one axis does; None: its ranks hold copies."""
 
 
-def nested_layout(said: Sequence[Said], shape: Shape, mesh: Mesh, order: Sequence[int] | None = None) -> CutLayout:
+@lru_cache(maxsize=1024)
+def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
     """The layout that axes say, one after the other.
 
     Args:
@@ -52,9 +53,9 @@ def nested_layout(said: Sequence[Said], shape: Shape, mesh: Mesh, order: Sequenc
 
     Example:
         >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> print(nested_layout([CutDim(0), CutDim(0)], (8, 3), mesh), nested_layout([None, CutDim(1)], (8, 3), mesh))
+        >>> print(nested_layout((CutDim(0), CutDim(0)), (8, 3), mesh), nested_layout((None, CutDim(1)), (8, 3), mesh))
         [dp*tp, -] [-, tp]
-        >>> print(nested_layout([CutDim(0, blocks=2), CutDim(0)], (8, 3), mesh))
+        >>> print(nested_layout((CutDim(0, blocks=2), CutDim(0)), (8, 3), mesh))
         [tp*dp, -]
     """
     cuts: dict[int, list[tuple[int, int]]] = {}
@@ -73,7 +74,7 @@ def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
 
     Example:
         >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> say_nested(nested_layout([CutDim(1), None], (8, 3), mesh), mesh)
+        >>> say_nested(nested_layout((CutDim(1), None), (8, 3), mesh), mesh)
         (CutDim(dim=1, blocks=1), None)
     """
     seen = on_mesh(layout, mesh)
@@ -100,7 +101,7 @@ def nearest_nested(layout: Layout, mesh: Mesh) -> CutLayout:
             CutDim(dim_of[axis]) if axis in dim_of else Addends(op_of[axis]) if axis in op_of else None
             for axis in range(len(mesh.sizes))
         ]
-    return nested_layout(said, layout.shape, mesh)
+    return nested_layout(tuple(said), layout.shape, mesh)
 
 
 def _say_cuts(layout: CutLayout) -> tuple[Said, ...] | None:

@@ -24,6 +24,7 @@ from shardtensor.tensor.placing import enumerated, mesh_of, spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 _TO_OURS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min"}
+_axes_of: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
 _meshes: WeakKeyDictionary[Group, Any] = WeakKeyDictionary()  # made here, for groups that came from no DeviceMesh
 
 
@@ -48,12 +49,12 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
     Example:
         >>> import shardtensor, torch.distributed as dist
         >>> from torch.distributed.tensor import Shard, distribute_tensor
-        >>> dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
-        >>> mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         >>> theirs = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         >>> ours = shardtensor.from_dtensor(theirs)
         >>> ours.sharding_spec(), ours.local_tensor().shape
-        (Spec('dp', 'tp'), torch.Size([2, 3]))
+        (Spec('dp', 'tp'), torch.Size([4, 6]))
         >>> ours.to_dtensor().placements
         (Shard(dim=0), Shard(dim=1))
         >>> dist.destroy_process_group()
@@ -64,7 +65,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
         raise TypeError(f"from_dtensor takes a DTensor, this is a {type(dtensor).__name__}")
     device_mesh = dtensor.device_mesh
     mesh = _mesh(device_mesh)
-    said = [_read(placement, dtensor) for placement in dtensor.placements]
+    said = tuple(_read(placement, dtensor) for placement in dtensor.placements)
     layout = nested_layout(said, tuple(dtensor.shape), mesh, _order(dtensor))
     group = as_group(device_mesh)
     local = _FromDTensor.apply(dtensor, _gradient_scale(layout))
@@ -104,6 +105,14 @@ def _odd_spec(layout: CutLayout, device: torch.device, mesh: Mesh) -> ShardingSp
 
 
 def _mesh(device_mesh: Any) -> Mesh:
+    """The axes and ranks of a DeviceMesh; those without a name are called as torch counts them."""
+    known = _axes_of.get(device_mesh)
+    if known is None:
+        known = _axes_of[device_mesh] = _read_mesh(device_mesh)
+    return known
+
+
+def _read_mesh(device_mesh: Any) -> Mesh:
     names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
     return Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), device_mesh.mesh.flatten().tolist())
 
@@ -159,12 +168,12 @@ def _placement(said: Said) -> Any:
     return Shard(said.dim) if said.blocks == 1 else _StridedShard(said.dim, split_factor=said.blocks)
 
 
-def _order(dtensor: Any) -> list[int] | None:
+def _order(dtensor: Any) -> tuple[int, ...] | None:
     """The order in which the axes cut, where a DTensor says another than left to right."""
     entries = getattr(dtensor._spec, "shard_order", None)
     if not entries or any(type(p).__name__ == "_StridedShard" for p in dtensor.placements):
         return None
-    return [axis for entry in entries for axis in entry.mesh_dims]
+    return tuple(axis for entry in entries for axis in entry.mesh_dims)
 
 
 def _gradient_scale(layout: Layout) -> float:

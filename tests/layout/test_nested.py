@@ -100,14 +100,14 @@ def test_device_forms_fit_any_mesh_of_their_ranks():
 
 def test_axes_are_split_and_joined():
     fine, coarse = Mesh((("a", 2), ("b", 1), ("c", 3))), Mesh((("x", 6),))
-    said = nested_layout([CutDim(0), None, CutDim(0)], (12,), fine)
+    said = nested_layout((CutDim(0), None, CutDim(0)), (12,), fine)
     assert say_nested(said, coarse) == (CutDim(0),)
-    assert say_nested(nested_layout([CutDim(0)], (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
-    assert on_mesh(nested_layout([CutDim(0), None, None], (12,), fine), coarse) is None
-    assert on_mesh(nested_layout([Addends("sum"), None, CutDim(0)], (12,), fine), coarse) is None
-    summed = nested_layout([Addends("sum")], (12,), coarse)
+    assert say_nested(nested_layout((CutDim(0),), (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
+    assert on_mesh(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
+    assert on_mesh(nested_layout((Addends("sum"), None, CutDim(0)), (12,), fine), coarse) is None
+    summed = nested_layout((Addends("sum"),), (12,), coarse)
     assert say_nested(summed, fine) == (Addends("sum"), None, Addends("sum"))
-    grid = nested_layout([CutDim(0), CutDim(1)], (4, 6), Mesh((("a", 2), ("b", 3))))
+    grid = nested_layout((CutDim(0), CutDim(1)), (4, 6), Mesh((("a", 2), ("b", 3))))
     assert on_mesh(grid, Mesh((("a", 3), ("b", 2)))) is None
 
 
