@@ -101,7 +101,7 @@ class CheckedGroup:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._meet(f"all_to_all {_name(flat.dtype)}", (send_counts, recv_counts))
-        return self._group.all_to_all(flat, send_counts, recv_counts)
+        return self._group.all_to_all(flat, send_counts, recv_counts, out)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

@@ -40,7 +40,6 @@ class Group(Protocol):
         device_type: where tensors are moved without a detour: ``"cuda"`` or ``"cpu"``.
         process_group: the torch process group, or None.
         mesh: the grid over the group's ranks when it came from a DeviceMesh of two or more axes, else None.
-        moves_lists: whether `all_to_all_into` takes tensors anywhere in memory; else they lie end to end.
     """
 
     size: int
@@ -50,7 +49,6 @@ class Group(Protocol):
     device_type: str
     process_group: Any
     mesh: Mesh | None
-    moves_lists: bool
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
@@ -67,14 +65,16 @@ class Group(Protocol):
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Sum `flat` over the group and return this member's range of it, flat; `counts` cuts it up."""
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
-        """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order."""
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order.
 
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        """Start to send ``ins[i]`` to member i and to fill ``outs[i]`` with what it sends here; ``wait()`` ends it.
-
-        All are flat, of one dtype and on one device, one for each member, its own too; empty ones send nothing. Where
-        not `moves_lists`, each list lies end to end in memory, in order. They are left alone until then.
+        `out`, a flat tensor that shares nothing with `flat`, takes it where given.
         """
 
     def scatter(
@@ -116,7 +116,6 @@ class LoneGroup:
     size = 1
     index = 0
     mesh: Mesh | None = None
-    moves_lists = True
 
     def __init__(self, rank: int = 0, process_group: Any = None, device_type: str = "cpu") -> None:
         self.rank = rank
@@ -137,12 +136,14 @@ class LoneGroup:
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return flat.reshape(-1)
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
-        return flat.reshape(-1)
-
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        outs[0].copy_(ins[0])
-        return Done(outs[0])
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return flat.reshape(-1) if out is None else out.copy_(flat.reshape(-1))
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

@@ -53,7 +53,6 @@ _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True
 _GATHER = _options(AllgatherOptions)
 _SCATTER = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
 _ALL_TO_ALL = _options(dist.AllToAllOptions)
-_ALL_TO_ALL_ASYNC = _options(dist.AllToAllOptions, asyncOp=True)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
 
@@ -114,30 +113,23 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def all_to_all(
-    process_group: Any, flat: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+    process_group: Any,
+    flat: torch.Tensor,
+    recv_counts: Sequence[int],
+    send_counts: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exchange consecutive ranges of `flat`; counts are elements."""
+    """Exchange consecutive ranges of `flat`, into `out` where it is given; counts are elements."""
+    sizes = list(recv_counts), list(send_counts)
     if torch.compiler.is_compiling():
-        sizes = list(recv_counts), list(send_counts)
-        return _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
-    out = flat.new_empty(sum(recv_counts))
+        result = _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
+        return result if out is None else out.copy_(result)
+    out = flat.new_empty(sum(recv_counts)) if out is None else out
     try:
-        _wait(process_group.alltoall_base(out, flat, recv_counts, send_counts, _ALL_TO_ALL))
+        _wait(process_group.alltoall_base(out, flat, *sizes, _ALL_TO_ALL))
     except RuntimeError as error:
         raise _told(error, "all_to_all", flat, process_group) from error
     return out
-
-
-def all_to_all_out(
-    process_group: Any, out: torch.Tensor, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-) -> None:
-    """Exchange consecutive ranges of `flat` into `out`; counts are elements."""
-    _wait(process_group.alltoall_base(out, flat, list(recv_counts), list(send_counts), _ALL_TO_ALL))
-
-
-def all_to_all_list(process_group: Any, outs: list[torch.Tensor], ins: list[torch.Tensor]) -> Any:
-    """Start to send ``ins[i]`` to member i and to fill ``outs[i]``; return torch's handle. NCCL alone takes lists."""
-    return process_group.alltoall(outs, ins, _ALL_TO_ALL_ASYNC)
 
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:

@@ -33,7 +33,6 @@ class TorchGroup:
         self.mesh: Mesh | None = None
         self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.wire.device_type
-        self.moves_lists = set(self.wire.backends.values()) == {"nccl"}
         self._axes: dict[tuple[str, ...], Group] = {}
         self._subgroups: dict[tuple[int, ...], Group] = {}
 
@@ -114,30 +113,24 @@ class TorchGroup:
         out = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
         return self.wire.from_move(out, t)
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         sent = self.wire.to_move(flat)
         scale = self.wire.elements_per_item(flat.dtype)
         if scale != 1:
             send_counts = [count * scale for count in send_counts]
             recv_counts = [count * scale for count in recv_counts]
-        out = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts)
-        return self.wire.from_move(out, flat)
-
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        if self.moves_lists and all((t.is_cuda, t.dtype) in self.wire.moved_as_is for t in (outs[0], ins[0])):
-            work = primitives.all_to_all_list(self.process_group, list(outs), list(ins))
-            return Started(work, outs[0], self.process_group, call="all_to_all")
-        counts = [t.numel() for t in ins], [t.numel() for t in outs]
-        received, sent = _joined(outs), _joined(ins)
-        if (sent.is_cuda, sent.dtype) in self.wire.moved_as_is:
-            primitives.all_to_all_out(self.process_group, received, sent, *counts)
-        else:
-            received.copy_(self.all_to_all(sent, *counts))
-        for out, piece in zip(outs, received.split(counts[1]), strict=True):
-            if out.numel() and out.data_ptr() != piece.data_ptr():
-                out.copy_(piece)
-        return Done(outs[0])
+        goes_straight = out is not None and (out.is_cuda, out.dtype) in self.wire.moved_as_is
+        into = out if goes_straight else None
+        got = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts, into)
+        result = self.wire.from_move(got, flat)
+        return result if out is None or goes_straight else out.copy_(result)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
@@ -227,7 +220,6 @@ class OutsideGroup:
     device_type = "cpu"
     process_group = None
     mesh: Mesh | None = None
-    moves_lists = False
 
     def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
         self.rank = rank
@@ -238,10 +230,8 @@ class OutsideGroup:
         members = f" of ranks {list(self.ranks)}" if len(self.ranks) else ""
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
-    all_reduce = all_reduce_async = all_gather = reduce_scatter = all_to_all = all_to_all_into = scatter = gather = (
-        broadcast
-    ) = _refuse
-    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = _refuse
+    all_reduce = all_reduce_async = all_gather = reduce_scatter = all_to_all = scatter = gather = _refuse
+    broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = _refuse
 
     def __repr__(self) -> str:
         return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"
@@ -250,29 +240,16 @@ class OutsideGroup:
 class Started:
     """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy."""
 
-    __slots__ = ("call", "finish", "process_group", "t", "work")
+    __slots__ = ("finish", "process_group", "t", "work")
 
-    def __init__(
-        self, work: Any, t: torch.Tensor, process_group: Any, finish: Any = None, call: str = "all_reduce"
-    ) -> None:
-        self.work, self.t, self.process_group, self.finish, self.call = work, t, process_group, finish, call
+    def __init__(self, work: Any, t: torch.Tensor, process_group: Any, finish: Any = None) -> None:
+        self.work, self.t, self.process_group, self.finish = work, t, process_group, finish
 
     def wait(self) -> torch.Tensor:
-        primitives.finish(self.work, self.call, self.t, self.process_group)
+        primitives.finish(self.work, "all_reduce", self.t, self.process_group)
         if self.finish is not None:
             self.finish()
         return self.t
-
-
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat tensors as one: seen so where they lie end to end, else copied."""
-    first = next((t for t in pieces if t.numel()), pieces[0])
-    at, memory = first.storage_offset(), first.untyped_storage().data_ptr()
-    for t in pieces:
-        if t.numel() and (t.storage_offset() != at or t.untyped_storage().data_ptr() != memory):
-            return torch.cat(list(pieces))
-        at += t.numel()
-    return first.as_strided((sum(t.numel() for t in pieces),), (1,))
 
 
 def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> tuple[int, int]:

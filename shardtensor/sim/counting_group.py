@@ -25,8 +25,6 @@ class CountingGroup:
     """
 
     device_type = "cpu"
-    moves_lists = True
-    moves_lists = True
 
     def __init__(self, rank: int, ranks: Ranks, count: Count) -> None:
         self.rank, self.ranks, self.count = rank, ranks, count
@@ -61,15 +59,17 @@ class CountingGroup:
         self.count("reduce_scatter", self.ranks, _bytes(flat) - _bytes(own), _bytes(own) * (self.size - 1))
         return own.clone()
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         self._count_route("all_to_all", flat, send_counts, recv_counts)
-        return self._with_own(self._own(flat, send_counts), recv_counts)
-
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        self._count_route("all_to_all", ins[0], [t.numel() for t in ins], [t.numel() for t in outs])
-        outs[self.index].detach().copy_(ins[self.index].detach())
-        return Done(outs[0])
+        result = self._with_own(self._own(flat, send_counts), recv_counts)
+        return result if out is None else out.copy_(result)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

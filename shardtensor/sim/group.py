@@ -37,8 +37,6 @@ class SimGroup:
     """
 
     device_type = "cpu"
-    moves_lists = False
-    moves_lists = False  # as gloo
 
     def __init__(self, world: World, member: Member, ranks: Ranks) -> None:
         self.world, self.member = world, member
@@ -101,10 +99,17 @@ class SimGroup:
         )
         return _WIRE.from_move(joined.clone(), t)
 
-    def all_to_all(self, flat: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
-        return self._route("all_to_all", text, flat, send_counts, recv_counts)
+        result = self._route("all_to_all", text, flat, send_counts, recv_counts)
+        return result if out is None else out.copy_(result)
 
     def _route(
         self,
@@ -128,20 +133,6 @@ class SimGroup:
                 if sends != expects:
                     return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
         return ""
-
-    def all_to_all_into(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Pending:
-        send, recv = [t.numel() for t in ins], [t.numel() for t in outs]
-        text = f"send {_counts(send)}, receive {_counts(recv)} of {_name(ins[0].dtype)}"
-        brought = ([t.detach() for t in ins], send, recv)
-        slot = self._post("all_to_all_into", text, (ins[0].dtype,), brought, _kept_lists, self._unmatched)
-
-        def take(sent: list[list[torch.Tensor]]) -> torch.Tensor:
-            for out, pieces in zip(outs, sent, strict=True):
-                if out.numel():
-                    out.data.copy_(pieces[self.index])
-            return outs[0]
-
-        return _Started(self, slot, take)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

@@ -27,6 +27,12 @@ def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+def end_to_end(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pieces that follow one another in memory as one flat tensor."""
+    first = next((piece for piece in pieces if piece.numel()), pieces[0])
+    return first.as_strided((sum(piece.numel() for piece in pieces),), (1,))
+
+
 def pack(pieces: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
     start = 0
     for piece in pieces:
