@@ -95,8 +95,10 @@ def _(spec: GridShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ..
         raise _does_not_fit(
             "a rank has two places in the grid", spec, shape, "name each rank once, or list the boxes with enum(...)"
         )
+    # A grid of one place cuts dim 0, as a chunk of one does: else it would look like a copy on every rank.
+    is_one = math.prod(spec.splits) == 1
     dims = tuple(
-        DimCut((axis,), chunked(length, splits)) if splits > 1 else None
+        DimCut((axis,), chunked(length, splits)) if splits > 1 or (is_one and not axis) else None
         for axis, (length, splits) in enumerate(zip(shape, spec.splits, strict=True))
     )
     return CutLayout(shape=shape, ranks=ranks, grid=tuple(spec.splits), dims=dims)

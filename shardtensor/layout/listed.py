@@ -49,6 +49,9 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
         for axis, choices in enumerate(intervals)
     )
     cut = [axis for axis, size in enumerate(grid) if size > 1]
+    if shape and not cut:  # one box cuts dim 0, as a chunk of one does: else it would look like a copy on every rank
+        dims = (DimCut((0,), listed(shape[:1])), *dims[1:])
+        grid = (1,)
     if len(cut) == 1:  # one cut dim: the same layout as a chunk spec gives
         dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
         grid = (grid[cut[0]],)

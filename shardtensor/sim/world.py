@@ -67,12 +67,16 @@ class World:
         Raises what a rank raised first, with a note that says which ranks did and where the others stood.
         """
         modes = torch.is_grad_enabled(), torch.get_default_device()
+        threads = []
         for member in self.members:
             args = (member, body, prepare, modes, copy_context())
-            threading.Thread(target=self._serve, args=args, name=f"rank {member.rank}", daemon=True).start()
+            threads.append(threading.Thread(target=self._serve, args=args, name=f"rank {member.rank}", daemon=True))
+            threads[-1].start()
         try:
             self.members[0].turn.release()
             self._over.acquire()
+            for thread in threads:  # their last lines, lest they meet the end of the process
+                thread.join()
         except BaseException as error:  # the caller was interrupted: let no rank go on
             for member in self.members:
                 self.failures.setdefault(member.rank, error)

@@ -104,7 +104,9 @@ def compare(w: Writer) -> Choice:
 @choice(2)
 def ternary(w: Writer) -> Choice:
     x = w.floats()
-    name = w.rng.choice(["where", "where scalar", "addcmul", "lerp", "clamp", "clamp tensors", "masked_fill", "lerp scalar"])
+    name = w.rng.choice(
+        ["where", "where scalar", "addcmul", "lerp", "clamp", "clamp tensors", "masked_fill", "lerp scalar"]
+    )
     if name == "where":
         return "torch.where", (w.broadcastable(x, "bool"), x, w.broadcastable(x)), {}
     if name == "where scalar":
@@ -127,7 +129,23 @@ def in_place(w: Writer) -> Choice:
     x = w.writable()
     if x is None:
         return None
-    name = w.rng.choice(["add_", "sub_", "mul_", "copy_", "clamp_", "zero_", "fill_", "neg_", "masked_fill_", "relu_", "iadd", "sqrt", "addcmul_"])
+    name = w.rng.choice(
+        [
+            "add_",
+            "sub_",
+            "mul_",
+            "copy_",
+            "clamp_",
+            "zero_",
+            "fill_",
+            "neg_",
+            "masked_fill_",
+            "relu_",
+            "iadd",
+            "sqrt",
+            "addcmul_",
+        ]
+    )
     y = w.broadcastable(x, inside=True)
     if name in ("add_", "sub_", "mul_", "copy_"):
         return f"Tensor.{name}", (x, y), {}
@@ -168,7 +186,31 @@ def views(w: Writer) -> Choice:
     x = w.any(high=4)
     t = w.value(x)
     n = t.dim()
-    name = w.rng.choice(["transpose", "permute", "unsqueeze", "squeeze", "squeeze dim", "narrow", "select", "view", "reshape", "flatten", "expand", "movedim", "unflatten", "t", "diagonal", "broadcast_to", "mT", "unbind", "view_as", "ravel", "swapaxes"])
+    name = w.rng.choice(
+        [
+            "transpose",
+            "permute",
+            "unsqueeze",
+            "squeeze",
+            "squeeze dim",
+            "narrow",
+            "select",
+            "view",
+            "reshape",
+            "flatten",
+            "expand",
+            "movedim",
+            "unflatten",
+            "t",
+            "diagonal",
+            "broadcast_to",
+            "mT",
+            "unbind",
+            "view_as",
+            "ravel",
+            "swapaxes",
+        ]
+    )
     if name == "unsqueeze":
         return "torch.unsqueeze", (x, w.rng.randrange(-n - 1, n + 1)), {}
     if name == "squeeze":
@@ -301,7 +343,9 @@ def setitem(w: Writer) -> Choice:
 def reductions(w: Writer) -> Choice:
     x = w.floats()
     n = w.value(x).dim()
-    name = w.rng.choice(["sum", "sum", "mean", "amax", "amin", "prod", "logsumexp", "var", "std", "norm", "nansum", "var_mean"])
+    name = w.rng.choice(
+        ["sum", "sum", "mean", "amax", "amin", "prod", "logsumexp", "var", "std", "norm", "nansum", "var_mean"]
+    )
     kwargs: dict[str, Any] = {}
     if n and w.rng.random() < 0.75:
         kwargs["dim"] = w.dim(x)
@@ -322,7 +366,9 @@ def extremes(w: Writer) -> Choice:
     x = w.exact()
     if w.value(x).dtype == torch.bool:
         return None
-    name = w.rng.choice(["max", "min", "argmax", "argmin", "any", "all", "count_nonzero", "max", "min", "median", "aminmax"])
+    name = w.rng.choice(
+        ["max", "min", "argmax", "argmin", "any", "all", "count_nonzero", "max", "min", "median", "aminmax"]
+    )
     if name == "median" or (w.value(x).dim() and w.rng.random() < 0.7):
         if name == "aminmax":
             return "torch.aminmax", (x,), {"dim": w.dim(x)}
@@ -362,14 +408,36 @@ def sorts(w: Writer) -> Choice:
 
 @choice(5)
 def products(w: Writer) -> Choice:
-    name = w.rng.choice(["matmul", "matmul", "mm", "bmm", "linear", "linear", "addmm", "baddbmm", "mv", "dot", "outer", "einsum", "einsum", "tensordot", "bilinear"])
+    name = w.rng.choice(
+        [
+            "matmul",
+            "matmul",
+            "mm",
+            "bmm",
+            "linear",
+            "linear",
+            "addmm",
+            "baddbmm",
+            "mv",
+            "dot",
+            "outer",
+            "einsum",
+            "einsum",
+            "tensordot",
+            "bilinear",
+        ]
+    )
     size = lambda: w.rng.choice([0, 1, 2, 3, 4, 5])  # noqa: E731
     n, m, k, b = size(), size(), size(), w.rng.choice([1, 2, 3])
     if name == "matmul":
         x = w.floats(1)
         last = w.value(x).shape[-1]
         lead = tuple(w.value(x).shape[:-2])
-        return "torch.matmul", (x, w.like(w.rng.choice([(last,), (last, m), (last, m), (*lead, last, m), (b, last, m)]))), {}
+        return (
+            "torch.matmul",
+            (x, w.like(w.rng.choice([(last,), (last, m), (last, m), (*lead, last, m), (b, last, m)]))),
+            {},
+        )
     if name == "linear":
         x = w.floats(1)
         last = w.value(x).shape[-1]
@@ -383,7 +451,11 @@ def products(w: Writer) -> Choice:
         c = w.like(w.rng.choice([(n, m), (m,), (1, m), (n, 1)]))
         return "torch.addmm", (c, w.like((n, k)), w.like((k, m))), {"beta": 2, "alpha": 3}
     if name == "baddbmm":
-        return "torch.baddbmm", (w.like(w.rng.choice([(b, n, m), (n, m), (b, 1, m)])), w.like((b, n, k)), w.like((b, k, m))), {}
+        return (
+            "torch.baddbmm",
+            (w.like(w.rng.choice([(b, n, m), (n, m), (b, 1, m)])), w.like((b, n, k)), w.like((b, k, m))),
+            {},
+        )
     if name == "mv":
         return "torch.mv", (w.like((n, k)), w.like((k,))), {}
     if name == "dot":
@@ -415,7 +487,9 @@ def products(w: Writer) -> Choice:
 def normalizations(w: Writer) -> Choice:
     x = w.floats(1)
     shape = tuple(w.value(x).shape)
-    name = w.rng.choice(["softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "normalize", "softmin", "batch_norm"])
+    name = w.rng.choice(
+        ["softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "normalize", "softmin", "batch_norm"]
+    )
     if name in ("softmax", "log_softmax", "softmin"):
         return f"F.{name}", (x,), {"dim": w.dim(x)}
     if name == "normalize":
@@ -457,7 +531,23 @@ def pieces(w: Writer) -> Choice:
     x = w.any(low=1)
     t, dim = w.value(x), w.dim(x)
     size = t.shape[dim]
-    name = w.rng.choice(["split", "split sizes", "chunk", "tensor_split", "repeat", "tile", "repeat_interleave", "flip", "roll", "tril", "pad", "diff", "unfold"])
+    name = w.rng.choice(
+        [
+            "split",
+            "split sizes",
+            "chunk",
+            "tensor_split",
+            "repeat",
+            "tile",
+            "repeat_interleave",
+            "flip",
+            "roll",
+            "tril",
+            "pad",
+            "diff",
+            "unfold",
+        ]
+    )
     if name == "split":
         return "torch.split", (x, w.rng.randint(1, 3), dim), {}
     if name == "split sizes":
@@ -494,9 +584,26 @@ def by_index(w: Writer) -> Choice:
     x = w.floats(1)
     t, dim = w.value(x), w.dim(x)
     size = t.shape[dim]
-    name = w.rng.choice(["gather", "scatter", "scatter value", "scatter_add", "index_select", "index_add", "index_fill", "take_along_dim", "take", "index_put", "index_copy", "scatter_reduce"])
+    name = w.rng.choice(
+        [
+            "gather",
+            "scatter",
+            "scatter value",
+            "scatter_add",
+            "index_select",
+            "index_add",
+            "index_fill",
+            "take_along_dim",
+            "take",
+            "index_put",
+            "index_copy",
+            "scatter_reduce",
+        ]
+    )
     if name in ("gather", "scatter", "scatter value", "scatter_add", "scatter_reduce"):
-        shape = tuple(w.rng.randint(0, n) if i != dim % t.dim() else w.rng.randint(0, size) for i, n in enumerate(t.shape))
+        shape = tuple(
+            w.rng.randint(0, n) if i != dim % t.dim() else w.rng.randint(0, size) for i, n in enumerate(t.shape)
+        )
         if name in ("scatter", "scatter value"):  # no two alike, for the last of them is not defined
             shape = tuple(min(1, n) if i == dim % t.dim() else n for i, n in enumerate(shape))
         at = _ids(w, shape, size)
@@ -507,7 +614,11 @@ def by_index(w: Writer) -> Choice:
         if name == "scatter value":
             return "torch.scatter", (x, dim, at, 5.0), {}
         if name == "scatter_reduce":
-            return "torch.scatter_reduce", (x, dim, at, w.input(shape, dtype=t.dtype)), {"reduce": w.rng.choice(["sum", "amax"])}
+            return (
+                "torch.scatter_reduce",
+                (x, dim, at, w.input(shape, dtype=t.dtype)),
+                {"reduce": w.rng.choice(["sum", "amax"])},
+            )
         return f"torch.{name}", (x, dim, at, w.input(shape, dtype=t.dtype)), {}
     if name == "take":
         at = _ids(w, w.shape(), t.numel())
@@ -531,7 +642,11 @@ def by_index(w: Writer) -> Choice:
     if name == "index_add":
         return "torch.index_add", (x, dim, at, w.input(shape, dtype=t.dtype)), {"alpha": w.rng.choice([1, 2])}
     if t.shape[0]:
-        return "torch.index_put", (x, (w.input((count,), f"ids:{t.shape[0]}"),), w.input((count, *t.shape[1:]), dtype=t.dtype), True), {}
+        return (
+            "torch.index_put",
+            (x, (w.input((count,), f"ids:{t.shape[0]}"),), w.input((count, *t.shape[1:]), dtype=t.dtype), True),
+            {},
+        )
     return None
 
 
@@ -539,7 +654,14 @@ def by_index(w: Writer) -> Choice:
 def by_mask(w: Writer) -> Choice:
     x = w.floats(1)
     mask = w.input(tuple(w.value(x).shape), "bool")
-    return w.rng.choice([("torch.masked_select", (x, mask), {}), ("operator.getitem", (x, mask), {}), ("torch.nonzero", (mask,), {}), ("torch.masked_scatter", (x, mask, w.input(tuple(w.value(x).shape), dtype=w.value(x).dtype)), {})])
+    return w.rng.choice(
+        [
+            ("torch.masked_select", (x, mask), {}),
+            ("operator.getitem", (x, mask), {}),
+            ("torch.nonzero", (mask,), {}),
+            ("torch.masked_scatter", (x, mask, w.input(tuple(w.value(x).shape), dtype=w.value(x).dtype)), {}),
+        ]
+    )
 
 
 @choice(2)
@@ -554,7 +676,18 @@ def lookups(w: Writer) -> Choice:
 
 @choice(3)
 def losses(w: Writer) -> Choice:
-    name = w.rng.choice(["cross_entropy", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div"])
+    name = w.rng.choice(
+        [
+            "cross_entropy",
+            "cross_entropy",
+            "nll_loss",
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "binary_cross_entropy_with_logits",
+            "kl_div",
+        ]
+    )
     reduction = w.rng.choice(["mean", "sum", "none"])
     if name in ("cross_entropy", "nll_loss"):
         batch, classes = w.rng.choice([0, 1, 3, 4, 5]), w.rng.choice([1, 2, 3, 5])
@@ -588,7 +721,11 @@ def attention(w: Writer) -> Choice:
 @choice(1)
 def convolution(w: Writer) -> Choice:
     if w.flag():
-        return "F.conv1d", (w.input((w.rng.choice([1, 2, 3]), 2, 5)), w.input((4, 2, 2)), w.rng.choice([None, w.input((4,))])), {"padding": w.rng.choice([0, 1])}
+        return (
+            "F.conv1d",
+            (w.input((w.rng.choice([1, 2, 3]), 2, 5)), w.input((4, 2, 2)), w.rng.choice([None, w.input((4,))])),
+            {"padding": w.rng.choice([0, 1])},
+        )
     return "F.conv2d", (w.input((2, 2, 4, 4)), w.input((3, 2, 2, 2))), {"stride": w.rng.choice([1, 2])}
 
 

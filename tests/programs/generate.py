@@ -8,6 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import attrs
 import torch
 
 from programs.layouts import random_spec
@@ -33,6 +34,7 @@ def put(x: Any, at: Any, value: Any) -> None:
 def generate(seed: int, steps: int | None = None) -> Program:
     """The program of a seed."""
     from programs import choices  # noqa: F401  (fills CHOICES)
+    from programs.run import run_dense
 
     rng = Random(seed)
     mesh = rng.choices([mesh for mesh, _ in MESHES], [weight for _, weight in MESHES])[0]
@@ -49,7 +51,8 @@ def generate(seed: int, steps: int | None = None) -> Program:
             if choice is not None:
                 writer.emit(*choice)
     torch.set_rng_state(state)
-    return Program(seed, mesh, tuple(writer.inputs), tuple(writer.steps))
+    program = Program(seed, mesh, tuple(writer.inputs), tuple(writer.steps))
+    return attrs.evolve(program, has_backward=not run_dense(program).backward)
 
 
 class Writer:
@@ -70,7 +73,9 @@ class Writer:
 
     def shape(self, low: int = 0, high: int = 3) -> tuple[int, ...]:
         ndim = self.rng.choice([n for n in (0, 1, 1, 2, 2, 2, 3, 3, 4) if low <= n <= high])
-        return tuple(self.rng.choice([0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]) if self.rng.random() < 0.9 else 7 for _ in range(ndim))
+        return tuple(
+            self.rng.choice([0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]) if self.rng.random() < 0.9 else 7 for _ in range(ndim)
+        )
 
     def input(
         self, shape: tuple[int, ...], kind: str = "int", dtype: torch.dtype | None = None, grad: bool | None = None
@@ -79,7 +84,13 @@ class Writer:
         name = f"x{len(self.inputs)}"
         if dtype is None:
             dtype = {"bool": torch.bool}.get(kind) or (torch.int64 if kind.startswith("ids") else self.float)
-        spec = "" if self.rng.random() < 0.2 else random_spec(self.rng, shape, self.mesh, partial=kind in ("int", "positive") and dtype.is_floating_point)
+        spec = (
+            ""
+            if self.rng.random() < 0.2
+            else random_spec(
+                self.rng, shape, self.mesh, partial=kind in ("int", "positive") and dtype.is_floating_point
+            )
+        )
         if grad is None:
             grad = self.rng.random() < 0.5
         grad = grad and dtype.is_floating_point and "op=" not in spec
@@ -98,12 +109,18 @@ class Writer:
             return None
         return Var(found[-1] if self.rng.random() < 0.5 else self.rng.choice(found))
 
-    def any(self, fits: Callable[[torch.Tensor], bool] = lambda x: True, low: int = 0, high: int = 3, kind: str = "int") -> Var:
+    def any(
+        self, fits: Callable[[torch.Tensor], bool] = lambda x: True, low: int = 0, high: int = 3, kind: str = "int"
+    ) -> Var:
         """A variable that fits, or a new input."""
         var = None if self.rng.random() < 0.3 else self.pick(lambda x: low <= x.dim() <= high and fits(x))
         while var is None:
             made = self.input(self.shape(low, high), kind)
-            var = made if fits(self.value(made)) or kind != "int" else self.pick(lambda x: low <= x.dim() <= high and fits(x)) or made
+            var = (
+                made
+                if fits(self.value(made)) or kind != "int"
+                else self.pick(lambda x: low <= x.dim() <= high and fits(x)) or made
+            )
         return var
 
     def floats(self, low: int = 0, high: int = 3) -> Var:
@@ -139,9 +156,11 @@ class Writer:
     def writable(self) -> Var | None:
         """A variable to write into."""
         return self.pick(
-            lambda x: x.is_floating_point()
-            and not (x.is_leaf and x.requires_grad)
-            and not any(self.env[name] is x for name in self.frozen)
+            lambda x: (
+                x.is_floating_point()
+                and not (x.is_leaf and x.requires_grad)
+                and not any(self.env[name] is x for name in self.frozen)
+            )
         )
 
     def dim(self, x: Var) -> int:
@@ -180,7 +199,11 @@ class Writer:
         read = Step((), func, args, kwargs).reads()
         if func in AMBIGUOUS:
             self.frozen |= {*outs, *read}
-        memory = {name: x.untyped_storage().data_ptr() for name, x in self.env.items() if isinstance(x, torch.Tensor) and x.layout == torch.strided}
+        memory = {
+            name: x.untyped_storage().data_ptr()
+            for name, x in self.env.items()
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided
+        }
         if any(memory.get(out) == memory.get(name) for out in outs for name in read):
             self.viewed |= {*outs, *read}
             if read & self.frozen:
@@ -191,7 +214,7 @@ class Writer:
 AMBIGUOUS = {
     *("Tensor.reshape", "Tensor.contiguous", "Tensor.to", "Tensor.flatten", "torch.flatten", "Tensor.type_as"),
     *("Tensor.float", "Tensor.double", "Tensor.expand", "torch.broadcast_to", "Tensor.expand_as", "torch.ravel"),
-    *("torch.tensor_split", "torch.atleast_2d", "torch.broadcast_tensors", "torch.positive"),
+    *("torch.tensor_split", "torch.atleast_2d", "torch.broadcast_tensors", "torch.positive", "torch.einsum"),
 }
 """They return a view or a copy, as it happens, or a view whose elements share memory."""
 

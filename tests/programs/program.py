@@ -66,12 +66,17 @@ class Step:
 
 @attrs.frozen
 class Program:
-    """Inputs, steps, and the mesh they run on. At the end all variables are compared, and all leaves' gradients."""
+    """Inputs, steps, and the mesh they run on. At the end all variables are compared, and all leaves' gradients.
+
+    Attributes:
+        has_backward: False where the dense program has none, for an operation without a derivative.
+    """
 
     seed: int
     mesh: tuple[tuple[str, int], ...]
     inputs: tuple[Input, ...]
     steps: tuple[Step, ...]
+    has_backward: bool = True
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ import shardtensor as st
 from programs.generate import DENSE, put
 from programs.program import Input, Program, function, substitute, values
 from shardtensor.comm.process_group import as_group
-
+from shardtensor.errors import DisagreementError
 from shardtensor.mesh import Mesh, coordinate
 from shardtensor.tensor.sharded_tensor import local_as
 
@@ -58,6 +58,16 @@ def run_dense(program: Program) -> Outcome:
 def run_sharded(program: Program) -> Problem | None:
     """Run on this rank of a world of the program's size; all ranks call it."""
     here = _run_here(program)
+    try:
+        faults = as_group().exchange_objects((here.error, here.backward))
+    except DisagreementError as error:
+        where = program.steps[here.error[0]].func if here.error is not None else "backward"
+        return Problem("out of step", where, f"{here.error} {here.backward}\n{error}")
+    if len({(error and error[:2], bool(backward)) for error, backward in faults}) > 1:
+        steps = [error[0] for error, _ in faults if error is not None]
+        where = program.steps[min(steps)].func if steps else "backward"
+        text = "\n".join(f"rank {rank}: {error} {backward}" for rank, (error, backward) in enumerate(faults))
+        return Problem("out of step", where, text)
     return compare(program, run_dense(program), here, _gathered(here))
 
 
@@ -113,14 +123,25 @@ def _run(program: Program, env: dict[str, Any], own: dict[str, Any]) -> Outcome:
                 outcome.error = (number, type(error).__name__, f"{error}")
                 return outcome
             if step.outs:
-                made = list(result) if len(step.outs) > 1 else [result[0] if isinstance(result, tuple | list) and len(result) == 1 and not isinstance(result, torch.Size) else result]
+                made = (
+                    list(result)
+                    if len(step.outs) > 1
+                    else [
+                        result[0]
+                        if isinstance(result, tuple | list) and len(result) == 1 and not isinstance(result, torch.Size)
+                        else result
+                    ]
+                )
                 env.update(zip(step.outs, made, strict=True))
+        if not program.has_backward:
+            return outcome
         try:
             loss = sum((_term(env[name], i) for i, name in enumerate(env) if _counts(env[name])), torch.zeros(()))
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.backward()
         except Exception as error:
             outcome.backward = f"{type(error).__name__}: {error}"
+            return outcome
         outcome.grads = {name: leaf.grad for name, leaf in leaves.items()}
     return outcome
 
@@ -149,14 +170,18 @@ def compare(program: Program, dense: Outcome, here: Outcome, wholes: dict[int, t
     if dense.error is not None:
         step, kind, text = dense.error
         if here.error is None or here.error[0] > step:
-            return Problem("no error", program.steps[step].func, f"step {step}: {program.steps[step]}\n{kind}: {text}", step)
+            return Problem(
+                "no error", program.steps[step].func, f"step {step}: {program.steps[step]}\n{kind}: {text}", step
+            )
     makers = {out: number for number, step in enumerate(program.steps) for out in step.outs}
     for name, wanted in dense.env.items():
         fault = difference(here.env[name], wanted, wholes)
         if fault:
             step = makers.get(name, -1)
             func = program.steps[step].func if step >= 0 else f"input {name}"
-            return Problem("wrong", func, f"{name} of {program.steps[step] if step >= 0 else 'the input'}\n{fault}", step)
+            return Problem(
+                "wrong", func, f"{name} of {program.steps[step] if step >= 0 else 'the input'}\n{fault}", step
+            )
     if dense.error is not None or dense.backward:
         return None
     if here.backward:
@@ -201,7 +226,9 @@ def difference(got: Any, wanted: Any, wholes: dict[int, torch.Tensor]) -> str:
         exact = torch.equal(wanted, wanted.round()) and bool((wanted.abs() < 1e5).all())
         tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(wanted.dtype, 5e-2)
         scale = 1 + (wanted.abs().nan_to_num(0, 0, 0).max().item() if wanted.numel() else 0)
-        same = torch.allclose(whole, wanted, rtol=0, atol=tolerance * scale if not exact else 1e-3 * tolerance * scale, equal_nan=True)
+        same = torch.allclose(
+            whole, wanted, rtol=0, atol=tolerance * scale if not exact else 1e-3 * tolerance * scale, equal_nan=True
+        )
     return "" if same else f"{_say(whole)}\ninstead of {_say(wanted)}"
 
 
