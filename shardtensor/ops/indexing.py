@@ -71,7 +71,12 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
         return view(x, local, plan.layout)
     local = local.sum(plan.to_sum, dtype=local.dtype)  # the one element, or zeros that stay in the graph
     local = collectives.all_reduce(local, along(group, layout, plan.axes))
-    return mark(local if plan.layout.is_replicated else wrap(local, plan.layout, None, group), x, "indexing a cut dim")
+    return mark(
+        local if plan.layout.is_replicated else wrap(local, plan.layout, None, group),
+        x,
+        "indexing a cut dim",
+        torch.Tensor.__getitem__,
+    )
 
 
 @implements(torch.Tensor.__setitem__)

@@ -6,6 +6,7 @@ refuses to be written into in place, because the dense program would have writte
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,10 @@ def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> Lo
     return LocalCall(call, None if layout.is_whole_on_all(x._group.size) else layout, is_view=True)
 
 
+class ViewName(str):
+    """The function that made a copy in place of a view; it lives as long as the copy and its own views do."""
+
+
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do a view by the safety net, and mark the results as copies."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardedTensor)), None)
@@ -40,8 +45,8 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if first is None:
         return result
     if isinstance(result, tuple | list):
-        return type(result)(mark(x, first, name_of(func)) for x in result)
-    return mark(result, first, name_of(func))
+        return type(result)(mark(x, first, name_of(func), func) for x in result)
+    return mark(result, first, name_of(func), func)
 
 
 def to_view(x: ShardedTensor) -> ShardedTensor:
@@ -49,13 +54,16 @@ def to_view(x: ShardedTensor) -> ShardedTensor:
     return x if not x._layout.partial else mark(settled(x), x, "a view of a tensor that is still to be reduced")
 
 
-def mark(value: Any, source: ShardedTensor, name: str) -> Any:
+def mark(value: Any, source: ShardedTensor, name: str, func: Any = None) -> Any:
     """Mark a result as a copy that the dense program would have as a view of `source`."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, ShardedTensor):
         value = wrap(value, replicated(tuple(value.shape), source._group.ranks), None, source._group)
-    value._copied = name
+    value._copied = ViewName(name)
+    if func is not torch.Tensor.__getitem__:  # a read by index writes through to its source, and is made anew then
+        living = (name for name in source._views if name() is not None)
+        source._views = (*living, weakref.ref(value._copied))
     return value
 
 

@@ -204,12 +204,12 @@ def tell_of_dtensors(error: Exception, func: Any, operands: Any) -> None:
 
 
 def refuse_lost_write(target: Any, name: str) -> None:
-    """Refuse to write in place into a copy that would be a view of another tensor in the dense program.
+    """Refuse to write in place where the dense program would see the write through a view that had to be a copy here.
 
     Every handler that writes into a ShardedTensor calls it first.
 
     Raises:
-        RuleError: the write would not reach the tensor that the view was taken of.
+        RuleError: `target` is such a copy, or is the source of one that is still in use.
     """
     view = target._copied
     if view is not None:
@@ -217,6 +217,13 @@ def refuse_lost_write(target: Any, name: str) -> None:
             f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
             {"made by": f"{view}, which had to gather here"},
             ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
+        )
+    living = next((made for ref in target._views if (made := ref()) is not None), None) if target._views else None
+    if living is not None:
+        raise RuleError(
+            f"{name}: in place on a tensor of which a copy is in use that the dense program would have as a view",
+            {"made by": f"{living}, which had to gather; it would not see the write"},
+            ["let go of the copy first (del)", "clone() the view where it is made, if it shall keep its values"],
         )
 
 

@@ -81,9 +81,28 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
         if is_leaf:
             local = local.detach().requires_grad_(tensor._local.requires_grad)
             local.grad = grad
+    old, old_layout = tensor._local, tensor._layout
     tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None
+    if local is not old and is_leaf and old.requires_grad:
+        _pass_on(old, old_layout, tensor)
     tensor._replace_local(local)
     return tensor
+
+
+def _pass_on(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
+    """Bring gradients that a graph made before the reshard still gives the old leaf to the tensor's leaf of then."""
+
+    @torch.no_grad()
+    def hand_over(leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        local = tensor._local
+        new = moved(grad, layout.reduced(), tensor._layout.reduced(), tensor._group).to(local.device)
+        local.grad = new if local.grad is None else local.grad + new
+
+    old.grad = None
+    old.register_post_accumulate_grad_hook(hand_over)
 
 
 def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:

@@ -60,6 +60,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     _placements: dict[int, Any] | None = None
     _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
+    _views: tuple[Any, ...] = ()  # weak references to the names of copies of it that the dense program has as views
     _copied: str | None = None  # the view function of which this is a copy, where the dense result would be a view
 
     # -- parts ------------------------------------------------------------------------------------------------------

@@ -130,6 +130,30 @@ def test_a_write_into_a_copy_that_should_be_a_view_is_refused(world):
     world(lost_writes, 2)
 
 
+def living_copies() -> None:
+    x = st.distribute(torch.arange(24.0, device=device()).view(4, 6), "[-, tp balanced]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", st.GatherWarning)
+        y = x.view(-1)
+        part = y[2:]
+        for use in (y, part):
+            with pytest.raises(st.RuleError, match="of which a copy is in use"):
+                x.add_(1)
+            assert use[0] is not None
+        del y, use
+        with pytest.raises(st.RuleError, match="of which a copy is in use"):
+            x[0] = 3
+        del part
+        kept = x.view(-1).clone()
+        x.add_(1)
+    assert kept.sum() == 276
+    assert x.sum() == 300
+
+
+def test_a_write_that_a_living_copy_would_not_see_is_refused(world):
+    world(living_copies, 2)
+
+
 def indexed() -> None:
     for spec in ("[tp balanced, -]", "[-, tp balanced]", f'grid(splits=(1, 1), placements=["rank:0/{device().type}"])'):
         if "grid" in spec and torch.distributed.get_world_size() > 1:

@@ -144,6 +144,11 @@ def in_place() -> None:
     with pytest.raises(st.LayoutError):
         weight.reshard("[-, -, tp]")
     assert torch.equal(weight.full_tensor(), dense)
+    early = st.distribute(dense, "[tp balanced, -]", requires_grad=True)
+    total = (early * 3).sum()
+    early.reshard("[-, tp balanced]").reshard("flat(tp)")
+    (total + early.sum()).backward()  # one graph holds the leaf of before
+    assert torch.equal(early.grad.full_tensor(), torch.full_like(dense, 4))
     result = st.distribute(dense, "[tp balanced, -]", requires_grad=True)
     y = (result * 2).reshard("[-, tp balanced]")
     y.sum().backward()
