@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Shape
@@ -122,14 +123,19 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
-    found = local_by(func, recipe, call.present, places)
-    if found is None or not pattern.makes_sizes:
+    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places)
+    if found is None or not pattern.makes_sizes or found.layout is None:
         return found
-    shapes = [x._local if isinstance(x, ShardedTensor) else x for x in call.present]
-    with torch.no_grad():
-        result = call.compute(*(torch.empty_like(x, device="meta") for x in shapes))
-    sized = _sized(recipe.output, tuple((result if isinstance(result, torch.Tensor) else result[0]).shape))
-    return found._replace(layout=None if sized.is_replicated else sized)
+
+    def sized(result: Any) -> CutLayout:
+        first = result if isinstance(result, torch.Tensor) else result[0]
+        return _sized(recipe.output, tuple(first.shape))
+
+    return found._replace(sized=sized)
+
+
+_STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
+"""What functions written in Python call with the very arguments that they get."""
 
 
 def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,7 +68,12 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     ids = args[0]
     if isinstance(ids, ShardedTensor) and not ids._layout.is_whole_on_all(ids._group.size):
         return None
-    return decided(F.embedding, "embedding", args, kwargs)
+    found = decided(F.embedding, "embedding", args, kwargs)
+    pad, rows = kwargs.get("padding_idx"), args[1].shape[0]
+    if found is None or not (pad is None or -rows <= pad < rows):
+        return None
+    pad = -1 if pad is None else pad % rows
+    return found._replace(call=lambda ids, table, **_: torch.embedding(table, ids, pad))
 
 
 implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"))

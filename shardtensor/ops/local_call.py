@@ -40,12 +40,14 @@ class LocalCall(NamedTuple):
         sums: arguments (a position or a name) that are copies and meet cut values, and the ranks along which their
             gradients are summed; None stands for the group itself.
         is_view: the result is a view of the first argument.
+        sized: tells the layout from the first result, where sizes of whole dims are known only then.
     """
 
     call: Callable[..., Any]
     layout: Layout | None
     sums: tuple[tuple[int | str, Group | None], ...] = ()
     is_view: bool = False
+    sized: Callable[[Any], Layout | None] | None = None
 
 
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], LocalCall | None]
@@ -109,7 +111,7 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
             found = known[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
         if found[0] is None:
             return handler(*args, **kwargs)
-        function, layout, sums, is_view = found[0]
+        function, layout, sums, is_view, sized = found[0]
         if is_view and args[0]._copied is not None:
             return handler(*args, **kwargs)
         for place, team in sums:
@@ -118,6 +120,9 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
             else:
                 named[place] = collectives.sum_gradient(named[place], group if team is None else team)
         result = function(*given, **named) if named else function(*given)
+        if sized is not None:
+            layout = sized(result)
+            known[key] = (found[0]._replace(layout=layout, sized=None), found[1])
         if layout is None:
             return result
         if isinstance(result, torch.Tensor):

@@ -21,7 +21,9 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_
 @implements(torch.Tensor.register_hook)
 def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
     """Call ``hook(gradient)``, a ShardedTensor, whenever the gradient is computed; what it returns replaces it."""
-    like = wrap(torch.empty(0), tensor._layout, tensor._spec, tensor._group)  # the hook must not keep the tensor alive
+    # The hook must not keep the tensor alive, so it knows it by a local tensor without memory.
+    stand_in = torch.empty(tensor._local.shape, device="meta")
+    like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
 
     def on_leaf(grad: torch.Tensor) -> torch.Tensor | None:
         shown = gradient_of(like, grad)
