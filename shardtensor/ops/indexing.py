@@ -85,6 +85,7 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(input, ShardedTensor):
         if written_through(input, lambda row: row.__setitem__(index, value)):
             return
+        refuse_lost_write(input, "Tensor.__setitem__")
         refuse_partial_write(input, "Tensor.__setitem__")
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape
     if is_mask and (not isinstance(value, torch.Tensor) or value.dim() == 0):
