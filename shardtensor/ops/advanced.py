@@ -50,7 +50,7 @@ class Advanced(NamedTuple):
         return found
 
 
-def advanced(index: Any, shape: tuple[int, ...]) -> Advanced | None:
+def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanced | None:
     """Read an index that has tensors in it; None for what torch shall judge (floats, True and False, ragged lists)."""
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
@@ -66,6 +66,8 @@ def advanced(index: Any, shape: tuple[int, ...]) -> Advanced | None:
         if isinstance(item, torch.Tensor):
             if item.dtype == torch.uint8 or item.is_floating_point() or item.is_complex():
                 return None
+            if item.device != device:  # torch takes indices from the CPU for a tensor elsewhere
+                items[i] = item = item.to(device)
             if not item.dim():
                 items[i] = int(item)
     if sum(item is Ellipsis for item in items) > 1:

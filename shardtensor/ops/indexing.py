@@ -45,7 +45,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     """``input[index]``."""
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
     if items is None:
-        found = advanced(index, tuple(input.shape))
+        found = advanced(index, tuple(input.shape), input.device)
         result = None if found is None else read(input, found)
         return fall_back(torch.Tensor.__getitem__, (input, index), {}) if result is None else result
     result = take(input, items)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
         return
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
     if items is None and isinstance(input, ShardedTensor):
-        found = advanced(index, tuple(input.shape))
+        found = advanced(index, tuple(input.shape), input.device)
         if found is not None and _assigned(input, found, value):
             return
     place = None
