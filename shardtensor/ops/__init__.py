@@ -2,6 +2,7 @@
 
 from shardtensor.ops import advanced as advanced
 from shardtensor.ops import attention as attention
+from shardtensor.ops import bags as bags
 from shardtensor.ops import by_rule as by_rule
 from shardtensor.ops import composed as composed
 from shardtensor.ops import convolution as convolution
@@ -19,12 +20,15 @@ from shardtensor.ops import lookup as lookup
 from shardtensor.ops import loss as loss
 from shardtensor.ops import masks as masks
 from shardtensor.ops import matmul as matmul
+from shardtensor.ops import matrices as matrices
 from shardtensor.ops import norms as norms
 from shardtensor.ops import pointwise as pointwise
 from shardtensor.ops import random as random
 from shardtensor.ops import reductions as reductions
+from shardtensor.ops import sample_losses as sample_losses
 from shardtensor.ops import scalars as scalars
 from shardtensor.ops import scans as scans
 from shardtensor.ops import scattering as scattering
 from shardtensor.ops import softmax as softmax
+from shardtensor.ops import statistics as statistics
 from shardtensor.ops import views as views

@@ -50,7 +50,7 @@ def vdot(input: torch.Tensor, other: torch.Tensor, *, dim: int = -1) -> torch.Te
 @composed("inner")
 def inner(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The product over the last dims of both."""
-    return torch.tensordot(input, other, dims=([-1], [-1])) if input.dim() and other.dim() else input * other  # type: ignore[arg-type]
+    return torch.tensordot(input, other, dims=([-1], [-1])) if input.dim() and other.dim() else input * other
 
 
 @composed("linalg.multi_dot")

@@ -39,26 +39,37 @@ add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift 
   float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
   ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
   nextafter not_equal pow remainder rsub sub subtract true_divide xlog1py xlogy zeta truediv floordiv mod and or xor
-  lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow Tensor.__rand__ ror rxor rlshift rrshift
+  complex polar lshift rshift radd rdiv rtruediv rfloordiv rmod rmul rpow Tensor.__rand__ ror rxor rlshift rrshift
                                                                                        | ..., ... -> ...
 addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                  | ..., ..., ... -> ...
 
 # dims that the call names
 
-softmax log_softmax softmin | ... [d] -> ... [d]   | d @exponentials | input, dim=, _stacklevel=3, dtype=
-cumsum cumprod              | ... [d] -> ... [d]   | d @scan         | input, dim=
-logcumsumexp                | ... [!d] -> ... [d]  |                 | input, dim=
-cummax cummin               | ... [!d] -> ... [d]  |                 | input, dim=
-sort argsort                | ... [!d] -> ... [d]  |                 | input, dim=-1
-topk                        | ... [d] -> ... [d']  | d @best         | input, k=, dim=-1
-kthvalue                    | ... [!d] -> ...      |                 | input, k=, dim=-1, keepdim=False
-median nanmedian nanmean    | ... [!d] -> ...      |                 | input, dim=None, keepdim=False
-mode                        | ... [!d] -> ...      |                 | input, dim=-1, keepdim=False
-roll                        | ... [!d] -> ... [d]  |                 | input, shifts=, dims=None
-flip                        | ... [!d] -> ... [d]  |                 | input, *dims
-glu                         | ... [!d] -> ... [d'] |                 | input, dim=-1
-msort                       | !d ... -> d ...
-tril triu                   | ... !r !c -> ... r c |                 | input, diagonal=0
+softmax log_softmax softmin                | ... [d] -> ... [d]
+                                           | d @exponentials | input, dim=, _stacklevel=3, dtype=
+cumsum cumprod                             | ... [d] -> ... [d] | d @scan          | input, dim=
+logcumsumexp                               | ... [!d] -> ... [d]
+                                           | | input, dim=
+cummax cummin                              | ... [!d] -> ... [d]
+                                           | | input, dim=
+sort argsort                               | ... [!d] -> ... [d]
+                                           | | input, dim=-1
+topk                                       | ... [d] -> ... [d']
+                                           | d @best | input, k=, dim=-1
+kthvalue                                   | ... [!d] -> ...    |                  | input, k=, dim=-1, keepdim=False
+median nanmedian nanmean                   | ... [!d] -> ...    |                  | input, dim=None, keepdim=False
+mode                                       | ... [!d] -> ...    |                  | input, dim=-1, keepdim=False
+roll                                       | ... [!d] -> ... [d]
+                                           | | input, shifts=, dims=None
+flip                                       | ... [!d] -> ... [d]
+                                           | | input, *dims
+glu                                        | ... [!d] -> ... [d']
+                                           | | input, dim=-1
+fft.fft fft.ifft fft.rfft fft.irfft
+  fft.hfft fft.ihfft                       | ... [!d] -> ... [d']
+                                           | | input, n=None, dim=-1
+msort                                      | !d ... -> d ...
+tril triu                                  | ... r c -> ... r c | r @band, c @band | input, diagonal=0
 
 # reductions of the dims that the call names, all when it names none
 
@@ -106,6 +117,13 @@ baddbmm              | + b?/1 m?/1 n?/1, b m k, b k n -> b m n | k sum        | 
 addbmm               | + m?/1 n?/1, b m k, b k n -> m n        | b sum, k sum | input, batch1, batch2, beta=1, alpha=1
 addmv                | + m?/1, m k, k -> m                     | k sum        | input, mat, vec, beta=1, alpha=1
 addr                 | + m?/1 n?/1, m, n -> m n                |              | input, vec1, vec2, beta=1, alpha=1
+bilinear             | ... i, ... j, o i j, + o -> ... o       | i sum, j sum | input1, input2, weight, bias
+cdist                | ... n !k, ... m !k -> ... n m           |              | x1, x2
+linalg.cross         | ... [!d], ... [!d] -> ... [d]           |              | input, other, dim=-1
+cosine_similarity    | ... [!d], ... [!d] -> ...               |              | x1, x2, dim=1
+bucketize            | ..., !b -> ...                          |              | input, boundaries
+searchsorted         | !b, ... -> ...                          |              | sorted_sequence, input
+isin                 | ..., !t -> ...                          |              | elements, test_elements
 einsum               | @einsum.einsum_rule
 tensordot            | @einsum.tensordot_rule
 
@@ -117,7 +135,13 @@ group_norm | n !c !s..., c, c -> n c s...   |                | input, num_groups
 
 # layers
 
-F.embedding                  | i..., v d -> i... d | v @own_rows | input, weight, padding_idx=
+F.batch_norm                 | n c s..., c, c, c, c -> n c s...
+                             | n @statistics, s @statistics | input, running_mean, running_var, weight, bias
+F.instance_norm              | n c !s..., c, c -> n c s...
+                             | | input, running_mean=, running_var=, weight, bias
+prelu                        | n c s..., c/1 -> n c s... |             | input, weight
+F.one_hot                    | ... -> ... c'             |             | input, num_classes=
+F.embedding                  | i..., v d -> i... d       | v @own_rows | input, weight, padding_idx=
 scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> ... l f
                              | | query, key, value, attn_mask
 grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1 l/1 s/1 -> ... h l f
@@ -159,13 +183,28 @@ padded                                     | ... [!d] -> ... [d']               
 
 # losses: then their sum, or their mean, as `reduction` says
 
+F.multi_margin_loss                        | n? !c, n?, !c -> n?           |  | input, target, p=1, margin=1, weight
+F.multilabel_margin_loss                   | n? !c, n? !c -> n?            |  | input, target
+F.cosine_embedding_loss                    | n? !c, n? !c, n? -> n?        |  | input1, input2, target
+F.triplet_margin_loss                      | ... !c, ... !c, ... !c -> ... |  | anchor, positive, negative
 cross_entropy nll_loss                     | n? c s..., n? s..., c -> n? s...
                                            | c @classes | input, target, weight
-mse_loss l1_loss smooth_l1_loss huber_loss | ..., ..., ... -> ...      |  | input, target, weight
+mse_loss l1_loss smooth_l1_loss huber_loss | ..., ..., ... -> ...          |  | input, target, weight
 binary_cross_entropy F.kl_div
-  soft_margin_loss                         | ..., ..., ... -> ...      |  | input, target, weight
-F.binary_cross_entropy_with_logits         | ..., ..., ..., ... -> ... |  | input, target, weight, pos_weight
-F.poisson_nll_loss F.hinge_embedding_loss  | ..., ... -> ...           |  | input, target
+  soft_margin_loss                         | ..., ..., ... -> ...          |  | input, target, weight
+F.binary_cross_entropy_with_logits         | ..., ..., ..., ... -> ...     |  | input, target, weight, pos_weight
+F.poisson_nll_loss F.hinge_embedding_loss  | ..., ... -> ...               |  | input, target
+
+# linear algebra: batches may be cut, a single matrix is gathered
+
+linalg.inv inverse linalg.pinv pinverse
+  linalg.cholesky linalg.matrix_exp
+  matrix_exp linalg.matrix_power
+  matrix_power linalg.qr                   | ... !m !k -> ... m' k'          |  | input, number=
+linalg.det det logdet slogdet
+  linalg.slogdet                           | ... !m !k -> ...                |  | input
+linalg.svdvals linalg.eigvalsh             | ... !m !k -> ... k'             |  | input
+linalg.solve                               | ... !m !k, ... !k !n -> ... m n |  | input, other
 
 # views: elements stay where they are, or the view is a copy
 
@@ -193,9 +232,7 @@ equal allclose                             | ..., ... -> ()  | ... all
 
 diagonal unfold view_as_real
   view_as_complex real imag                | gathers | a view that crosses cuts in a way of its own
-linalg.qr linalg.svd linalg.eigh
-  linalg.inv linalg.solve linalg.det
-  linalg.cholesky                          | gathers | a factorization needs all of the matrix
+linalg.svd svd linalg.eigh                 | gathers | a factorization needs all of the matrix
 """
 
 

@@ -51,6 +51,8 @@ _BINARY = set(
 )
 _NO_GRAD = {"igamma", "igammac", "zeta", "heaviside", "nextafter", "floor_divide", "floordiv", "rfloordiv"}
 _SPECIAL: dict[str, list[Sample]] = {
+    "complex": [_sample(lambda f, x, y: f(x, y).abs(), S, S, kinds=("unit", "unit"))],
+    "polar": [_sample(lambda f, x, y: f(x, y).abs(), S, (4,), kinds=("unit", "unit"))],
     "add": [
         _exact(first, S, S),
         _exact(first, T, (4,)),
@@ -471,7 +473,100 @@ _CONVOLUTIONS: dict[str, list[Sample]] = {
     ],
 }
 
-MAKERS = {**_NAMED, **_REDUCTIONS, **_INDEXED, **_PRODUCTS, **_LAYERS, **_VIEWS, **_COPIES, **_GATHERS, **_CONVOLUTIONS}
+
+def _matrix(call: Any = first, **options: Any) -> list[Sample]:
+    """A batch of matrices that can be inverted, and a single one."""
+    kinds = ("unit",)
+    return [
+        _sample(lambda f, x: call(f, x + 3 * torch.eye(3)), (5, 3, 3), kinds=kinds, **options),
+        _sample(lambda f, x: call(f, x + 3 * torch.eye(3)), (3, 3), kinds=kinds, gathers=True, **options),
+    ]
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.mT + torch.eye(3)
+
+
+_MATRICES: dict[str, list[Sample]] = {
+    **{name: _matrix() for name in ("inv", "inverse", "pinv", "pinverse", "matrix_exp", "qr")},
+    **{name: _matrix() for name in ("det", "logdet", "slogdet", "svdvals")},
+    **{name: _matrix(lambda f, x: f(_positive(x))) for name in ("cholesky", "eigvalsh")},
+    "matrix_power": _matrix(lambda f, x: f(x, 2)),
+    "solve": [
+        _sample(lambda f, x, y: f(x + 3 * torch.eye(3), y), (5, 3, 3), (5, 3, 2), kinds=("unit", "int")),
+        _sample(lambda f, x, y: f(x + 3 * torch.eye(3), y), (3, 3), (3, 2), kinds=("unit", "int"), gathers=True),
+    ],
+    **{
+        name: [_sample(lambda f, x: f(x).abs(), S), _sample(lambda f, x: f(x, dim=0).abs(), S)]
+        for name in ("fft", "ifft", "rfft")
+    },
+    **{name: [_sample(lambda f, x: f(x, dim=0).real * 1, S, gathers=True)] for name in ("ihfft",)},
+    **{name: [_sample(lambda f, x: f(x, n=6), S)] for name in ("irfft", "hfft")},
+    **{name: [_sample(first, (5, 3, 3), kinds=("unit",), grads=False)] for name in ("svd",)},
+}
+
+
+def _running(f: Any, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
+    """What a step of training makes of the running statistics, too."""
+    mean, var = mean.detach() * 1, var.detach() * 1
+    return f(x, mean, var, None, None, True, 0.3), mean, var
+
+
+_MORE: dict[str, list[Sample]] = {
+    "bilinear": [_exact(first, (5, 3), (5, 2), (4, 3, 2), (4,))],
+    "cdist": [_sample(first, (2, 5, 3), (2, 4, 3), kinds=("unit", "unit"))],
+    "cross": [_exact(first, (5, 3), (5, 3)), _exact(lambda f, x, y: f(x, y, dim=0), (3, 4), (3, 4))],
+    "cosine_similarity": [_sample(first, S, S), _sample(lambda f, x, y: f(x, y, dim=0), S, S)],
+    "bucketize": [_exact(lambda f, x: f(x, torch.arange(-2.0, 3.0)), S)],
+    "searchsorted": [_exact(lambda f, b, x: f(b.sort()[0], x), (4,), S, grads=False)],
+    "isin": [_exact(lambda f, x, t: f(x, t), S, (3,))],
+    "batch_norm": [
+        _sample(lambda f, x, w, b: f(x, None, None, w, b, True), (5, 4), (4,), (4,)),
+        _sample(lambda f, x: f(x, None, None, training=True), _places(n=2)),
+        _sample(
+            lambda f, x, m, v: f(x, m.detach(), v.detach()), (5, 4, 3), (4,), (4,), kinds=("int", "int", "positive")
+        ),
+        _sample(_running, (5, 4), (4,), (4,), kinds=("int", "int", "positive")),
+    ],
+    "instance_norm": [
+        _sample(lambda f, x, w, b: f(x, weight=w, bias=b), (5, 4, 3), (4,), (4,)),
+        _sample(first, _places(n=2)),
+    ],
+    "prelu": [_exact(first, S, (4,)), _exact(first, S, (1,)), _exact(first, T, (3,))],
+    "one_hot": [
+        _exact(lambda f, x: f(x, 6), (5,), kinds=("ids:6",)),
+        _exact(first, (2, 3), kinds=("ids:4",)),
+    ],
+    "multi_margin_loss": [
+        _sample(first, S, (5,), kinds=("int", "ids:4")),
+        _sample(
+            lambda f, x, t, w: f(x, t, weight=w.detach(), reduction="none"),
+            S,
+            (5,),
+            (4,),
+            kinds=("int", "ids:4", "positive"),
+        ),
+    ],
+    "multilabel_margin_loss": [_sample(first, S, S, kinds=("int", "ids:4"))],
+    "cosine_embedding_loss": [
+        _sample(lambda f, x, y, t: f(x, y, t.detach().sign()), S, S, (5,), kinds=("int", "int", "distinct"))
+    ],
+    "triplet_margin_loss": [_sample(first, S, S, S), _sample(lambda f, a, p, n: f(a, p, n, reduction="sum"), T, T, T)],
+}
+
+MAKERS = {
+    **_NAMED,
+    **_REDUCTIONS,
+    **_INDEXED,
+    **_PRODUCTS,
+    **_LAYERS,
+    **_VIEWS,
+    **_COPIES,
+    **_GATHERS,
+    **_CONVOLUTIONS,
+    **_MATRICES,
+    **_MORE,
+}
 
 
 def samples_of(name: str, section: str) -> list[Sample]:

@@ -1,0 +1,122 @@
+"""batch_norm, group_norm and instance_norm: of all elements, whichever rank has them.
+
+Over a cut batch the mean and the variance are joined over the ranks, as synchronized batch norm does; the running ones
+are what one process would have.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import by_rule
+from shardtensor.ops.convolution import sturdy
+from shardtensor.ops.reducing import HALF
+from shardtensor.rules.views import reshaped
+from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@implements(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> torch.Tensor:
+    """Normalize every channel of ``(n, c, ...)`` over all else, by the batch (`training`) or the running statistics."""
+    dims = (0, *range(2, input.dim()))
+    channels = input.shape[1]
+    count = input.numel() // max(channels, 1)
+    if training and count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    x = input.float() if input.dtype in HALF else input
+    if training:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        with torch.no_grad():
+            _follow(running_mean, mean, momentum)
+            _follow(running_var, var * (count / max(count - 1, 1)), momentum)
+    else:
+        if running_mean is None or running_var is None:
+            raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
+        mean, var = running_mean, running_var
+    out = (x - _column(mean, x)) * (_column(var, x) + eps).rsqrt()
+    return _affine(out, weight, bias).to(input.dtype)
+
+
+def _follow(running: torch.Tensor | None, new: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        running.copy_(running * (1 - momentum) + new.to(running.dtype) * momentum)
+
+
+def _column(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """One value for each channel, to meet ``(n, c, ...)``."""
+    return x[(slice(None), *(None,) * (like.dim() - 2))]
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * _column(weight, x)
+    return x if bias is None else x + _column(bias, x)
+
+
+_group_norm = by_rule(F.group_norm, "group_norm")
+
+
+@implements(F.group_norm, torch.group_norm)
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """Normalize groups of channels. Channels that are cut where groups end stay cut, and so do places.
+
+    Cut within a group, channels are laid out anew.
+    """
+    shape = tuple(input.shape)
+    layout = input._layout if isinstance(input, ShardedTensor) else None
+    if (
+        not isinstance(layout, CutLayout)
+        or not any(layout.dims[1:])
+        or num_groups < 1
+        or shape[1] % num_groups
+        or not input.numel()
+    ):
+        return _group_norm(input, num_groups, weight, bias, eps)
+    grouped = (shape[0], num_groups, shape[1] // num_groups, *shape[2:])
+    apart = reshaped(layout.reduced(), grouped)
+    if apart is None:
+        return _group_norm(input, num_groups, weight, bias, eps)
+    x = (input.float() if input.dtype in HALF else input).view(grouped)
+    var, mean = torch.var_mean(x, tuple(range(2, len(grouped))), correction=0, keepdim=True)
+    out = ((x - mean) * (var + eps).rsqrt()).view(shape)
+    return _affine(out, weight, bias).to(input.dtype)
+
+
+_instance_norm = by_rule(sturdy(F.instance_norm, "instance_norm"), "instance_norm")
+
+
+@implements(F.instance_norm)
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalize every channel of every sample over its places."""
+    options = {"use_input_stats": use_input_stats, "momentum": momentum, "eps": eps}
+    if running_mean is not None or running_var is not None:
+        return fall_back(F.instance_norm, (input, running_mean, running_var, weight, bias), options)
+    return _instance_norm(input, None, None, weight, bias, **options)
