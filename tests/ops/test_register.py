@@ -47,12 +47,14 @@ def own() -> None:
 
 
 def torchs() -> None:
-    assert torch.cdist not in HANDLERS or ROWS["cdist"].section == "registered here"
-    assert register_op(torch.cdist, "m !k, n !k -> m n") is torch.cdist
-    x, w = torch.arange(20.0, device=device()).view(5, 4), torch.arange(12.0, device=device()).view(3, 4)
+    assert register_op(torch.special.airy_ai, "... -> ...") is torch.special.airy_ai
+    register_op(torch.renorm, "!i !j -> i j", call="input, p=, dim=, maxnorm=")
+    x = torch.arange(20.0, device=device()).view(5, 4)
     with st.strict():
-        y = torch.cdist(st.distribute(x, "[tp balanced, -]"), w)
-    torch.testing.assert_close(whole(y), torch.cdist(x, w))
+        y = torch.special.airy_ai(st.distribute(x, "[tp balanced, -]"))
+    torch.testing.assert_close(whole(y), torch.special.airy_ai(x))
+    y = torch.renorm(st.distribute(x, "[tp balanced, -]"), 2, 0, 1.0)
+    torch.testing.assert_close(whole(y), torch.renorm(x, 2, 0, 1.0))
 
 
 @torch.library.custom_op("shardtensor_test::scaled", mutates_args=())

@@ -173,22 +173,22 @@ def _addends(x: torch.Tensor) -> torch.Tensor:
 
 def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[str, Make]]]:
     """Layouts of the operands, not all of them plain."""
-    kinds = [[layouts(shape) for shape in sample.shapes]]
+    kinds = [([layouts(shape) for shape in sample.shapes], most)]
     if as_group().size == 4:
-        kinds.append([grids(shape) for shape in sample.shapes])
-    for options in kinds:
+        kinds.append(([grids(shape) for shape in sample.shapes], (most + 1) // 2))
+    for options, count in kinds:
         total = 1
         for option in options:
             total *= len(option)
         every = itertools.product(*options)
-        if FULL or total <= most:
+        if FULL or total <= count:
             chosen = list(every)
         else:
             generator = random.Random(seed)
-            chosen = [[generator.choice(option) for option in options] for _ in range(most)]
+            chosen = [[generator.choice(option) for option in options] for _ in range(count)]
             for i, option in enumerate(options):  # one operand alone, the others plain
                 uneven = [o for o in option if o[0].startswith("uneven")]
-                alone = uneven + generator.sample(option[1:], min(len(option) - 1, most // 3))
+                alone = uneven + generator.sample(option[1:], min(len(option) - 1, count // 3))
                 chosen += [[o[0] if k != i else pick for k, o in enumerate(options)] for pick in alone]
         for row in chosen:
             if any(name != "plain" for name, _ in row):

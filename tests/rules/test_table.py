@@ -26,7 +26,7 @@ def held_to(row: int) -> list[str]:
     return check_row(rows()[row])
 
 
-def check_row(row: Row, most: int = 6) -> list[str]:
+def check_row(row: Row, most: int = 4) -> list[str]:
     """What differs in calls of a row's names; of a long list of names, each is called in every second world only."""
     failures = []
     for i, name in enumerate(row.names):
@@ -34,7 +34,7 @@ def check_row(row: Row, most: int = 6) -> list[str]:
         is_one_of_many = len(row.names) > 12 and i > 0
         if is_one_of_many and not FULL and (i + as_group().size) % 2:
             continue
-        budget = 2 if is_one_of_many else most
+        budget = 1 if is_one_of_many else most
         for k, sample in enumerate(samples_of(bare, row.section)):
             _, found = sweep(function_of(name), sample, budget, row.pattern is None, seed=100 * i + k)
             failures += [f"{name} {text}" for text in found]
