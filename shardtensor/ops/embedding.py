@@ -81,7 +81,7 @@ implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"
 
 def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
-        return table.sum(0).expand(*ids.shape, table.shape[1])
+        return table.sum(0).expand(*ids.shape, table.shape[1]).clone(memory_format=torch.contiguous_format)
     return F.embedding(ids, table, padding_idx)
 
 

@@ -188,5 +188,5 @@ def _read(local: torch.Tensor, places: list[Any], layout: CutLayout, rank: int) 
     first = first_of(at)
     if not all(local.shape[k] for k in at):
         return _nothing(local, (*rest[:first], *broad, *rest[first:]))
-    mask = mine.expand(broad).view(*broad, *(1,) * (len(rest) - first))
+    mask = mine.expand(broad).reshape((*broad, *(1,) * (len(rest) - first)))
     return local[tuple(places)].masked_fill(~mask, 0)

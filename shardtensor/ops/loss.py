@@ -163,7 +163,8 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
     sums += [local_of(shares).sum(dtype=wide)] if reduction == "mean" else []
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
-        sums = list(collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes)))
+        joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes))
+        sums = [joined.select(0, i).clone() for i in range(len(sums))]  # nobody may write into views that unbind makes
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
 

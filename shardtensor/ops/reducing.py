@@ -10,7 +10,9 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.ops.binding import argument
 from shardtensor.ops.by_rule import decided
+from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
@@ -52,6 +54,12 @@ def _entry(func: Any, compute: Callable[..., Any], name: str) -> Callable[..., A
                 kwargs["input"] = x
             args = (x, *args[1:]) if args else args
         result = compute(*args, **kwargs)
+        if result is None and not isinstance(x._layout, CutLayout) and x.dim():
+            dim = argument(ROWS[name].call, "dim", args, kwargs)
+            dims = several_dims(x.dim(), None if isinstance(dim, bool) else dim)
+            there = on_grid(name, x, dims if len(dims) < x.dim() else ()) or on_grid(name, x)
+            if there is not None:
+                result = compute(there, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
         return fall_back(func, args, kwargs) if result is None else result
 
     return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
@@ -93,6 +101,8 @@ def bound(name: str, x: ShardedTensor, dim: Any, keepdim: bool = False) -> Bound
         IndexError: as torch: a dim is out of range.
     """
     layout, group = x._layout, x._group
+    if not layout.shape:
+        return None  # dim 0 of a number is one that it does not have
     plan = reduction(layout, several_dims(len(layout.shape), dim), keepdim)
     if plan is None or (
         len(layout.ranks) != group.size and plan.layout.is_replicated and _has_copies(layout, plan.axes)

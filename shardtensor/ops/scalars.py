@@ -71,10 +71,8 @@ def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape and elements, whatever their layouts; the same answer on every rank."""
     if input.shape != other.shape:
         return False
-    if input.dtype != other.dtype:
-        raise RuntimeError(
-            f"Expected object of data type {input.dtype} but got data type {other.dtype} for argument #2 'other'"
-        )
+    if input.dtype != other.dtype:  # some versions of torch refuse these
+        torch.equal(torch.empty(0, dtype=input.dtype), torch.empty(0, dtype=other.dtype))
     return bool((input == other).all())
 
 
