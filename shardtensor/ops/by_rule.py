@@ -50,6 +50,20 @@ def joins(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], 
     return register
 
 
+OWN_JOINS: dict[str, Callable[..., Any]] = {}
+"""The functions that rows name as ``@name`` and that the handlers of these operations call themselves."""
+
+
+def joins_itself(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say that a function is what a row names as ``@name``, where the operation has a handler that calls it."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        OWN_JOINS[name] = function
+        return function
+
+    return register
+
+
 @attrs.frozen
 class Cut:
     """One call whose letter with a join of its own is cut.

@@ -14,6 +14,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import joins_itself
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import HALF, bound, gathered, local_extreme, lowest, places, reduces
 from shardtensor.rules.dims import several_dims
@@ -65,6 +66,7 @@ def amin(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
     return _extreme(input, dim, keepdim, "amin")
 
 
+@joins_itself("first_of_all")
 def _with_index(x: ShardedTensor, dim: int, keepdim: bool, largest: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The extreme values along one dim and their first global indices, as local tensors wrapped."""
     r = bound("max" if largest else "min", x, dim, keepdim)

@@ -14,6 +14,7 @@ from shardtensor.ops.binding import argument
 from shardtensor.ops.by_rule import decided
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import remembered
+from shardtensor.ops.by_rule import joins_itself
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
@@ -57,7 +58,8 @@ def _entry(func: Any, compute: Callable[..., Any], name: str) -> Callable[..., A
         if result is None and not isinstance(x._layout, CutLayout) and x.dim():
             dim = argument(ROWS[name].call, "dim", args, kwargs)
             dims = several_dims(x.dim(), None if isinstance(dim, bool) else dim)
-            there = on_grid(name, x, dims if len(dims) < x.dim() else ()) or on_grid(name, x)
+            there = on_grid(name, x, dims) if len(dims) < x.dim() else None
+            there = on_grid(name, x) if there is None else there
             if there is not None:
                 result = compute(there, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
         return fall_back(func, args, kwargs) if result is None else result
@@ -140,6 +142,7 @@ JOINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 """What each join does with the ranks' local results."""
 
 
+@joins_itself("itself_again")
 def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:
     """The equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
     return collectives.all_gather(t.contiguous(), [t.numel()] * team.size, team).view(team.size, *t.shape)

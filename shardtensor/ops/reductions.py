@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.ops.by_rule import joins_itself
 from shardtensor.ops.reducing import HALF, Bound, bound, gathered, reduces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -49,6 +50,7 @@ def mean(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype:
     return r.give(r.joined(local).to(want))
 
 
+@joins_itself("two_passes")
 def _moments(
     x: ShardedTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Bound] | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.by_rule import by_rule
+from shardtensor.ops.by_rule import by_rule, joins_itself
 from shardtensor.ops.convolution import sturdy
 from shardtensor.ops.reducing import HALF
 from shardtensor.rules.views import reshaped
@@ -18,6 +18,7 @@ from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
+@joins_itself("statistics")
 @implements(F.batch_norm, torch.batch_norm)
 def batch_norm(
     input: torch.Tensor,
