@@ -95,6 +95,20 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
     return Prepared(locals_, recipe, group)
 
 
+def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTensor | None:
+    """`x`, which lies in boxes or ranges, cut over a dim that is not among `whole`; None where there is none.
+
+    Each rank receives what it lacks of its part. All ranks of the group call it.
+    """
+    x = settled(x)
+    letters = tuple(f"d{k}" for k in range(x.dim()))
+    recipe = propagate(Rule((letters,), letters, frozenset(letters[k] for k in whole)), (x._layout,))
+    if recipe is None or not recipe.settled.cut_dims:
+        return None
+    refuse_to_move(name, x, recipe.settled)
+    return wrap(local_as(x, recipe.settled, x._group), recipe.settled, None, x._group)
+
+
 def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
     """Whether ranks outside the grid can compute with empty tensors: something is cut, and no shell is a copy."""
     is_cut = any(need.layout.cut_dims for need in recipe.needs)

@@ -14,6 +14,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.advanced import Advanced, advanced, read
+from shardtensor.ops.engine import on_grid
 from shardtensor.ops.inplace import written_through
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.masks import put
@@ -21,6 +22,7 @@ from shardtensor.ops.scattering import put_at
 from shardtensor.ops.views import copied, local_view, mark, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
+from shardtensor.rules.views import on_diagonal, windows
 from shardtensor.tensor.dispatch import fall_back, implements, refuse_lost_write, refuse_partial_write
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.teams import along
@@ -188,11 +190,63 @@ def _cut_up(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tens
     return tuple(parts)
 
 
+@implements(torch.tensor_split, torch.Tensor.tensor_split)
+def tensor_split(
+    input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, *, sections: Any = None, indices: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """Parts along a dim, as many or from as many places, each a view."""
+    given = next(x for x in (indices_or_sections, sections, indices) if x is not None)
+    given = given.tolist() if isinstance(given, torch.Tensor) else given
+    parts = torch.tensor_split(torch.empty(input.shape, device="meta"), given, dim)
+    return _cut_up(input, dim, [part.shape[dim] for part in parts])
+
+
+def _splits_along(name: str, dim: int) -> None:
+    @implements(getattr(torch, name), getattr(torch.Tensor, name))
+    def split_along(input: torch.Tensor, given: Any = None, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        given = next(iter(kwargs.values())) if kwargs else given
+        getattr(torch, name)(torch.empty(input.shape, device="meta"), given)  # torch's errors
+        return tensor_split(input, given, 0 if input.dim() == 1 else dim)
+
+
+for _name, _dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
+    _splits_along(_name, _dim)
+
+
 @implements(torch.unbind, torch.Tensor.unbind)
 def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Every index of a dim; a cut dim is gathered once."""
+    """Every index of a dim, each a view; of a dim that is cut, copies, made when another one is cut instead."""
     dim = one_dim(input.dim(), dim)
     layout = input._layout if isinstance(input, ShardedTensor) else None
+    if isinstance(layout, CutLayout) and layout.shape and layout.dims[dim] is not None:
+        assert isinstance(input, ShardedTensor)
+        there = on_grid("unbind", input, (dim,))
+        if there is not None:
+            return tuple(mark(part, input, "unbind") for part in there.unbind(dim))
     if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
+
+
+@implements(torch.Tensor.unfold)
+def unfold(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """Windows along a dim, a view where that dim is whole."""
+    d = one_dim(input.dim(), dimension)
+    shape = torch.empty(input.shape, device="meta").unfold(d, size, step).shape
+    x = to_view(input) if isinstance(input, ShardedTensor) and input.dim() else None
+    layout = None if x is None or not isinstance(x._layout, CutLayout) else windows(x._layout, d, shape[d], size)
+    if x is None or layout is None:
+        return copied(torch.Tensor.unfold, (input, dimension, size, step), {})
+    return view(x, x._local.unfold(d, size, step), layout)
+
+
+@implements(torch.diagonal, torch.Tensor.diagonal)
+def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """The diagonal of two dims, a view where both are whole."""
+    count = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape[-1]
+    x = to_view(input) if isinstance(input, ShardedTensor) else None
+    dims = (one_dim(input.dim(), dim1), one_dim(input.dim(), dim2))
+    layout = None if x is None or not isinstance(x._layout, CutLayout) else on_diagonal(x._layout, dims, count)
+    if x is None or layout is None:
+        return copied(torch.diagonal, (input, offset, dim1, dim2), {})
+    return view(x, x._local.diagonal(offset, dim1, dim2), layout)

@@ -11,10 +11,9 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.binding import argument
-from shardtensor.ops.by_rule import decided
+from shardtensor.ops.by_rule import decided, joins_itself
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import remembered
-from shardtensor.ops.by_rule import joins_itself
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout, Layout, replicated
+from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.views import expanded, permuted, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
@@ -41,7 +42,10 @@ class ViewName(str):
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do a view by the safety net, and mark the results as copies."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardedTensor)), None)
-    result = fall_back(func, args, kwargs)
+    there = None
+    if first is not None and not isinstance(first._layout, CutLayout) and first is args[0]:
+        there = on_grid(name_of(func), first)
+    result = fall_back(func, args, kwargs) if there is None else func(there, *args[1:], **kwargs)
     if first is None:
         return result
     if isinstance(result, tuple | list):
@@ -232,9 +236,7 @@ def _gathering(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: copied(func, args, kwargs)
 
 
-_OTHER_VIEWS = (
-    "diagonal unfold real imag view_as_real view_as_complex as_strided squeeze_copy tensor_split hsplit vsplit dsplit"
-)
+_OTHER_VIEWS = "real imag view_as_real view_as_complex as_strided squeeze_copy"
 for _name in _OTHER_VIEWS.split():
     for _func in spellings(_name):
         HANDLERS.setdefault(_func, _gathering(_func))

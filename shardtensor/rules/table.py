@@ -214,6 +214,9 @@ transpose swapaxes swapdims movedim
   moveaxis permute t adjoint T mT H mH     | @views.permuted
 expand broadcast_to expand_as              | @views.expanded
 repeat tile                                | @views.repeated
+diagonal                                   | @views.on_diagonal
+Tensor.unfold                              | @views.windows
+tensor_split hsplit vsplit dsplit          | @indexing.indexing
 Tensor.__getitem__ narrow select split
   split_with_sizes chunk unbind            | @indexing.indexing
 
@@ -230,9 +233,8 @@ equal allclose                             | ..., ... -> ()  | ... all
 
 # what needs the whole
 
-diagonal unfold view_as_real
-  view_as_complex real imag                | gathers | a view that crosses cuts in a way of its own
-linalg.svd svd linalg.eigh                 | gathers | a factorization needs all of the matrix
+view_as_real view_as_complex real imag | gathers | a view that crosses cuts in a way of its own
+linalg.svd svd linalg.eigh             | gathers | a factorization needs all of the matrix
 """
 
 

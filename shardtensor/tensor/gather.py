@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,22 @@ from shardtensor.tensor.move import moved, settle
 
 if TYPE_CHECKING:
     from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def gathered(
+    tensor: ShardedTensor,
+    dst: int,
+    out: torch.Tensor | None,
+    enforce_dtype: bool,
+    dtype: torch.dtype | None,
+    call: dict[str, Any],
+) -> torch.Tensor | None:
+    """What ``tensor.gather(...)`` means: to `gather_to` a rank, or, with an index, `torch.gather`."""
+    if call or is_index(tensor, dst, out, enforce_dtype):
+        given = {"dim": dst, "index": out, **call}
+        return torch.gather(tensor, **given)
+    gather_to(tensor, dst, out, enforce_dtype, dtype)
+    return None
 
 
 @torch.no_grad()

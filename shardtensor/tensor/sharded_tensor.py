@@ -176,12 +176,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
             enforce_dtype: convert to ``out.dtype`` instead of demanding it.
             dtype: send the elements as this dtype.
         """
-        from shardtensor.tensor.gather import gather_to, is_index
+        from shardtensor.tensor.gather import gathered
 
-        if call or is_index(self, dst, out, enforce_dtype):
-            given = {"dim": dst, "index": out, **call}
-            return torch.gather(self, **given)
-        return gather_to(self, dst, out, enforce_dtype, dtype)
+        return gathered(self, dst, out, enforce_dtype, dtype, call)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Return this tensor of another dtype, device or ``process_group=``; itself when nothing changes."""

@@ -394,8 +394,10 @@ _COPIES: dict[str, list[Sample]] = {
 }
 
 _GATHERS: dict[str, list[Sample]] = {
-    "diagonal": [_exact(first, S)],
-    "unfold": [_exact(lambda f, x: f(x, 0, 2, 1), S)],
+    "diagonal": [_exact(first, S), _exact(lambda f, x: f(x, 1, 0, 2), T)],
+    "unfold": [_exact(lambda f, x: f(x, 0, 2, 1), S), _exact(lambda f, x: f(x, -1, 2, 2), T)],
+    "tensor_split": [_exact(lambda f, x: f(x, 3), S), _exact(lambda f, x: f(x, (1, 3), dim=1), S)],
+    **{name: [_exact(lambda f, x: f(x, 2), (4, 2, 2))] for name in ("hsplit", "vsplit", "dsplit")},
     "view_as_real": [_exact(lambda f, x, y: f(torch.complex(x, y)), S, S, gathers=True)],
     "view_as_complex": [_exact(lambda f, x: f(x).abs(), (3, 2), grads=False)],
     **{key: [_exact(lambda f, x, y: f(torch.complex(x, y)), S, S)] for key in ("real", "imag")},
