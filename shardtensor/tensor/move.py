@@ -91,6 +91,10 @@ def part(full: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part (local shape) of a whole tensor. Differentiable; its backward is collective."""
     if layout.is_whole_on_all(group.size):
         return full
+    if not layout.packed and not (full.requires_grad and torch.is_grad_enabled()):
+        boxes = layout.boxes(group.rank)
+        if len(boxes) == 1 and full.dim():
+            return full[boxes[0].slices]  # as the route says, without making one for every new shape
     return moved(full, _everywhere(layout, group), layout.reduced(), group)
 
 
