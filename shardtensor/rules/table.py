@@ -47,29 +47,22 @@ addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where           
 
 softmax log_softmax softmin                | ... [d] -> ... [d]
                                            | d @exponentials | input, dim=, _stacklevel=3, dtype=
-cumsum cumprod                             | ... [d] -> ... [d] | d @scan          | input, dim=
-logcumsumexp                               | ... [!d] -> ... [d]
-                                           | | input, dim=
-cummax cummin                              | ... [!d] -> ... [d]
-                                           | | input, dim=
-sort argsort                               | ... [!d] -> ... [d]
-                                           | | input, dim=-1
-topk                                       | ... [d] -> ... [d']
-                                           | d @best | input, k=, dim=-1
-kthvalue                                   | ... [!d] -> ...    |                  | input, k=, dim=-1, keepdim=False
-median nanmedian nanmean                   | ... [!d] -> ...    |                  | input, dim=None, keepdim=False
-mode                                       | ... [!d] -> ...    |                  | input, dim=-1, keepdim=False
-roll                                       | ... [!d] -> ... [d]
-                                           | | input, shifts=, dims=None
-flip                                       | ... [!d] -> ... [d]
-                                           | | input, *dims
-glu                                        | ... [!d] -> ... [d']
-                                           | | input, dim=-1
+cumsum cumprod                             | ... [d] -> ... [d]   | d @scan | input, dim=
+logcumsumexp                               | ... [!d] -> ... [d]  |         | input, dim=
+cummax cummin                              | ... [!d] -> ... [d]  |         | input, dim=
+sort argsort                               | ... [!d] -> ... [d]  |         | input, dim=-1
+topk                                       | ... [d] -> ... [d']  | d @best | input, k=, dim=-1
+kthvalue                                   | ... [!d] -> ...      |         | input, k=, dim=-1, keepdim=False
+median nanmedian nanmean                   | ... [!d] -> ...      |         | input, dim=None, keepdim=False
+mode                                       | ... [!d] -> ...      |         | input, dim=-1, keepdim=False
+roll                                       | ... [!d] -> ... [d]  |         | input, shifts=, dims=None
+flip                                       | ... [!d] -> ... [d]  |         | input, *dims
+glu                                        | ... [!d] -> ... [d'] |         | input, dim=-1
 fft.fft fft.ifft fft.rfft fft.irfft
-  fft.hfft fft.ihfft                       | ... [!d] -> ... [d']
-                                           | | input, n=None, dim=-1
+  fft.hfft fft.ihfft                       | ... [!d] -> ... [d'] |         | input, n=None, dim=-1
 msort                                      | !d ... -> d ...
-tril triu                                  | ... r c -> ... r c | r @band, c @band | input, diagonal=0
+tril triu                                  | ... r c -> ... r c
+                                           | r @band, c @band | input, diagonal=0
 
 # reductions of the dims that the call names, all when it names none
 
