@@ -114,9 +114,9 @@ def _sides(
         pieces = _merged(views)
         per_word = WORD // item if is_in_place and local.is_contiguous() and not local.numel() * item % WORD else 1
         if per_word > 1:
-            words = [_in_words(piece, per_word) for piece in pieces]
-            pieces, per_word = (pieces, 1) if None in words else (tuple(words), per_word)  # type: ignore[assignment]
-        start = views[0].storage_offset() if views else 0
+            words = tuple(word for piece in pieces if (word := _in_words(piece, per_word)) is not None)
+            pieces, per_word = (words, per_word) if len(words) == len(pieces) else (pieces, 1)
+        start = int(views[0].storage_offset()) if views else 0
         found.append(Side(counts, sum(counts), follow_one_another(views), start, pieces, per_word))
     return found[0], found[1]
 
@@ -127,11 +127,11 @@ def _merged(views: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
     k = packed = 0
     while k < len(views):
         view = views[k]
-        size, stride, offset, count = tuple(view.shape), view.stride(), view.storage_offset(), view.numel()
+        size, stride, offset, count = tuple(view.shape), view.stride(), int(view.storage_offset()), view.numel()
         run, distance = 1, 0
         while k + run < len(views):
             other = views[k + run]
-            gap = other.storage_offset() - offset
+            gap = int(other.storage_offset()) - offset
             if tuple(other.shape) != size or other.stride() != stride or gap < 0 or (run > 1 and gap != run * distance):
                 break
             distance, run = gap if run == 1 else distance, run + 1
@@ -146,11 +146,8 @@ def _merged(views: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
 def _in_words(piece: Strided, n: int) -> Strided | None:
     """A piece in words of n elements; None where its rows do not start and end with whole words."""
     size, stride, offset, packed, packed_offset = piece
-    if (
-        len(size) < 2
-        or stride[-1] != 1
-        or any(x % n for x in (size[-1], offset, packed_offset, *stride[:-1], *packed[:-1]))
-    ):
+    ends = (size[-1], offset, packed_offset, *stride[:-1], *packed[:-1])
+    if len(size) < 2 or stride[-1] != 1 or any(x % n for x in ends):
         return None
     outer = tuple(x // n for x in stride[:-1]), tuple(x // n for x in packed[:-1])
     return Strided((*size[:-1], size[-1] // n), (*outer[0], 1), offset // n, (*outer[1], 1), packed_offset // n)
