@@ -77,7 +77,7 @@ def _with_index(x: ShardedTensor, dim: int, keepdim: bool, largest: bool) -> tup
         values, indices = func(r.local, r.dims[0], keepdim) if x.dim() else func(r.local, 0)
         return r.give(values), r.give(indices)
     if r.plan.count == 0:
-        func(torch.empty(x.shape, device="meta"), r.dims[0])
+        func(torch.empty(x.shape, dtype=x.dtype), r.dims[0])  # torch's error; on meta it has none
     d = r.dims[0]
     here = places(x._layout, r.group.rank, d, r.local.device)
     if r.local.shape[d]:

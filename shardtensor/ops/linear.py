@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,9 +60,8 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor, bias: torch.Tensor 
     assert cut is not None
     start = layout.start(group.rank, 0)
     local = weight._local
-    if not x.is_meta and torch.is_autocast_enabled(
-        x.device.type
-    ):  # inside the Function autocast would differ between the two passes
+    # Inside the Function autocast would differ between the two passes.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, local = x.to(dtype), local.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -87,7 +87,7 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, k = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+        rows, k = math.prod(x.shape[:-1]), x.shape[-1]
         grad, flat_x = grad.reshape(rows, weight.shape[0]), x.reshape(rows, k)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         n = ctx.n if wants_bias else 0

@@ -128,10 +128,8 @@ def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., An
 
 
 def _fills(x: torch.Tensor, operands: list[torch.Tensor]) -> bool:
-    return all(
-        size == max(o.shape[i - x.dim()] if o.dim() >= x.dim() - i else 1 for o in operands) or size == 0
-        for i, size in enumerate(x.shape)
-    )
+    """Whether the result has the shape of `x`; one element beside none gives none."""
+    return x.shape == torch.broadcast_shapes(*(other.shape for other in operands))
 
 
 def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def draw(
     boxes = layout.boxes(group.rank)
     pieces = draw_boxes(sample, layout.shape, boxes, dtype=dtype, device=device, generator=generator)
     if len(pieces) == 1:
-        return pieces[0].view(local_shape)
+        return pieces[0].view(local_shape).detach()  # a view made without gradients is one that nobody may write into
     local = torch.empty(local_shape, dtype=dtype, device=device)
     for place, piece in zip(layout.local_boxes(group.rank), pieces, strict=True):
         local[place.slices].copy_(piece.view(place.sizes))

@@ -62,7 +62,10 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
         ctx.source, ctx.target, ctx.group, ctx.shape = source, target, group, local.shape
         out = _run(local, source, target, group)
-        return out.view_as(out) if out is local else out
+        if out is local:
+            return out.view_as(out)
+        is_own = out.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
+        return out.detach() if is_own else out  # autograd lets nobody write into a view that a Function returns
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
