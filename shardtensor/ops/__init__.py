@@ -22,6 +22,7 @@ from shardtensor.ops import masks as masks
 from shardtensor.ops import matmul as matmul
 from shardtensor.ops import matrices as matrices
 from shardtensor.ops import norms as norms
+from shardtensor.ops import own_body as own_body
 from shardtensor.ops import pointwise as pointwise
 from shardtensor.ops import random as random
 from shardtensor.ops import reductions as reductions

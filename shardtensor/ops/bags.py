@@ -46,7 +46,7 @@ def embedding_bag(
         "padding_idx": padding_idx,
     }
     wrong = (input.dim() == 2) == (offsets is not None) or input.dim() not in (1, 2)
-    if wrong or scale_grad_by_freq or mode not in ("sum", "mean", "max") or (mode == "max" and offsets is not None):
+    if wrong or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
     if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
@@ -55,7 +55,9 @@ def embedding_bag(
     if padding_idx is not None:
         counts = (input != padding_idx % weight.shape[0]).to(weight.dtype)
     if mode == "max":
-        return _largest(rows, counts)
+        return _largest(
+            *(rows, counts) if offsets is None else _side_by_side(rows, counts, offsets, include_last_offset)
+        )
     if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
     if per_sample_weights is not None:
@@ -76,22 +78,38 @@ def _largest(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return found.masked_fill(empty, 0)
 
 
+def _side_by_side(
+    rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bags as rows of one length, ``(bags, longest, d)``; what is past the end of a bag does not count."""
+    starts, bag = _bags(rows.shape[0], offsets, include_last)
+    sizes = torch.bincount(bag, minlength=starts.numel())
+    within = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=bag.device)
+    held = within < sizes.unsqueeze(1)
+    place = (starts.unsqueeze(1) + within).masked_fill(~held, 0)
+    return rows[place], counts[place] * held
+
+
 def _by_offsets(
     rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of ``(n, d)`` rows, and of their counts, over bags that begin at `offsets`."""
+    starts, bag = _bags(rows.shape[0], offsets, include_last)
+    nothing = torch.zeros(starts.numel(), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return nothing.index_add(0, bag, rows), nothing.new_zeros(starts.numel()).index_add(0, bag, counts)
+
+
+def _bags(n: int, offsets: torch.Tensor, include_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where bags begin among `n` ids, and the bag of each id."""
     offsets = offsets.full_tensor() if isinstance(offsets, ShardedTensor) else offsets
-    n = rows.shape[0]
     first, last = (int(offsets[0]), int(offsets.max())) if offsets.numel() else (0, 0)
     if first:
         raise ValueError(f"offsets[0] has to be 0: the first bag begins with the first id. However, got {first}")
     if last > n:
         raise ValueError(f"offsets[-1] can not be greater than input's length({n}), but got offsets[-1] of {last}")
-    bags = offsets.numel() - include_last
+    starts = offsets[: offsets.numel() - include_last].contiguous()
     each = torch.arange(n, device=offsets.device, dtype=offsets.dtype)
-    bag = torch.searchsorted(offsets[:bags].contiguous(), each, right=True) - 1
-    total = torch.zeros(bags, rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
-    return total, torch.zeros(bags, dtype=rows.dtype, device=rows.device).index_add(0, bag, counts)
+    return starts, torch.searchsorted(starts, each, right=True) - 1
 
 
 def _one_hot(input: torch.Tensor, num_classes: int) -> torch.Tensor:

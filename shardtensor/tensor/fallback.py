@@ -85,7 +85,7 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     result, wholes, befores = _with_one_random_stream(compute, first, generator)
     returned = {id(whole): shell for whole, shell in zip(wholes.values(), shells, strict=True)}
     for shell, before in zip(shells, befores, strict=True):
-        _write_back(func, shell, wholes[id(shell)], before)
+        _write_back(func, shell, wholes[id(shell)], before, changes)
     return tree_map(
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
         result,
@@ -118,7 +118,9 @@ def _is_unchanged(whole: torch.Tensor, before: int | torch.Tensor | None) -> boo
     return before is not None and before == (0 if whole.is_inference() else whole._version)
 
 
-def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None) -> None:
+def _write_back(
+    func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None, changes: bool
+) -> None:
     """Bring what the function changed of the gathered `whole` back to the shards of `shell`."""
     if tuple(whole.shape) != shell._layout.shape:
         raise RuleError(
@@ -133,7 +135,10 @@ def _write_back(func: Any, shell: ShardedTensor, whole: torch.Tensor, before: in
     local = part(whole, shell._layout, shell._group)
     # Empty ones all have address 0, and must enter the graph as on other ranks, whose backward is collective.
     if not local.numel() or local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():
-        shell._local.copy_(local)
+        # A leaf that autograd follows is written by what torch does without it, as the scaling of an embedding's rows.
+        follows = changes or not shell._local.is_leaf
+        with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
+            shell._local.copy_(local)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
