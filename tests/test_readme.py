@@ -15,7 +15,7 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-MLP, TENSORS, OPERATIONS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def _run(program: str) -> dict:
@@ -58,6 +58,28 @@ def tensors() -> tuple:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_tensors_are_what_the_comments_say(world, size):
     assert world(tensors, size) == [((8, 6), (8 // size, 6))] * size
+
+
+def layouts() -> None:
+    names = _run(LAYOUTS)
+    x, y, dense = names["x"], names["y"], torch.arange(24.0, device=device()).view(4, 6)
+    assert torch.equal(x.full_tensor(), dense)
+    assert torch.equal(y.full_tensor(), dense)
+    assert [str(t.sharding_spec()) for t in (x, y)] == ["flat(tp)", "[-, tp balanced]"]
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_reshard_moves_and_its_steps_are_those_shown(world, size, capsys):
+    world(layouts, size)
+    shown = "\n".join(line[2:] for line in LAYOUTS.splitlines() if line.startswith("# "))
+    assert capsys.readouterr().out == f"{shown}\n" * size
+
+
+def test_a_world_in_one_process(capsys):
+    names = _run(WORLD)
+    assert [tuple(shape) for shape in names["shapes"]] == [(2, 6)] * 4
+    assert "all_gather" in capsys.readouterr().out
 
 
 def operations() -> None:
