@@ -169,7 +169,8 @@ def repeat_interleave(
         return NotImplemented
     shape = list(input.shape)
     shape.insert(d + 1, repeats)
-    return input.unsqueeze(d + 1).expand(shape).flatten(d, d + 1) if repeats else input.narrow(d, 0, 0)
+    # A copy, as torch's: what is made of one element would be a view.
+    return input.unsqueeze(d + 1).expand(shape).flatten(d, d + 1).contiguous() if repeats else input.narrow(d, 0, 0)
 
 
 @composed("atleast_1d")

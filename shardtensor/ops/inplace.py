@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout, replicated
 from shardtensor.ops.engine import bring, group_of
 from shardtensor.ops.pointwise import ELEMENTWISE, NUMBERS, beside
@@ -29,6 +30,7 @@ from shardtensor.tensor.dispatch import (
     warn_of_gather,
 )
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
+from shardtensor.tensor.teams import along
 
 
 def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +133,12 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if src.shape != input.shape:
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
     local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
-    local = apart(local, input._local) if layout.brings_value(group.rank) else torch.zeros_like(local)
+    if layout.partial and local.requires_grad:  # what each addend asks of the value adds up
+        local = collectives.sum_gradient(local, along(group, layout, [axis for axis, _ in layout.partial]))
+    if layout.brings_value(group.rank):
+        local = apart(local, input._local)
+    else:  # zeros that stay in the graph, for its backward is collective
+        local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
     input._local.copy_(local, non_blocking)
     return input
 

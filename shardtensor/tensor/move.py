@@ -42,9 +42,16 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Return an empty local tensor in the shape that the layout gives it; there are many ways to hold nothing."""
+    """Return an empty local tensor in the shape that the layout gives it; there are many ways to hold nothing.
+
+    Its strides are usual ones, too: torch's elementwise functions give what is empty strides of zero, which are those
+    of an expanded tensor.
+    """
     shape = layout.local_shape(rank)
-    return local if tuple(local.shape) == shape else local.reshape(shape)
+    if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):
+        return local
+    seen = local.reshape(-1).view(shape)
+    return seen if seen.requires_grad else seen.detach()
 
 
 def _run(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:

@@ -64,6 +64,7 @@ def check_adjoints() -> None:
         assert not move(x.detach()).requires_grad
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_adjoints(world, size):
     world(check_adjoints, size)
@@ -86,6 +87,7 @@ def check_dense() -> None:
         assert torch.equal(mine, terms[me]), "all_reduce leaves its argument alone"
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_values_are_the_dense_ones(world, size):
     world(check_dense, size)
@@ -107,6 +109,7 @@ def check_split_mlp() -> None:
     assert torch.equal(split[2].grad, dense[2].grad.tensor_split(n, 1)[me])
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_f_and_g_make_a_split_mlp_equal_the_dense_one(world, size):
     world(check_split_mlp, size)
@@ -178,6 +181,7 @@ def check_graphs_end_with_their_results():
             assert leaf._use_count() == 1, "a thread of the backend keeps the graph"
 
 
+@pytest.mark.worlds("sim", "gloo")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_graph_ends_with_its_result(world, size):
     world(check_graphs_end_with_their_results, size)

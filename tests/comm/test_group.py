@@ -62,11 +62,13 @@ def check_moves(dtypes: list[torch.dtype], patterns: list[tuple[int, ...]]) -> N
             assert same(target, source)
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_moves_of_uneven_and_empty_parts(world, size):
     world(check_moves, size, dtypes=[torch.float32], patterns=COUNTS)
 
 
+@pytest.mark.worlds("sim", "gloo")
 @pytest.mark.parametrize("size", [2, 3])
 def test_moves_of_every_dtype(world, size):
     world(check_moves, size, dtypes=MOVED, patterns=COUNTS[:3])
@@ -104,11 +106,13 @@ def check_reductions(dtypes: list[torch.dtype]) -> None:
             assert dtype != torch.bool or t.view(torch.uint8).max() <= 1
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_reductions(world, size):
     world(check_reductions, size, dtypes=[torch.float32, torch.int64, torch.bool, torch.complex64])
 
 
+@pytest.mark.worlds("sim", "gloo")
 def test_reductions_of_every_dtype(world):
     world(check_reductions, 2, dtypes=MOVED)
 
@@ -126,6 +130,7 @@ def check_reduce_scatter(dtypes: list[torch.dtype]) -> None:
         assert group.reduce_scatter(even).tolist() == [group.size] * 2
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_reduce_scatter(world, size):
     world(check_reduce_scatter, size, dtypes=[torch.float32, torch.bool, torch.complex64, torch.int16, torch.bfloat16])
@@ -165,6 +170,7 @@ def check_shapes() -> None:
         )
 
 
+@pytest.mark.worlds("sim", "gloo")
 @pytest.mark.parametrize("size", [2, 3])
 def test_shapes_and_strides(world, size):
     world(check_shapes, size)
@@ -182,6 +188,7 @@ def check_devices() -> None:
     group.barrier()
 
 
+@pytest.mark.worlds("sim", "gloo")
 @every_size
 def test_devices_and_small_exchanges(world, size):
     world(check_devices, size)

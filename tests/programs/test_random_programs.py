@@ -16,7 +16,10 @@ from programs.generate import generate
 from programs.run import Problem, run_sharded, simulated, verdict
 from programs.shrink import shrink
 
-FOUND = (18, 52, 94, 171, 199, 224, 286, 302, 318, 387, 458, 488, 580, 589, 627, 770, 826, 943, 1086, 1491, 1507, 1735)
+FOUND = (
+    *(18, 52, 94, 171, 199, 224, 286, 302, 318, 387, 458, 488, 580, 589, 627, 770, 826, 943, 1086, 1491, 1507, 1616),
+    *(1735, 1852, 3360, 4004, 4021, 5225, 5530, 10125, 10793, 11470, 13317, 13646, 14874),
+)
 """Seeds whose programs once gave another answer than the dense program."""
 
 BATCH = 25
