@@ -30,11 +30,13 @@ def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
     """Repeat dims, new ones in front; a dim that is cut is laid end to end with itself."""
     counts = _counts(times, kwargs)
     torch.empty(input.shape, device="meta").repeat(counts)  # torch's errors
-    x = settled(input) if isinstance(input, ShardedTensor) else input
-    if isinstance(x, ShardedTensor) and not isinstance(x._layout, CutLayout):
+    if not isinstance(input, ShardedTensor):
+        return input.repeat(counts)
+    x = settled(input)
+    if not isinstance(x._layout, CutLayout):
         there = on_grid("repeat", x)
         x = x if there is None else there
-    if not isinstance(x, ShardedTensor) or not isinstance(x._layout, CutLayout):
+    if not isinstance(x._layout, CutLayout):
         return fall_back(torch.Tensor.repeat, (input, *counts), {})
     if x._layout.is_whole_on_all(x._group.size):
         return x._local.repeat(counts)
