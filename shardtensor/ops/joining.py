@@ -43,8 +43,8 @@ def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
     new = len(counts) - x.dim()
     for d in x._layout.cut_dims:
         if counts[new + d] > 1:
-            x = torch.cat([x] * counts[new + d], d)
-            return repeat(x, tuple(1 if k == new + d else c for k, c in enumerate(counts)))
+            joined = torch.cat([x] * counts[new + d], d)
+            return repeat(joined, tuple(1 if k == new + d else c for k, c in enumerate(counts)))
     layout = None if x._layout.is_replicated else repeated(x._layout, counts)
     if layout is None:
         return fall_back(torch.Tensor.repeat, (input, *counts), {})
