@@ -20,6 +20,7 @@ from shardtensor.comm.board import board_of_world
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.meeting import Meeting, pair_sum
+from shardtensor.comm.parted import Parted
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
@@ -57,15 +58,14 @@ def are_collectives_checked() -> bool:
     return _wanted or asked == "collectives"
 
 
-class CheckedGroup:
+class CheckedGroup(Parted):
     """The group it is given, with checks; `as_group` makes it."""
 
     def __init__(self, group: Group, meeting: Meeting) -> None:
+        super().__init__()
         self.size, self.rank, self.ranks, self.index = group.size, group.rank, group.ranks, group.index
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
         self._group, self._meeting = group, meeting
-        self._axes: dict[tuple[str, ...], Group] = {}
-        self._subgroups: dict[tuple[int, ...], Group] = {}
 
     @classmethod
     def over(cls, group: Group) -> CheckedGroup:
@@ -137,11 +137,7 @@ class CheckedGroup:
         self._meet("barrier")
         self._group.barrier()
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        key = tuple(sorted(ranks))
-        if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
-        return self._subgroups[key]
+    subgroup, axis = Parted.subgroup, Parted.axis  # of checked groups: `_make_subgroup` checks what it makes
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.size:
@@ -156,13 +152,6 @@ class CheckedGroup:
         group = CheckedGroup(self._group.on_mesh(mesh, axes), self._meeting)
         group._axes = axes
         return group
-
-    def axis(self, *names: str) -> Group:
-        if names not in self._axes:
-            assert self.mesh is not None, "this group has no named axes"
-            axes = [self.mesh.names.index(name) for name in names]
-            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
-        return self._axes[names]
 
     def __repr__(self) -> str:
         return f"CheckedGroup({self._group!r})"

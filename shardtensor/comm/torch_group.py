@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from shardtensor.comm import primitives
 from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.parted import Parted
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
-class TorchGroup:
+class TorchGroup(Parted):
     """A group of two or more ranks that torch.distributed connects; make one with `as_group`.
 
     Group order is that of the torch process group. What a backend cannot take as it is (a device, a dtype, strides)
@@ -25,6 +26,7 @@ class TorchGroup:
     """
 
     def __init__(self, process_group: Any) -> None:
+        super().__init__()
         self.process_group = process_group
         self.ranks: Ranks = as_ranks(dist.get_process_group_ranks(process_group))
         self.size: int = process_group.size()
@@ -33,8 +35,6 @@ class TorchGroup:
         self.mesh: Mesh | None = None
         self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.wire.device_type
-        self._axes: dict[tuple[str, ...], Group] = {}
-        self._subgroups: dict[tuple[int, ...], Group] = {}
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
@@ -181,13 +181,6 @@ class TorchGroup:
 
     # -- other groups -------------------------------------------------------------------------------------------
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        key = tuple(sorted(ranks))  # torch orders a new group by rank
-        assert set(key) <= set(self.ranks), "a subgroup is made of members"
-        if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
-        return self._subgroups[key]
-
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
             return OutsideGroup(self.rank, ranks)
@@ -201,13 +194,6 @@ class TorchGroup:
         group = TorchGroup(self.process_group)
         group.mesh, group._axes = mesh, axes
         return group
-
-    def axis(self, *names: str) -> Group:
-        if names not in self._axes:
-            assert self.mesh is not None, "this group has no named axes"
-            axes = [self.mesh.names.index(name) for name in names]
-            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
-        return self._axes[names]
 
     def __repr__(self) -> str:
         return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.wire.backends})"

@@ -81,19 +81,17 @@ def say_step(step: Step, size_bytes: int) -> str:
     return f"{step.kind}{how} over {step.where}   {each} received by each rank"
 
 
-def say_bytes(count: int) -> str:
-    """A number of bytes as people read it.
+def say_bytes(count: int, digits: int = 1) -> str:
+    """A number of bytes as people read it, exact below a KiB.
 
     Example:
         >>> say_bytes(96), say_bytes(6 << 20)
         ('96 B', '6.0 MiB')
     """
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            break
-        amount /= 1024
-    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{amount:.{digits}f} {units[0]}"
 
 
 def item_bytes(dtype: str) -> int:

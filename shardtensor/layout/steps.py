@@ -23,8 +23,6 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.transfer import Transfer, transfer
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
-MOVES = ("slice", "all_gather", "all_to_all", "send_recv")
-
 
 @attrs.frozen(cache_hash=True)
 class Step:

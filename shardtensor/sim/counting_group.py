@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.parted import Parted
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -16,7 +17,7 @@ Count = Callable[[str, Ranks, int, int], None]
 """Takes a collective's name, its group, and the bytes that this rank sends and receives."""
 
 
-class CountingGroup:
+class CountingGroup(Parted):
     """One rank's view of a group whose other members are not there: they bring zeros, and to a reduction nothing.
 
     Results have the shapes and dtypes of real ones; meta tensors are fine. Bytes are those of the data itself: of
@@ -27,13 +28,12 @@ class CountingGroup:
     device_type = "cpu"
 
     def __init__(self, rank: int, ranks: Ranks, count: Count) -> None:
+        super().__init__()
         self.rank, self.ranks, self.count = rank, ranks, count
         self.size = len(ranks)
         self.index = ranks.index(rank)
         self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
         self.mesh: Mesh | None = None
-        self._axes: dict[tuple[str, ...], Group] = {}
-        self._subgroups: dict[tuple[int, ...], Group] = {}
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         check_reduction(op, t.dtype)
@@ -111,12 +111,6 @@ class CountingGroup:
     def barrier(self) -> None:
         self.count("barrier", self.ranks, 0, 0)
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        key = tuple(sorted(ranks))
-        if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
-        return self._subgroups[key]
-
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
             return OutsideGroup(self.rank, ranks)
@@ -128,13 +122,6 @@ class CountingGroup:
         group = CountingGroup(self.rank, self.ranks, self.count)
         group.mesh, group._axes = mesh, axes
         return group
-
-    def axis(self, *names: str) -> Group:
-        if names not in self._axes:
-            assert self.mesh is not None, "this group has no named axes"
-            axes = [self.mesh.names.index(name) for name in names]
-            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
-        return self._axes[names]
 
     def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return flat.detach().reshape(-1).narrow(0, sum(counts[: self.index]), counts[self.index])

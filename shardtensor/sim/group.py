@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.parted import Parted
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh, Ranks, as_ranks
@@ -29,7 +30,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class SimGroup:
+class SimGroup(Parted):
     """Two or more ranks of a simulated world; `as_group()` gives it inside of `simulate`.
 
     What it returns and what it writes in place is as of a `TorchGroup`: results are fresh tensors, and a reduction in
@@ -39,6 +40,7 @@ class SimGroup:
     device_type = "cpu"
 
     def __init__(self, world: World, member: Member, ranks: Ranks) -> None:
+        super().__init__()
         self.world, self.member = world, member
         self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
         self.ranks = ranks
@@ -46,8 +48,6 @@ class SimGroup:
         self.rank = member.rank
         self.index = ranks.index(member.rank)
         self.mesh: Mesh | None = None
-        self._axes: dict[tuple[str, ...], Group] = {}
-        self._subgroups: dict[tuple[int, ...], Group] = {}
 
     def _post(
         self, name: str, text: str, alike: tuple[Any, ...], brought: Any, combine: Any, check: Any = None
@@ -180,13 +180,6 @@ class SimGroup:
 
     # -- other groups -------------------------------------------------------------------------------------------
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        key = tuple(sorted(ranks))  # as torch orders a new group
-        assert set(key) <= set(self.ranks), "a subgroup is made of members"
-        if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
-        return self._subgroups[key]
-
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
             return OutsideGroup(self.rank, ranks)
@@ -198,13 +191,6 @@ class SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)
         group.mesh, group._axes = mesh, axes
         return group
-
-    def axis(self, *names: str) -> Group:
-        if names not in self._axes:
-            assert self.mesh is not None, "this group has no named axes"
-            axes = [self.mesh.names.index(name) for name in names]
-            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
-        return self._axes[names]
 
     def __repr__(self) -> str:
         return f"SimGroup(ranks={self.ranks}, index={self.index})"

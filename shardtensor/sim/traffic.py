@@ -12,6 +12,7 @@ from shardtensor.comm import process_group
 from shardtensor.comm.call_site import call_site
 from shardtensor.comm.group import Group, LoneGroup
 from shardtensor.errors import LayoutError
+from shardtensor.layout.explain import say_bytes
 from shardtensor.mesh import Mesh, Ranks, read_mesh
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.group_names import name_group
@@ -58,7 +59,7 @@ class Traffic:
         return sum(line.received_bytes for line in self.lines)
 
     def __str__(self) -> str:
-        total = ("total", "", str(self.calls), _size(self.sent_bytes), _size(self.received_bytes), "")
+        total = ("total", "", str(self.calls), say_bytes(self.sent_bytes, 2), say_bytes(self.received_bytes, 2), "")
         head = ("collective", "over", "calls", "sent", "received", "from")
         rows = [head, *(_cells(line) for line in self.lines), total]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -139,13 +140,5 @@ class _Tally:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    sizes = _size(line.sent_bytes), _size(line.received_bytes)
+    sizes = say_bytes(line.sent_bytes, 2), say_bytes(line.received_bytes, 2)
     return line.collective, line.group, str(line.calls), *sizes, line.site
-
-
-def _size(count: int) -> str:
-    """Bytes as people read them, exact below a KiB."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{count} B" if units[0] == "B" else f"{value:.2f} {units[0]}"

@@ -1,0 +1,39 @@
+"""What every group does alike: it keeps the groups of some of its members, and those along the axes of its mesh."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from shardtensor.comm.group import Group
+from shardtensor.mesh import Mesh, Ranks
+
+
+class Parted(ABC):
+    """The base of groups of two or more ranks: `subgroup` and `axis` of `Group`, each group made once."""
+
+    rank: int
+    ranks: Ranks
+    mesh: Mesh | None
+
+    def __init__(self) -> None:
+        self._axes: dict[tuple[str, ...], Group] = {}
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    @abstractmethod
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        """The group of these members, ascending."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        key = tuple(sorted(ranks))  # torch orders a new group by rank
+        assert set(key) <= set(self.ranks), "a subgroup is made of members"
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make_subgroup(key)
+        return self._subgroups[key]
+
+    def axis(self, *names: str) -> Group:
+        if names not in self._axes:
+            assert self.mesh is not None, "this group has no named axes"
+            axes = [self.mesh.names.index(name) for name in names]
+            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
+        return self._axes[names]
