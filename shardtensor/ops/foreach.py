@@ -15,6 +15,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
+from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, wrap
@@ -32,6 +33,7 @@ for _types in (_optim_types, _list_types):
 def on_lists(func: Any) -> Callable[..., Any]:
     """The handler of an elementwise function over lists of tensors, in place or not."""
     in_place = func.__name__.endswith("_")
+    is_step = func.__name__.startswith("_fused_")
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
@@ -45,6 +47,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
         count = len(args)
         out = func(*operands[:count], **dict(zip(kwargs, operands[count:], strict=True)))
         if in_place:
+            for tensors in args if is_step else args[:1]:
+                wrote_each(tensors if isinstance(tensors, list | tuple) else ())
             return args[0] if out is not None and args else out
         return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
 
@@ -207,6 +211,7 @@ def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
     locals_ = list(map(local_of, self))
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
+    wrote_each(self)
     for group in groups_of(self):
         group.all_reduce(found_inf, "max")
 

@@ -19,6 +19,7 @@ from shardtensor.ops.random import refuse_leaf
 from shardtensor.ops.views import order_of
 from shardtensor.rules.propagate import Need, follow
 from shardtensor.rules.views import permuted
+from shardtensor.tensor.copied import wrote
 from shardtensor.tensor.dispatch import (
     HANDLERS,
     fall_back,
@@ -45,21 +46,27 @@ def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
 def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do `func`, elementwise, in place on its first operand."""
     x = args[0]
-    if type(x) is not ShardedTensor:
+    if not isinstance(x, ShardedTensor):
         return fall_back(func, args, kwargs)
     if written_through(x, lambda row: func(row, *args[1:], **kwargs)):
         return x
     refuse_lost_write(x, name_of(func))
     refuse_partial_write(x, name_of(func))
     _refuse_expanded(x)
+    _write(func, x, args, kwargs)
+    wrote(x)
+    return x
+
+
+def _write(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
         func(x._local, *args[1:], **kwargs)
-        return x
-    if len(args) == 2 and not kwargs and type(args[1]) is ShardedTensor:
+        return
+    if len(args) == 2 and not kwargs and isinstance(args[1], ShardedTensor):
         y = args[1]
         if y._layout == x._layout and y._group is x._group:
             func(x._local, apart(y._local, x._local))
-            return x
+            return
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
     group_of(name_of(func), [x, *others])
     shape = torch.broadcast_shapes(x.shape, *(other.shape for other in others))
@@ -70,7 +77,6 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     filled = [_meets(name_of(func), value, x) if isinstance(value, torch.Tensor) else value for value in args[1:]]
     named = {k: _meets(name_of(func), v, x) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     func(x._local, *filled, **named)
-    return x
 
 
 def _refuse_expanded(x: ShardedTensor) -> None:
@@ -140,6 +146,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     else:  # zeros that stay in the graph, for its backward is collective
         local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
     input._local.copy_(local, non_blocking)
+    wrote(input)
     return input
 
 
@@ -155,6 +162,7 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return copy_(input, value.to(input.dtype))
     input._local.fill_(value if input._layout.brings_value(input._group.rank) else 0)
+    wrote(input)
     return input
 
 
@@ -165,22 +173,22 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
         return input
     refuse_lost_write(input, "zero_")
     input._local.zero_()
+    wrote(input)
     return input
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into what `input` is an indexed copy of, and into it; False where it is no such copy.
+    """Write into what `input` is an indexed copy of; False where it is no such copy.
 
     ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold: what was indexed is read anew,
     changed and assigned back. All ranks of the group call it.
     """
-    if not isinstance(input, ShardedTensor) or input._copied is None or input._source is None:
+    if not isinstance(input, ShardedTensor) or input._origin is None or input._source is None:
         return False
     source, index = input._source
     changed = source[index].clone()
     change(changed)
     source[index] = changed
-    input._replace_local(local_as(changed, input._layout, input._group))
     return True
 
 

@@ -19,6 +19,7 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.table import ROWS
+from shardtensor.tensor.copied import memory_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.teams import along
 
@@ -112,8 +113,6 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if found[0] is None:
             return handler(*args, **kwargs)
         function, layout, sums, is_view, sized = found[0]
-        if is_view and args[0]._copied is not None:
-            return handler(*args, **kwargs)
         for place, team in sums:
             if isinstance(place, int):
                 given[place] = collectives.sum_gradient(given[place], group if team is None else team)
@@ -126,7 +125,10 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if layout is None:
             return result
         if isinstance(result, torch.Tensor):
-            return wrap(result, layout, None, group)
+            shell = wrap(result, layout, None, group)
+            if is_view:
+                shell._memory = memory_of(args[0])
+            return shell
         parts = [wrap(part, layout, None, group) for part in result]
         return type(result)(parts) if isinstance(result, tuple) else parts
 

@@ -1,33 +1,32 @@
 """Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is seen in the other.
 
-Where elements would have to move, a view gathers (the safety net) and the result is a *copy*. It is marked as such and
-refuses to be written into in place, because the dense program would have written into the source.
+Where elements would have to move, a view gathers (the safety net) and the result is a *copy*. It is marked as such: it
+is read anew when its source was written (`tensor.copied`), and refuses to be written into in place, because the dense
+program would have written into the source.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shardtensor.layout.layout import CutLayout, Layout, replicated
+from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.views import expanded, permuted, reshaped
+from shardtensor.tensor.copied import detached, mark, over_memory_of
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 
 def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A view of `x`, over a view of its local tensor; plain when every rank has the whole."""
-    if layout.is_whole_on_all(x._group.size) and x._copied is None:
+    if layout.is_whole_on_all(x._group.size) and x._origin is None:
         return local
-    shell = wrap(local, layout, None, x._group)
-    shell._copied = x._copied
-    return shell
+    return over_memory_of(x, wrap(local, layout, None, x._group))
 
 
 def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> LocalCall:
@@ -35,40 +34,31 @@ def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> Lo
     return LocalCall(call, None if layout.is_whole_on_all(x._group.size) else layout, is_view=True)
 
 
-class ViewName(str):
-    """The function that made a copy in place of a view; it lives as long as the copy and its own views do."""
-
-
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do a view by the safety net, and mark the results as copies."""
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardedTensor)), None)
-    there = None
-    if first is not None and not isinstance(first._layout, CutLayout) and first is args[0]:
-        there = on_grid(name_of(func), first)
-    result = fall_back(func, args, kwargs) if there is None else func(there, *args[1:], **kwargs)
-    if first is None:
-        return result
-    if isinstance(result, tuple | list):
-        return type(result)(mark(x, first, name_of(func), func) for x in result)
-    return mark(result, first, name_of(func), func)
+    """Do a view of the first argument by the safety net, and mark the results as copies."""
+    if not isinstance(args[0], ShardedTensor):
+        return fall_back(func, args, kwargs)
+
+    def make(x: ShardedTensor) -> Any:
+        there = None if isinstance(x._layout, CutLayout) else on_grid(name_of(func), x)
+        return fall_back(func, (x, *args[1:]), kwargs) if there is None else func(there, *args[1:], **kwargs)
+
+    result = make(args[0])
+    if not isinstance(result, tuple | list):
+        return mark(result, args[0], name_of(func), make)
+    return type(result)(mark_part(make, i, x, args[0], name_of(func)) for i, x in enumerate(result))
+
+
+def mark_part(make: Callable[[ShardedTensor], Any], i: int, part: Any, source: ShardedTensor, name: str) -> Any:
+    """Mark the part `i` of what `make` makes of `source` as a copy, with memory of its own."""
+    return mark(part.clone() if isinstance(part, torch.Tensor) else part, source, name, lambda x: make(x)[i])
 
 
 def to_view(x: ShardedTensor) -> ShardedTensor:
     """`x`, to take a view of; where it has to be reduced first, what is made of that is a copy."""
-    return x if not x._layout.partial else mark(settled(x), x, "a view of a tensor that is still to be reduced")
-
-
-def mark(value: Any, source: ShardedTensor, name: str, func: Any = None) -> Any:
-    """Mark a result as a copy that the dense program would have as a view of `source`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not isinstance(value, ShardedTensor):
-        value = wrap(value, replicated(tuple(value.shape), source._group.ranks), None, source._group)
-    value._copied = ViewName(name)
-    if func is not torch.Tensor.__getitem__:  # a read by index writes through to its source, and is made anew then
-        living = (name for name in source._views if name() is not None)
-        source._views = (*living, weakref.ref(value._copied))
-    return value
+    return (
+        x if not x._layout.partial else mark(settled(x), x, "a view of a tensor that is still to be reduced", settled)
+    )
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------
@@ -217,12 +207,7 @@ for _func in (torch.clone, torch.Tensor.clone):
     HANDLERS[_func] = _keeps_layout(_func)
 
 
-@implements(torch.detach, torch.Tensor.detach)
-def detach(input: ShardedTensor) -> ShardedTensor:
-    """The same bytes, without the graph."""
-    shell = wrap(input._local.detach(), input._layout, input._spec, input._group)
-    shell._copied = input._copied
-    return shell
+implements(torch.detach, torch.Tensor.detach)(detached)
 
 
 @implements(torch.Tensor.contiguous)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from shardtensor.ops.foreach import global_norms
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.copied import wrote_each
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 @torch.no_grad()
@@ -60,6 +61,7 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for locals_ in _by_kind(grads):
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    wrote_each(grads)
     return total
 
 
@@ -75,9 +77,11 @@ def clip_grad_value_(
         foreach: taken for torch's signature.
     """
     clip_value = float(clip_value)
-    for locals_ in _by_kind(_gradients(parameters)):
+    grads = _gradients(parameters)
+    for locals_ in _by_kind(grads):
         torch._foreach_clamp_min_(locals_, -clip_value)
         torch._foreach_clamp_max_(locals_, clip_value)
+    wrote_each(grads)
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -88,7 +92,7 @@ def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.
         if isinstance(param, ShardedTensor):
             local = param._local.grad
             if local is not None and id(local) not in found:
-                found[id(local)] = wrap(local, param._layout, None, param._group)
+                found[id(local)] = param.grad
         elif param.grad is not None:
             found.setdefault(id(param.grad), param.grad)
     return list(found.values())

@@ -20,6 +20,7 @@ from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
+from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 ELEMENTWISE = frozenset(
@@ -228,6 +229,7 @@ class ShardedOptimizer(optim.Optimizer):
             own.update(group)
             own["params"] = leaves
         self._inner_step()
+        wrote_each(held.param for held in self._held.values())
         return loss
 
     def _inner_step(self, *closure: Any) -> Any:

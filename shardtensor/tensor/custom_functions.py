@@ -40,12 +40,12 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if cls is CheckpointFunction:
         return _checkpoint(*args)
     for x in args:
-        if type(x) is ShardedTensor:
+        if isinstance(x, ShardedTensor):
             if cls is BackwardHookFunction:
                 return _watched_whole(args)
             return gather_and_compute(_on_plain(cls), args, kwargs)
     if kwargs:
-        if ShardedTensor in map(type, kwargs.values()):
+        if any(isinstance(x, ShardedTensor) for x in kwargs.values()):
             return gather_and_compute(_on_plain(cls), args, kwargs)
         out = _plain_apply(cls, *args, **kwargs)
     else:

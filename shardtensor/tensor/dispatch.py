@@ -204,26 +204,19 @@ def tell_of_dtensors(error: Exception, func: Any, operands: Any) -> None:
 
 
 def refuse_lost_write(target: Any, name: str) -> None:
-    """Refuse to write in place where the dense program would see the write through a view that had to be a copy here.
+    """Refuse to write into what the dense program has as a view and had to be a copy here.
 
-    Every handler that writes into a ShardedTensor calls it first.
+    Every handler that writes into a ShardedTensor calls it first, and `copied.wrote` when it has written.
 
     Raises:
-        RuleError: `target` is such a copy, or is the source of one that is still in use.
+        RuleError: `target` is such a copy.
     """
-    view = target._copied
-    if view is not None:
+    origin = target._origin
+    if origin is not None:
         raise RuleError(
             f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
-            {"made by": f"{view}, which had to gather here"},
+            {"made by": f"{origin.name}, which had to gather here"},
             ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
-        )
-    living = next((made for ref in target._views if (made := ref()) is not None), None) if target._views else None
-    if living is not None:
-        raise RuleError(
-            f"{name}: in place on a tensor of which a copy is in use that the dense program would have as a view",
-            {"made by": f"{living}, which had to gather; it would not see the write"},
-            ["let go of the copy first (del)", "clone() the view where it is made, if it shall keep its values"],
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.copied import wrote
 from shardtensor.tensor.dispatch import name_of, refuse_lost_write, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.move import part
@@ -139,6 +140,7 @@ def _write_back(
         follows = changes or not shell._local.is_leaf
         with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
             shell._local.copy_(local)
+    wrote(shell)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.copied import memory_of
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -29,6 +30,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
             "use copy_(source) to take its values",
         )
     tensor._local.set_(source._local)  # type: ignore[call-overload]
+    tensor._memory = memory_of(source)
     tensor._sync_body()
     return tensor
 

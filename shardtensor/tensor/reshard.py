@@ -63,10 +63,10 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
     """Change the layout of `tensor` itself; ``tensor.reshard`` is its public name."""
     spec = as_spec(spec)
     layout = bind_named(spec, tensor._layout.shape, mesh_of(tensor._group))
-    if tensor._copied is not None:
+    if tensor._origin is not None:
         raise RuleError(
             "reshard: a copy that the dense program would have as a view keeps its layout",
-            {"made by": tensor._copied},
+            {"made by": tensor._origin.name},
             "shardtensor.reshard(tensor, spec) makes a new tensor",
         )
     is_leaf = tensor._local.is_leaf

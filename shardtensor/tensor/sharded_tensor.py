@@ -60,8 +60,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     _placements: dict[int, Any] | None = None
     _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
-    _views: tuple[Any, ...] = ()  # weak references to the names of copies of it that the dense program has as views
-    _copied: str | None = None  # the view function of which this is a copy, where the dense result would be a view
+    _memory: Any = None  # what it shares with its views: see `copied.Memory`
+    _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     def _replace_local(self, value: torch.Tensor) -> None:
         """Give the shell another leaf, of any dtype and device, and keep its own body true to it."""
         self._local = value
-        self._grad_shell = None
+        self._grad_shell = self._memory = None
         self._sync_body()
 
     def _sync_body(self) -> None:
@@ -242,7 +242,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     @property
     def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
-        return wrap(self._local.data, self._layout, self._spec, self._group)
+        return copied.over_memory_of(self, wrap(self._local.data, self._layout, self._spec, self._group))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -260,6 +260,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
             )
         self._local.data = value._local
         self._grad_shell = None
+        self._memory = copied.memory_of(value)
         self._sync_body()
 
     # -- dispatch -----------------------------------------------------------------------------------------------------
@@ -394,4 +395,4 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
     return wrap(local, tensor._layout.reduced(), None, tensor._group)
 
 
-from shardtensor.tensor import convert  # noqa: E402  (it needs the class)
+from shardtensor.tensor import convert, copied  # noqa: E402  (they need the class)
