@@ -33,7 +33,7 @@ def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The handler of an elementwise function of any operands, by the row of `name`."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is ShardedTensor:
+        if args and isinstance(args[0], ShardedTensor):
             x = args[0]
             layout = x._layout
             if not layout.partial and not layout.is_replicated:
@@ -62,7 +62,7 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
     y = args[1]
     if type(y) in NUMBERS:
         return func(x._local, y)
-    if type(y) is ShardedTensor:
+    if isinstance(y, ShardedTensor):
         if y._layout == x._layout and y._group is x._group:
             return func(x._local, y._local)
         return None

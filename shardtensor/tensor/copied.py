@@ -120,7 +120,7 @@ class CopiedView(ShardedTensor):
     _held: torch.Tensor
 
     @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]
+    def _local(self) -> torch.Tensor:
         if self._origin is not None:
             self._origin.catch_up()
         return self._held
@@ -143,7 +143,7 @@ class CopiedView(ShardedTensor):
 
 
 def _become_copy(shell: ShardedTensor, origin: Origin) -> ShardedTensor:
-    local = shell._local if shell._origin is None else shell._held
+    local = shell._held if isinstance(shell, CopiedView) else shell._local
     shell.__dict__.pop("_local", None)
     shell.__class__ = CopiedView
     shell._local = local

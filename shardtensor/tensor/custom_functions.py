@@ -25,9 +25,12 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.dispatch import warn_of_gather
 from shardtensor.tensor.fallback import gather_and_compute
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
+
+_SHELLS = frozenset((ShardedTensor, CopiedView))
 
 Function = torch.autograd.Function
 _torch_apply: Any = vars(Function)["apply"]  # a classmethod in Python up to torch 2.13, in C from 2.14
@@ -51,7 +54,7 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     else:
         out = _plain_apply(cls, *args)
     kind = type(out)
-    if kind is ShardedTensor or (kind is tuple and ShardedTensor in map(type, out)):
+    if kind in _SHELLS or (kind is tuple and not _SHELLS.isdisjoint(map(type, out))):
         _refuse_cut_off(cls, out)
     return out
 
