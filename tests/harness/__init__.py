@@ -17,10 +17,13 @@ Bodies assert on their ranks, too: the failure of a rank fails the test, with th
 The mark ``worlds`` says where a test runs: ``@pytest.mark.worlds("sim")`` on the ranks of a simulated world, which
 starts at once and needs no second process; ``@pytest.mark.worlds("sim", "gloo")`` on both; without it on gloo. A body
 that runs anywhere asks ``as_group()`` for its rank, and ``as_group().on_mesh(Mesh(...), {})`` for a grid.
-SHARDTENSOR_TEST_WORLD=sim, gloo or cuda runs every test there instead.
+SHARDTENSOR_TEST_WORLD=sim, gloo or cuda runs every test there instead. SHARDTENSOR_TEST_FULL=1 tries every combination
+of layouts where a test else tries a sample.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -28,7 +31,10 @@ from harness.pool import Pool, RankFailed
 from harness.simulated import Simulated
 from harness.worker import device
 
+FULL = os.environ.get("SHARDTENSOR_TEST_FULL") == "1"
+"""Try every combination of layouts, not a sample."""
+
 SIZES = (1, 2, 3, 4)
 every_size = pytest.mark.parametrize("size", SIZES)
 
-__all__ = ["SIZES", "Pool", "RankFailed", "Simulated", "device", "every_size"]
+__all__ = ["FULL", "SIZES", "Pool", "RankFailed", "Simulated", "device", "every_size"]

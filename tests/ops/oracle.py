@@ -6,6 +6,7 @@ integer-valued, so that sums are exact in any order and most comparisons are equ
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
-from harness import device
+from harness import FULL, device
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -125,10 +126,14 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_table(cases: list[Case]) -> int:
-    """Run the cases and fail with all that differ; else return the number of combinations that were compared."""
+    """Run the cases and fail with all that differ; else return the number of combinations that were compared.
+
+    All of them in worlds of three, where sizes come out most uneven; elsewhere every second one, others for each case.
+    """
     count, failures = 0, []
-    for case in cases:
-        for row in combinations(case.shapes):
+    every = 1 if FULL or as_group().size == 3 else 2
+    for place, case in enumerate(cases):
+        for row in itertools.islice(combinations(case.shapes), place % every, None, every):
             names = [None if spec is None else spec[0] for spec in row]
             try:
                 check(case, row)

@@ -8,7 +8,6 @@ these is large, a sample of it is drawn, the same every time.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,16 +16,13 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
-from harness import device
+from harness import FULL, device
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.tensor import dispatch
-
-FULL = os.environ.get("SHARDTENSOR_TEST_FULL") == "1"
-"""Every combination of layouts, not a sample."""
 
 
 @attrs.frozen
