@@ -168,8 +168,10 @@ def _addends(x: torch.Tensor) -> torch.Tensor:
 
 
 def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[str, Make]]]:
-    """Layouts of the operands, not all of them plain."""
-    kinds = [([layouts(shape) for shape in sample.shapes], most)]
+    """Layouts of the operands, not all of them plain: of four ranks those over a grid, of others those in a row."""
+    kinds = []
+    if FULL or as_group().size != 4:
+        kinds.append(([layouts(shape) for shape in sample.shapes], most))
     if as_group().size == 4:
         kinds.append(([grids(shape) for shape in sample.shapes], (most + 1) // 2))
     for options, count in kinds:
