@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.reducing import places
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
@@ -21,26 +22,36 @@ def check_ids(
     is waited for: as torch's kernels, it is an assert on the device.
     """
     ids = settled(ids) if isinstance(ids, ShardedTensor) else ids  # addends are no ids
-    is_dealt = isinstance(ids, ShardedTensor) and not ids._layout.is_whole_on_all(ids._group.size)
-    local = ids._local.detach() if isinstance(ids, ShardedTensor) else ids.detach()
-    if local.is_meta or (not is_dealt and not local.numel()):
-        return
-    if ignore is not None:
-        local = local[local != ignore] if local.is_cpu else local.masked_fill(local == ignore, low)
-        if not is_dealt and not local.numel():
-            return
+    local = ids._local if isinstance(ids, ShardedTensor) else ids
+    strays = strays_of(local, low, high, ignore)
+    if isinstance(ids, ShardedTensor) and local.is_cpu and not ids._layout.is_whole_on_all(ids._group.size):
+        strays = widest(strays, ids._group)
+    if strays:
+        raise fault(strays[0])
+
+
+def strays_of(local: torch.Tensor, low: int, high: int, ignore: int | None = None) -> list[int]:
+    """The least and the largest of this rank's ids that are out of range. On CUDA none: an assert on the device."""
+    local = local.detach()
+    if local.is_meta or not local.numel():
+        return []
     if not local.is_cpu:
-        torch._assert_async(((local >= low) & (local < high)).all())
-        return
+        is_id = (local >= low) & (local < high)
+        torch._assert_async((is_id if ignore is None else is_id | (local == ignore)).all())
+        return []
+    least, most = map(int, local.aminmax())
+    if ignore is not None and not low <= least <= most < high:
+        local = local[local != ignore]
+        least, most = map(int, local.aminmax()) if local.numel() else (low, low)
+    return [end for end in (least, most) if not low <= end < high]
+
+
+def widest(strays: list[int], group: Group) -> list[int]:
+    """The least and the largest of all ranks' strays (collective)."""
     nothing = torch.iinfo(torch.int64)
-    ends = [int(local.min()), int(local.max())] if local.numel() else [nothing.max, nothing.min + 1]
-    if is_dealt:
-        assert isinstance(ids, ShardedTensor)
-        both = ids._group.all_reduce(torch.tensor([-ends[0], ends[1]], dtype=torch.int64), "max")
-        ends = [-int(both[0]), int(both[1])]
-    for end in ends if ends[0] <= ends[1] else []:
-        if not low <= end < high:
-            raise fault(end)
+    ends = [-strays[0], strays[-1]] if strays else [nothing.min, nothing.min]
+    ends = group.all_reduce(torch.tensor(ends, dtype=torch.int64), "max").tolist()
+    return [] if ends[1] == nothing.min else [-ends[0], ends[1]]
 
 
 def held(ids: torch.Tensor, layout: CutLayout, rank: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ MOST = 4096
 
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
+_INT = frozenset((int,))
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
 
@@ -82,6 +83,9 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
             elif kind in _PLAIN:
                 form.append(x.shape)
                 given.append(x)
+            elif kind is tuple and _INT.issuperset(map(type, x)):
+                form.append(x)
+                given.append(x)
             else:
                 x, group = _read(x, form, group)
                 if x is _UNKNOWN:
@@ -102,7 +106,9 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
                     return handler(*args, **kwargs)
         if group is None:
             return handler(*args, **kwargs)
-        known = group.__dict__.setdefault("_local_calls", {})
+        known = group.__dict__.get("_local_calls")
+        if known is None:
+            known = group.__dict__["_local_calls"] = {}
         key = tuple(form)
         found = known.get(key)
         if found is None:

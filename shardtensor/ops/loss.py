@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
+from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.ids import check_ids
+from shardtensor.ops.ids import check_ids, strays_of, widest
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import HALF, places
 from shardtensor.ops.softmax import shifted
@@ -75,12 +76,29 @@ def _indexed(
 ) -> torch.Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    strays = None
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
-        check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
+        count = x.shape[min(x.dim() - 1, 1)]
+        if reduction != "none" and _is_cut_alike(x, target):  # what is wrong with targets rides with the sums
+            strays = strays_of(target._local, 0, count, ignore_index)  # type: ignore[attr-defined]
+            target = target.clamp(0, count - 1) if strays else target
+        else:
+            check_ids(target, 0, count, _out_of_bounds, ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "weighs": reduction == "mean"}
     found = _LOSSES[name](x, target, weight, **options)
     losses, shares = found if isinstance(found, tuple) else (found, found)
-    return _reduced(losses, shares, reduction)
+    return _reduced(losses, shares, reduction, strays)
+
+
+def _is_cut_alike(x: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether every rank has all logits of the targets that it has, which are no other's."""
+    if not isinstance(x, ShardedTensor) or not isinstance(target, ShardedTensor) or x._group is not target._group:
+        return False
+    a, b = x._layout, target._layout
+    if not isinstance(a, CutLayout) or not isinstance(b, CutLayout) or a.partial or b.partial or len(a.shape) < 2:
+        return False
+    is_alike = (a.ranks, a.grid, a.dims[:1] + a.dims[2:]) == (b.ranks, b.grid, b.dims) and a.dims[1] is None
+    return is_alike and bool(b.cut_dims) and len(a.ranks) == x._group.size
 
 
 def _out_of_bounds(target: int) -> Exception:
@@ -154,8 +172,12 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     return losses.masked_fill(~live, 0).to(dtype), shares
 
 
-def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The losses, their sum, or the mean in which each weighs its share: one all-reduce."""
+def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str, strays: list[int] | None) -> torch.Tensor:
+    """The losses, their sum, or the mean in which each weighs its share: one all-reduce.
+
+    Raises:
+        IndexError: a rank has `strays`, targets out of bounds; on every rank (None: that is settled).
+    """
     if reduction == "none":
         return losses
     wide = torch.float32 if losses.dtype in HALF else losses.dtype
@@ -163,8 +185,14 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
     sums += [local_of(shares).sum(dtype=wide)] if reduction == "mean" else []
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
-        joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes))
-        sums = [joined.select(0, i).clone() for i in range(len(sums))]  # nobody may write into views that unbind makes
+        team = along(group, layout, layout.parting_axes)
+        is_asked = strays is not None and losses._local.is_cpu
+        if is_asked:
+            sums.append(torch.tensor(float(bool(strays)), dtype=wide))
+        joined = collectives.all_reduce(torch.stack(sums), team)
+        if is_asked and joined[-1] > 0:
+            raise _out_of_bounds(widest(strays or [], team)[0])
+        sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # nobody may write into views of unbind
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
 
