@@ -169,8 +169,9 @@ def repeat_interleave(
         return NotImplemented
     shape = list(input.shape)
     shape.insert(d + 1, repeats)
-    # A copy, as torch's: what is made of one element would be a view.
-    return input.unsqueeze(d + 1).expand(shape).flatten(d, d + 1).contiguous() if repeats else input.narrow(d, 0, 0)
+    # A copy, as torch's: what is made of one element, or of none, would be a view.
+    repeated = input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)
+    return repeated if repeats else input.narrow(d, 0, 0).clone()
 
 
 @composed("atleast_1d")

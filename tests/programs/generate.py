@@ -104,7 +104,7 @@ class Writer:
 
     def pick(self, fits: Callable[[torch.Tensor], bool]) -> Var | None:
         """A variable that fits, most often a late one."""
-        found = [name for name, x in self.env.items() if isinstance(x, torch.Tensor) and fits(x)]
+        found = [name for name, x in self.env.items() if isinstance(x, torch.Tensor) and _lives(x) and fits(x)]
         if not found:
             return None
         return Var(found[-1] if self.rng.random() < 0.5 else self.rng.choice(found))
@@ -242,3 +242,11 @@ def _is_small(x: torch.Tensor) -> bool:
 
 def volume(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
+
+
+def _lives(x: torch.Tensor) -> bool:
+    """Whether torch still answers for `x`: not for one of several views whose base was written."""
+    try:
+        return x.is_leaf is not None
+    except RuntimeError:
+        return False
