@@ -79,35 +79,36 @@ class ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.start = group, start
+        wants_x, wants_weight = ctx.needs_input_grad[:2]  # of a frozen weight the input is not kept, nor watched
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group, ctx.start, ctx.shape = group, start, x.shape
         ctx.n = None if bias is None else bias.numel()
         return F.linear(x, weight, None if bias is None else bias[start : start + weight.shape[0]])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-        grad, flat_x = grad.reshape(rows, weight.shape[0]), x.reshape(rows, k)
+        rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad, flat_x = grad.reshape(rows, here), x.reshape(rows, k) if wants_weight else None
         n = ctx.n if wants_bias else 0
         if not (wants_x or wants_bias):
             return None, grad.t() @ flat_x if wants_weight else None, None, None, None
         if torch.is_grad_enabled():  # gradients of gradients are wanted: the same sums, recorded
             terms = [(grad @ weight).reshape(-1)] if wants_x else []
-            terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - weight.shape[0]))] if wants_bias else []
+            terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - here))] if wants_bias else []
             total = collectives.all_reduce(torch.cat(terms), ctx.group)
-            flat_x = collectives.sum_gradient(flat_x, ctx.group)  # a copy that meets this rank's rows
-            grad_weight = grad.t() @ flat_x if wants_weight else None
+            # the input is a copy that meets this rank's rows
+            grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
         else:
             total = grad.new_empty(rows * k * wants_x + n)
             if wants_x:
                 torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
             if wants_bias:
                 tail = total[total.numel() - n :].zero_()
-                torch.sum(grad, 0, out=tail[ctx.start : ctx.start + weight.shape[0]])
+                torch.sum(grad, 0, out=tail[ctx.start : ctx.start + here])
             pending = ctx.group.all_reduce_async(total)
             grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
             total = pending.wait()
-        grad_x = total[: rows * k].view(x.shape) if wants_x else None
+        grad_x = total[: rows * k].view(ctx.shape) if wants_x else None
         return grad_x, grad_weight, total[total.numel() - n :] if wants_bias else None, None, None

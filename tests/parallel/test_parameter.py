@@ -358,6 +358,28 @@ def test_autocast_gives_the_dense_dtype(world, size):
     world(autocast, size)
 
 
+def frozen() -> None:
+    module = nn.Linear(3, 5).to(device())
+    dense = copy.deepcopy(module)
+    for net in (module, dense):
+        net.weight.requires_grad_(False)
+    st.shard_parameter(module, "weight", "[tp balanced, -]")
+    found = []
+    for net in (module, dense):
+        leaf = torch.ones(2, 3, device=device(), requires_grad=True)
+        x = leaf * 2
+        y = net(x)
+        x.mul_(5)  # torch keeps no input for a weight that wants no gradient
+        (y.square().sum() + x.sum()).backward()
+        found.append((leaf.grad, net.bias.grad))
+    torch.testing.assert_close(*found)
+
+
+@every_size
+def test_a_frozen_weight_keeps_no_input(world, size):
+    world(frozen, size)
+
+
 def test_a_world_of_one_needs_no_process_group():
     linear = nn.Linear(3, 2)
     dense = copy.deepcopy(linear)
