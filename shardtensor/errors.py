@@ -10,6 +10,7 @@
     │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives
     ├── AbsentRankError        (RuntimeError)    ranks did not come to a collective, or were lost in it
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
+    ├── PlanError              (TypeError, KeyError, RuntimeError)  a sharding plan contradicts itself or its module
     └── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
 
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
@@ -103,6 +104,12 @@ class AbsentRankError(ShardTensorError, RuntimeError):
 
 class MissingParameterError(ShardTensorError, AttributeError):
     """A module has no parameter of that name."""
+
+
+class PlanError(ShardTensorError, TypeError, KeyError, RuntimeError):
+    """A sharding plan contradicts itself or its module; the module is as it was."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr
 
 
 class StaleParameterError(ShardTensorError, RuntimeError):

@@ -16,7 +16,7 @@ ORDER = (
     "errors mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd cli"
 ).split()
 PURE = ORDER[: ORDER.index("comm")]
-UPSTREAM = {"sharded_tensor", "sharding_spec", "sharding_plan", "sharded_optim"}
+UPSTREAM = {"sharded_tensor", "sharder", "sharding_spec", "sharding_plan", "sharded_optim"}
 """Thin modules of re-exports under torch's names; nothing lives in them."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

@@ -90,7 +90,8 @@ class ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad, flat_x = grad.reshape(rows, here), x.reshape(rows, k) if wants_weight else None
+        grad = grad.reshape(rows, here)
+        flat_x: Any = x.reshape(rows, k) if wants_weight else None
         n = ctx.n if wants_bias else 0
         if not (wants_x or wants_bias):
             return None, grad.t() @ flat_x if wants_weight else None, None, None, None

@@ -57,7 +57,7 @@ def shard_parameter(
         (torch.Size([2, 4]), Spec('tp', None))
     """
     shell, tensor = _sharded(
-        f'shard_parameter("{param_name}")', lambda: _find(module, param_name), sharding_spec, src_rank, process_group
+        f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group
     )
     become(tensor, shell)
 
@@ -75,7 +75,7 @@ def shard_tensor(
         tensor([0., 1., 2., 3.])
     """
     shell, _ = _sharded(
-        "shard_tensor", lambda: (None, _checked(tensor, "tensor")), sharding_spec, src_rank, process_group
+        "shard_tensor", lambda: (None, checked(tensor, "tensor")), sharding_spec, src_rank, process_group
     )
     return shell
 
@@ -87,6 +87,11 @@ def _shard(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int = 0, process_
 
 for _kind in (Spec, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec):
     _kind.shard = _shard  # type: ignore[method-assign,assignment]
+
+
+def shards_itself(spec: ShardingSpec) -> bool:
+    """Whether this is a spec of a user's own class with a `shard` method."""
+    return type(spec).shard not in (ShardingSpec.shard, _shard)
 
 
 def _sharded(
@@ -106,19 +111,19 @@ def _sharded(
         names, tensor = find()
         facts |= {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype)}
         facts["requires_grad"] = str(tensor.requires_grad)
-        if type(spec).shard not in (ShardingSpec.shard, _shard):
+        if shards_itself(spec):
             return spec.shard(tensor, src_rank=src_rank, process_group=process_group), tensor
-        layout = _bound(spec, tensor, group, names, src_rank)
+        layout = bound(spec, tensor, group, names, src_rank)
         device = device_for(spec, group, tensor.device)
     except ShardTensorError as error:
         fault = error
     agree(group, call, facts, fault)
     assert layout is not None
-    local = _scatter(tensor.detach(), layout, group, src_rank, device).requires_grad_(tensor.requires_grad)
+    local = scatter(tensor.detach(), layout, group, src_rank, device).requires_grad_(tensor.requires_grad)
     return wrap(local, layout, spec, group), tensor
 
 
-def _find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
+def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
     """The names of the parameter's dims, where its module type is known, and the parameter."""
     path, _, name = param_name.rpartition(".")
     try:
@@ -131,10 +136,10 @@ def _find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, t
             {"parameters": ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")},
             "name one of its parameters",
         ) from None
-    return dim_names(owner, name), _checked(found, f"{type(owner).__name__}.{name}")
+    return dim_names(owner, name), checked(found, f"{type(owner).__name__}.{name}")
 
 
-def _checked(found: Any, what: str) -> torch.Tensor:
+def checked(found: Any, what: str) -> torch.Tensor:
     """`found`, when it is a plain contiguous tensor."""
     if not isinstance(found, torch.Tensor):
         raise LayoutError(f"Expected {what} to be a Tensor, but found {type(found).__name__}", fix="name a parameter")
@@ -149,7 +154,7 @@ def _checked(found: Any, what: str) -> torch.Tensor:
     return found
 
 
-def _bound(
+def bound(
     spec: ShardingSpec, tensor: torch.Tensor, group: Group, names: tuple[str, ...] | None, src_rank: int
 ) -> Layout:
     layout = bind_named(spec, tuple(tensor.shape), mesh_of(group), names)
@@ -160,7 +165,7 @@ def _bound(
     return layout
 
 
-def _scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
+def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
     """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`."""
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:

@@ -1,0 +1,1 @@
+"""Whole modules sharded by rules: `shard_module`, `unshard_module`, torch's `ShardingPlan`."""

@@ -1,0 +1,174 @@
+"""From a plan and a module to what is done to which tensor; every fault is found here, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError, MissingParameterError, PlanError, RuleError, SpecError
+from shardtensor.layout.layout import Layout
+from shardtensor.parallel.parameter import bound, find, shards_itself
+from shardtensor.sharding.patterns import is_below, matches, nearest, unwrapped
+from shardtensor.sharding.plan import Sharder, ShardingPlan
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.placing import device_for
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """One tensor, under one name or several, and how it is to lie; no layout where its spec shards it itself."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    spec: ShardingSpec
+    layout: Layout | None
+    device: torch.device
+
+    def __str__(self) -> str:
+        tensor = self.tensor
+        frozen = "" if tensor.requires_grad else ", frozen"
+        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{frozen}"
+
+
+@attrs.frozen(eq=False)
+class Resolved:
+    """What a plan comes to for one module, in the order of its rules."""
+
+    targets: tuple[Target, ...]
+    sharders: tuple[tuple[str, Sharder], ...]
+    outputs: tuple[tuple[str, ShardingSpec], ...]
+    locals: tuple[str, ...]
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike, as text."""
+        found = {", ".join(target.names): str(target) for target in self.targets}
+        found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
+        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
+        return found | {f"local output of {path or 'the module'}": "yes" for path in self.locals}
+
+
+def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) -> Resolved:
+    """Find what every rule of a plan stands for. Pure: reads the module, changes nothing, sends nothing.
+
+    Raises:
+        PlanError: an entry is no spec, rules contradict each other, a module has no place.
+        MissingParameterError: a pattern matches nothing.
+        LayoutError, SpecError, RuleError: a spec does not fit its tensor; names the tensor.
+    """
+    modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    tensors = {unwrapped(name): name for name in _tensor_names(module)}
+    sharders = {
+        path: value
+        for pattern, value in plan.plan.items()
+        if isinstance(value, Sharder)
+        for path in _modules_for(pattern, value, module, modules)
+    }
+    rules: dict[str, tuple[str, ShardingSpec]] = {}
+    for pattern, value in plan.plan.items():
+        if isinstance(value, Sharder):
+            continue
+        spec = _spec(value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{pattern}`")
+        for name in _tensors_for(pattern, module, tensors):
+            _refuse_two(name, pattern, spec, rules.get(name), sharders)
+            rules[name] = pattern, spec
+    targets = _targets(module, rules, group, src_rank)
+    outputs = [
+        (path, _spec(value, f"Only `ShardingSpec` is supported as output_plan for `{pattern}`"))
+        for pattern, value in (plan.output_plan or {}).items()
+        for path in _modules_for(pattern, None, module, modules)
+    ]
+    locals_ = [p for pattern in plan.return_local_tensor or () for p in _modules_for(pattern, None, module, modules)]
+    return Resolved(tuple(targets), tuple(sharders.items()), tuple(outputs), tuple(locals_))
+
+
+def _tensor_names(module: nn.Module) -> Iterable[str]:
+    yield from (name for name, _ in module.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in module.named_buffers(remove_duplicate=False))
+
+
+def _spec(value: Any, fault: str) -> ShardingSpec:
+    if isinstance(value, str):
+        return as_spec(value)
+    try:
+        return as_spec(value)
+    except SpecError:
+        raise PlanError(fault, {"found": type(value).__name__}, 'write a spec, such as "[tp, -]"') from None
+
+
+def _tensors_for(pattern: str, module: nn.Module, tensors: dict[str, str]) -> list[str]:
+    """The names of the tensors that a pattern stands for, itself or by a module above them."""
+    found = [name for clean, name in tensors.items() if matches(pattern, clean) or is_below(pattern, clean)]
+    if found:
+        return found
+    try:
+        find(module, pattern)  # a tensor that is a plain attribute
+    except MissingParameterError:
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute `{pattern}`: the rule matches no parameter and no buffer",
+            {"nearest": nearest(pattern, tensors)},
+            "name a parameter or a module, or write a pattern: `layers.*.weight`, `**.bias`",
+        ) from None
+    return [pattern]
+
+
+def _modules_for(pattern: str, sharder: Sharder | None, module: nn.Module, modules: dict[str, str]) -> list[str]:
+    if sharder is not None and not pattern:
+        raise PlanError(
+            "path must not be empty for custom sharder!",
+            {"found": type(sharder).__name__},
+            "call its shard(module) yourself: the root has no parent to hold the result",
+        )
+    found = [name for clean, name in modules.items() if (matches(pattern, clean) if pattern else not clean)]
+    if not found:
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute `{pattern}`: the pattern matches no submodule",
+            {"nearest": nearest(pattern, filter(None, modules))},
+            "name a submodule",
+        )
+    return found
+
+
+def _refuse_two(
+    name: str, pattern: str, spec: ShardingSpec, other: tuple[str, ShardingSpec] | None, sharders: dict[str, Sharder]
+) -> None:
+    inside = next((path for path in sharders if f"{name}.".startswith(f"{path}.")), None)
+    if inside is not None:
+        raise PlanError(
+            f"the rule `{pattern}` should not conflict with the submodule tree of a sharder",
+            {"tensor": name, "sharder": f"{type(sharders[inside]).__name__} of `{inside}`"},
+            "let the sharder shard what lies below it",
+        )
+    if other is not None and other[1] != spec:
+        raise PlanError(
+            f"two rules shard `{name}`",
+            {other[0]: other[1], pattern: spec},
+            "narrow one of the patterns",
+        )
+
+
+def _targets(
+    module: nn.Module, rules: dict[str, tuple[str, ShardingSpec]], group: Group, src_rank: int
+) -> Iterable[Target]:
+    found: dict[int, Target] = {}
+    for name, (pattern, spec) in rules.items():
+        try:
+            names, tensor = find(module, name)
+            known = found.get(id(tensor))
+            if known is None:
+                layout = None if shards_itself(spec) else bound(spec, tensor, group, names, src_rank)
+                device = tensor.device if layout is None else device_for(spec, group, tensor.device)
+                found[id(tensor)] = Target((name,), tensor, spec, layout, device)
+                continue
+        except (LayoutError, SpecError, RuleError) as error:
+            fault, *facts = str(error).splitlines()
+            kind = LayoutError if isinstance(error, SpecError) else type(error)
+            raise kind("\n".join([f"{name}: {fault}", *facts, f"  rule  {pattern}: {spec}"])) from None
+        _refuse_two(f"{known.names[0]}, which is also {name}", pattern, spec, (known.names[0], known.spec), {})
+        found[id(tensor)] = attrs.evolve(known, names=(*known.names, name))
+    return found.values()

@@ -1,0 +1,157 @@
+"""`shard_module`: the tensors of a module sharded by rules, all or none; `unshard_module` undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import PlanError, ShardTensorError
+from shardtensor.parallel.output import collecting, resharding
+from shardtensor.parallel.parameter import become, scatter
+from shardtensor.sharding.plan import Sharder, ShardingPlan
+from shardtensor.sharding.resolve import Resolved, Target, resolve
+from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def shard_module(
+    module: nn.Module,
+    plan: ShardingPlan | Mapping[str, ShardingSpec | str | Sharder],
+    src_rank: int = 0,
+    process_group: Any = None,
+) -> nn.Module:
+    """Shard the tensors of a module in place, by rules, and return it. Its forward then gives the dense results.
+
+    Every fault of the plan is found before anything changes, and told on every rank. The ranks then agree on all of it
+    in one small exchange, `src_rank` sends every rank its parts, and only then does the module change. Parameters stay
+    the same Python objects, tied ones stay tied; a tensor without a rule stays as it is.
+
+    Args:
+        module: of dense parameters, equal on all ranks in names, shapes and dtypes.
+        plan: a `ShardingPlan`, or a dict of its rules: a pattern of names to a spec, its text, or a `Sharder`. ``*``
+            stands for one segment of a name, ``**`` for any number, ``{a,b}`` for one of those. The pattern of a module
+            stands for all tensors below it.
+        src_rank: group rank whose values are taken.
+        process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
+            ranks call this.
+
+    Raises:
+        PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, or two rules contradict each other.
+        MissingParameterError: (an AttributeError) a pattern matches nothing.
+        LayoutError: (a ValueError) a spec does not fit its tensor; names it.
+        DisagreementError: (a ValueError) ranks brought different plans or modules; nothing has moved.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        >>> mlp = shard_module(mlp, {"0.weight": "[tp, -]", "0.bias": "[tp]", "2.weight": "[-, tp]"})
+        >>> mlp(torch.ones(2, 4)).shape, str(mlp[2].weight.sharding_spec())
+        (torch.Size([2, 4]), '[-, tp]')
+    """
+    group = as_group(process_group)
+    plan = ShardingPlan(plan) if isinstance(plan, Mapping) else plan
+    found, facts, fault = None, {"src_rank": str(src_rank)}, None
+    try:
+        found = resolve(module, plan, group, src_rank)
+        facts |= found.facts()
+    except ShardTensorError as error:
+        fault = error
+    agree(group, f"shard_module({type(module).__name__})", facts, fault)
+    assert found is not None
+    for path, sharder in found.sharders:
+        _replace(module, path, sharder)
+    shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
+    _become_all([target.tensor for target in found.targets], shells)
+    _hook(module, found)
+    return module
+
+
+def unshard_module(module: nn.Module) -> nn.Module:
+    """Give every rank the whole of each sharded tensor of a module, in place, and return the module.
+
+    Gradients come along; the hooks that a plan's `output_plan` and `return_local_tensor` set are taken off. What a
+    `Sharder` put in place stays. Parameters stay the same Python objects. All ranks call it.
+
+    Example:
+        >>> linear = shard_module(nn.Linear(4, 2), {"weight": "[-, tp]"})
+        >>> type(unshard_module(linear).weight).__name__
+        'Parameter'
+    """
+    shells: dict[int, ShardedTensor] = {}
+    for owner in module.modules():
+        for handle in owner.__dict__.pop(_HANDLES, ()):
+            handle.remove()
+        for value in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
+            if isinstance(value, ShardedTensor):
+                shells[id(value)] = value
+    wholes, grads = [], []
+    for shell in shells.values():
+        with torch.no_grad():
+            whole = shell.full_tensor()
+            grads.append(None if shell.grad is None else shell.grad.full_tensor().clone())
+        whole = whole.clone() if whole is shell._local or whole._is_view() else whole
+        is_parameter = isinstance(shell, nn.Parameter)
+        wholes.append(nn.Parameter(whole, shell.requires_grad) if is_parameter else whole.detach())
+    _become_all(list(shells.values()), wholes)
+    for tensor, grad in zip(shells.values(), grads, strict=True):
+        tensor.grad = grad
+    return module
+
+
+_HANDLES = "_sharding_hooks"
+"""Where a module keeps the handles of the hooks that a plan gave it."""
+
+
+def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
+    parent, _, name = path.rpartition(".")
+    old = module.get_submodule(path)
+    made = sharder.shard(old)
+    if not isinstance(made, nn.Module):
+        raise PlanError(
+            f"{type(sharder).__name__}.shard returned no module for `{path}`",
+            {"found": type(made).__name__},
+            "return the module that takes its place",
+        )
+    if _has_forward(made) or not _has_forward(old):
+        setattr(module.get_submodule(parent), name, made)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
+
+
+def _shell(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
+    """This rank's part of a tensor, as the source has it."""
+    tensor, spec, layout = target.tensor, target.spec, target.layout
+    if layout is None:
+        return spec.shard(tensor, src_rank=src_rank, process_group=process_group)
+    local = scatter(tensor.detach(), layout, group, src_rank, target.device).requires_grad_(tensor.requires_grad)
+    return wrap(local, layout, spec, group)
+
+
+def _become_all(tensors: list[Any], others: list[Any]) -> None:
+    """Turn each tensor into the other of its place; where one cannot be, turn those before it back."""
+    done: list[tuple[Any, Any, Any]] = []
+    try:
+        for tensor, other in zip(tensors, others, strict=True):
+            grad = tensor.grad
+            become(tensor, other)
+            done.append((tensor, other, grad))
+    except BaseException:
+        for tensor, other, grad in reversed(done):
+            torch.utils.swap_tensors(tensor, other)
+            tensor.grad = grad
+        raise
+
+
+def _hook(module: nn.Module, found: Resolved) -> None:
+    """Set the hooks of a plan; each module keeps the handles of its own."""
+    hooks = [(path, resharding(spec)) for path, spec in found.outputs]
+    for path, hook in [*hooks, *((path, collecting) for path in found.locals)]:
+        owner = module.get_submodule(path)
+        owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))

@@ -1,0 +1,5 @@
+"""The names of ``torch.distributed._shard.sharding_plan``; nothing lives here."""
+
+from shardtensor.sharding.plan import ShardingPlan, ShardingPlanner
+
+__all__ = ["ShardingPlan", "ShardingPlanner"]
