@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import device
+from harness import device, every_size
 
 import shardtensor
 from shardtensor.cli.main import _parser
@@ -15,7 +15,7 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def _run(program: str) -> dict:
@@ -103,6 +103,19 @@ def test_an_operation_of_ones_own_gives_the_dense_result(world, size):
         HANDLERS.clear(), ROWS.clear()
         HANDLERS.update(kept[0])
         ROWS.update(kept[1])
+
+
+def whole_modules() -> tuple:
+    torch.manual_seed(0)
+    names = _run(MODULES)
+    assert not any(isinstance(param, shardtensor.ShardedTensor) for param in names["mlp"].parameters())
+    return names["y"].detach().tolist(), names["mlp"](torch.ones(3, 8)).detach().tolist()
+
+
+@every_size
+def test_a_module_sharded_by_rules_gives_the_dense_result(world, size):
+    for sharded, dense in world(whole_modules, size):
+        torch.testing.assert_close(torch.tensor(sharded), torch.tensor(dense))
 
 
 def _table(heading: str) -> list[str]:
