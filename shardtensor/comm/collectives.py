@@ -78,7 +78,7 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format))
 
 
-def _alias(result: torch.Tensor) -> torch.Tensor:
+def alias(result: torch.Tensor) -> torch.Tensor:
     """The same bytes in another tensor, for the graph to hang on.
 
     A backend's thread may let go of what it moved a moment after the wait for it is over; were that the very tensor
@@ -102,7 +102,7 @@ class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _alias(_sum(x, group))
+        return alias(_sum(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -163,7 +163,7 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
         ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return _alias(group.all_gather(x, counts))
+        return alias(group.all_gather(x, counts))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -217,7 +217,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
         ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return _alias(group.reduce_scatter(x, counts))
+        return alias(group.reduce_scatter(x, counts))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -250,7 +250,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
         ctx.shape, ctx.send_counts, ctx.recv_counts, ctx.group = x.shape, send_counts, recv_counts, group
-        return _alias(group.all_to_all(x, send_counts, recv_counts))
+        return alias(group.all_to_all(x, send_counts, recv_counts))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

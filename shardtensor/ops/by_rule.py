@@ -134,6 +134,10 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     recipe = propagate(rule, layouts_of(call.present))
     if recipe is None or _cut_letter(pattern, rule, recipe) is not None:
         return None
+    if recipe.output.partial and any(
+        side.added and x is not None for side, x in zip(call.sides, call.operands, strict=False)
+    ):
+        return None  # what is added, once, comes after the sum
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)

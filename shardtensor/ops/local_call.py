@@ -152,13 +152,15 @@ def local_by(
     operands: Sequence[torch.Tensor],
     places: Sequence[int | str | None],
 ) -> LocalCall | None:
-    """How to do a call on operands that have the layouts of `recipe`; None where one has to move, or addends to join.
+    """How to do a call on operands that have the layouts of `recipe`; None where one has to move.
+
+    Addends are summed by the call itself; None where they are joined in another way.
 
     Args:
         call: gets the arguments of the call with local tensors.
         places: of the operands among the arguments: a position or a name; None for one inside of a list.
     """
-    if recipe is None or recipe.output.partial:
+    if recipe is None or any(op != "sum" for _, op in recipe.output.partial):
         return None
     if any(isinstance(x, ShardedTensor) and x._layout.partial for x in operands):
         return None
@@ -177,8 +179,20 @@ def local_by(
                 return None
             team = along(group, need.layout, need.addend_axes)
             sums.append((place, None if team is group else team))
-    layout = None if recipe.output.is_replicated else recipe.output
-    return LocalCall(call, layout, tuple(sums))
+    output = recipe.output
+    if output.partial:
+        call = summed(call, along(group, output, [axis for axis, _ in output.partial]))
+        output = recipe.settled
+    return LocalCall(call, None if output.is_replicated else output, tuple(sums))
+
+
+def summed(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]:
+    """`call`, and then the sum of what it gives each rank of a team."""
+
+    def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return collectives.all_reduce(call(*args, **kwargs), team)
+
+    return call_and_sum
 
 
 def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | None]:
