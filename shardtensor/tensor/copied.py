@@ -110,7 +110,11 @@ class Origin:
         copy = self.copy
         is_followed_leaf = copy._local.is_leaf and copy._local.requires_grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_followed_leaf):
-            copy._local.copy_(local_as(self.make(self.source), copy._layout, copy._group))
+            fresh = local_as(self.make(self.source), copy._layout, copy._group)
+            once = tuple(
+                slice(0, 1) if not step else slice(None) for step in copy._local.stride()
+            )  # of what is expanded
+            copy._local[once].copy_(fresh[once])
         wrote(copy)
 
 

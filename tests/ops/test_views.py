@@ -137,6 +137,8 @@ READS = {
     "a row": lambda t: t[0],
     "a part of a column": lambda t: t.select(1, 4)[1:],
     "an element": lambda t: t[2, 3],
+    "one row, many times": lambda t: t.view(-1)[6:8].expand(3, 2),
+    "all, many times": lambda t: t.reshape(1, 8, 3).expand(2, 8, 3),
     "a row of a row": lambda t: t.view(2, 2, 6)[1][0],
     "a diagonal, taken off the graph": lambda t: t.diagonal().detach(),
     "one of all rows": lambda t: t.unbind(0)[1],
