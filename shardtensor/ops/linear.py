@@ -33,7 +33,7 @@ def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     x, weight, bias = (*args, None)[:3]
     if kwargs or isinstance(bias, ShardedTensor) or weight.dim() != 2:
         return None
-    if _is_column_parallel(x, weight):
+    if _is_column_parallel(x, weight) and (bias is None or bias.shape == weight.shape[:1]):
         return _column_parallel(x, weight)
     if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and any(x._layout.dims[-1:]):
         return _row_parallel(x, weight, bias)

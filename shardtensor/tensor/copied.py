@@ -111,9 +111,8 @@ class Origin:
         is_followed_leaf = copy._local.is_leaf and copy._local.requires_grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_followed_leaf):
             fresh = local_as(self.make(self.source), copy._layout, copy._group)
-            once = tuple(
-                slice(0, 1) if not step else slice(None) for step in copy._local.stride()
-            )  # of what is expanded
+            # What is expanded shows one place of memory many times, and torch writes each but once.
+            once = tuple(slice(None) if step else slice(0, 1) for step in copy._local.stride())
             copy._local[once].copy_(fresh[once])
         wrote(copy)
 
