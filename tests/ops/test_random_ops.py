@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import device, every_size
+from harness import device
 
 import shardtensor as st
 from shardtensor.tensor.drawing import default_generator
@@ -117,7 +117,7 @@ def fill(names: list[str], shape: tuple[int, ...]) -> None:
         assert_equal(x, expected)
 
 
-@every_size
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_in_place_methods_draw_the_dense_numbers(world, size):
     world(fill, size, names=list(FILLS), shape=SHAPE)
 

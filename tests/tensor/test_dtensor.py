@@ -17,7 +17,7 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 
 SHAPES = [(4, 6), (5, 3), (1, 7), (0, 3), (2, 1), (12, 12)]
-MESHES = [(1,), (2,), (3,), (4,), (1, 1), (2, 1), (1, 3), (2, 2)]
+MESHES = [(1,), (2,), (3,), (4,), (1, 1), (1, 3), (2, 2)]
 
 
 def dense(shape: tuple[int, ...]) -> torch.Tensor:
