@@ -110,6 +110,11 @@ class Layout:
         """This layout with nothing left to reduce."""
         return attrs.evolve(self, partial=()) if self.partial else self
 
+    @property
+    def partial_axes(self) -> tuple[int, ...]:
+        """The axes along which ranks hold addends."""
+        return tuple(axis for axis, _ in self.partial)
+
     def axis_name(self, axis: int) -> str:
         """What messages call an axis of the grid."""
         return self.names[axis] if self.names else f"axis{axis}"

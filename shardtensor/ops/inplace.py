@@ -140,7 +140,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
     local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
     if layout.partial and local.requires_grad:  # what each addend asks of the value adds up
-        local = collectives.sum_gradient(local, along(group, layout, [axis for axis, _ in layout.partial]))
+        local = collectives.sum_gradient(local, along(group, layout, layout.partial_axes))
     if layout.brings_value(group.rank):
         local = apart(local, input._local)
     else:  # zeros that stay in the graph, for its backward is collective

@@ -133,18 +133,15 @@ class ColumnLinear(torch.autograd.Function):
             total = collectives.all_reduce(torch.cat(terms), ctx.group)
             # the input is a copy that meets this rank's rows
             grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
-        elif not wants_bias:
-            total = grad @ weight
-            pending = ctx.group.all_reduce_async(total)
-            grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
-            return pending.wait().view(ctx.shape), grad_weight, None, None, None
         else:
-            total = grad.new_empty(rows * k * wants_x + n)
-            if wants_x:
-                torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
             if wants_bias:
+                total = grad.new_empty(rows * k * wants_x + n)
+                if wants_x:
+                    torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
                 tail = total[total.numel() - n :].zero_()
                 torch.sum(grad, 0, out=tail[ctx.start : ctx.start + here])
+            else:
+                total = (grad @ weight).view(-1)
             pending = ctx.group.all_reduce_async(total)
             grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
             total = pending.wait()

@@ -181,7 +181,7 @@ def local_by(
             sums.append((place, None if team is group else team))
     output = recipe.output
     if output.partial:
-        call = summed(call, along(group, output, [axis for axis, _ in output.partial]))
+        call = summed(call, along(group, output, output.partial_axes))
         output = recipe.settled
     return LocalCall(call, None if output.is_replicated else output, tuple(sums))
 

@@ -90,9 +90,9 @@ def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.
     found: dict[int, torch.Tensor] = {}
     for param in params:
         if isinstance(param, ShardedTensor):
-            local, grad = param._local.grad, param.grad
-            if local is not None and grad is not None:
-                found.setdefault(id(local), grad)
+            grad = param.grad
+            if grad is not None:
+                found.setdefault(id(grad._local), grad)
         elif param.grad is not None:
             found.setdefault(id(param.grad), param.grad)
     return list(found.values())
