@@ -15,7 +15,7 @@ import torch
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import whole_in
-from shardtensor.ops.engine import finish, prepare
+from shardtensor.ops.engine import finish, on_grid, prepare
 from shardtensor.ops.ids import check_ids, held
 from shardtensor.ops.out import write_out
 from shardtensor.rules.advanced import first_of, reading
@@ -94,8 +94,16 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
     )
     wide = [tuple(t.shape[d] if k == d else n for k, n in enumerate(others)) for t in (input, indices)]
     indices = torch.where(indices < 0, indices + input.shape[d], indices)
-    input, indices = (t if tuple(t.shape) == w else t.expand(w) for t, w in zip((input, indices), wide, strict=True))
-    return gather(input, d, indices)
+    return gather(_widened(input, wide[0]), d, _widened(indices, wide[1]))
+
+
+def _widened(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`x` expanded; what is cut along a dim of one element is first cut along another."""
+    wider = [k for k, n in enumerate(shape) if x.shape[k] != n]
+    if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and {*wider} & {*x._layout.cut_dims}:
+        moved = on_grid("take_along_dim", x, wider)
+        x = x if moved is None else moved
+    return x.expand(shape) if wider else x
 
 
 @implements(torch.index_select, torch.Tensor.index_select)

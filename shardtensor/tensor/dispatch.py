@@ -155,13 +155,13 @@ def warn_of_gather(func: Any, size_bytes: int) -> None:
             ["call full_tensor() on its operands where you mean to", "leave strict() to let it gather"],
         )
     if name not in _WARNED:
-        _WARNED.add(name)
         warnings.warn(
             f"{name} has no sharding rule: it gathers its operands ({size_bytes / 2**20:.2f} MiB on every rank), "
             "computes on the whole and lays the result out again. This is said once for each operation.",
             GatherWarning,
             stacklevel=_level_of_caller(),
         )
+        _WARNED.add(name)  # not where it was raised: then every rank raises, and raises again
 
 
 def _level_of_caller() -> int:

@@ -62,8 +62,8 @@ def _in_place(change):
 
 
 IN_PLACE = [
-    Case("add_", _in_place(lambda y, o: y.add_(o, alpha=3)), (S, (6,)), gathers="into plain"),
-    Case("iadd", _in_place(lambda y, o: y.__iadd__(o)), (S, S), gathers="into plain"),
+    Case("add_", _in_place(lambda y, o: y.add_(o, alpha=3)), (S, (6,)), gathers="into whole"),
+    Case("iadd", _in_place(lambda y, o: y.__iadd__(o)), (S, S), gathers="into whole"),
     Case("mul_", _in_place(lambda y: y.mul_(2).sub_(1)), (S,)),
     Case(
         "div_",
@@ -71,19 +71,19 @@ IN_PLACE = [
         (S, (5, 1)),
         make=("int", "positive"),
         exact=False,
-        gathers="into plain",
+        gathers="into whole",
     ),
     Case("clamp_", _in_place(lambda y: y.clamp_(-1, 1)), (S,)),
-    Case("masked_fill_", _in_place(lambda y, m: y.masked_fill_(m > 0, 5.0)), (S, (6,)), gathers="into plain"),
-    Case("addcmul_", _in_place(lambda y, a, b: y.addcmul_(a, b, value=2)), (S, S, (6,)), gathers="into plain"),
-    Case("copy_", _in_place(lambda y, o: y.copy_(o)), (S, S), gathers="into plain"),
-    Case("copy_ broadcast", _in_place(lambda y, o: y.copy_(o)), (S, (6,)), gathers="into plain"),
+    Case("masked_fill_", _in_place(lambda y, m: y.masked_fill_(m > 0, 5.0)), (S, (6,)), gathers="into whole"),
+    Case("addcmul_", _in_place(lambda y, a, b: y.addcmul_(a, b, value=2)), (S, S, (6,)), gathers="into whole"),
+    Case("copy_", _in_place(lambda y, o: y.copy_(o)), (S, S), gathers="into whole"),
+    Case("copy_ broadcast", _in_place(lambda y, o: y.copy_(o)), (S, (6,)), gathers="into whole"),
     Case("fill_", _in_place(lambda y: y.fill_(3)), (S,)),
     Case("zero_", _in_place(lambda y: y.zero_()), (S,)),
     Case("relu inplace", _in_place(lambda y: F.relu(y, inplace=True)), (S,)),
-    Case("scalar tensor", _in_place(lambda y, o: y.mul_(o)), (S, ()), gathers="into plain"),
+    Case("scalar tensor", _in_place(lambda y, o: y.mul_(o)), (S, ()), gathers="into whole"),
     Case(
-        "out", lambda x, y: torch.mul(x.detach(), y.detach(), out=torch.zeros_like(x)), (S, (6,)), gathers="into plain"
+        "out", lambda x, y: torch.mul(x.detach(), y.detach(), out=torch.zeros_like(x)), (S, (6,)), gathers="into whole"
     ),
 ]
 

@@ -78,8 +78,8 @@ def _set(change):
 
 SETS = [
     Case("setitem slice", _set(lambda y: y.__setitem__(slice(1, 4), 7.0)), (S,)),
-    Case("setitem int", _set(lambda y, v: y.__setitem__((2, slice(1, 3)), v)), (S, (2,)), gathers="into plain"),
-    Case("setitem rows", _set(lambda y, v: y.__setitem__(slice(0, 2), v)), (S, (6,)), gathers="into plain"),
+    Case("setitem int", _set(lambda y, v: y.__setitem__((2, slice(1, 3)), v)), (S, (2,)), gathers="into whole"),
+    Case("setitem rows", _set(lambda y, v: y.__setitem__(slice(0, 2), v)), (S, (6,)), gathers="into whole"),
     Case("setitem mask", _set(lambda y: y.__setitem__(y.detach() > 0, 9.0)), (S,)),
     Case("through t", _set(lambda y: y.t().add_(1)), (S,), refuses=True),
     Case("through slice", _set(lambda y: y[1:, 2:4].mul_(3)), (S,), refuses=True),

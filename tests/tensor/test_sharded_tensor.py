@@ -17,6 +17,7 @@ import shardtensor as st
 from shardtensor import GatherWarning, custom_sharded_op_impl, custom_sharding_spec_op
 from shardtensor.comm.group import LoneGroup
 from shardtensor.sharded_tensor import ShardedTensorBase, pre_load_state_dict_hook, state_dict_hook
+from shardtensor.tensor import dispatch
 from shardtensor.tensor.dispatch import HANDLERS
 
 SPECS = ("[tp balanced, -]", "[-, tp balanced]", "flat(tp)", "replicate")
@@ -265,6 +266,23 @@ def check_write_back() -> None:
 
 def test_the_safety_net_writes_back_every_operand_that_changed(world):
     world(check_write_back, 2)
+
+
+def check_warnings() -> None:
+    x = st.distribute(whole(), SPECS[0])
+    dispatch._WARNED.clear()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GatherWarning)
+            with pytest.raises(GatherWarning, match="has no sharding rule"):
+                torch.linalg.pinv(x)
+    with pytest.warns(GatherWarning) as said:
+        torch.linalg.pinv(x), torch.linalg.pinv(x)
+    assert len([w for w in said if w.category is GatherWarning]) == 1
+
+
+def test_a_gather_is_said_once_and_raised_each_time_on_every_rank(world):
+    world(check_warnings, 2)
 
 
 def check_outside() -> None:
