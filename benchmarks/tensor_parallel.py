@@ -92,7 +92,8 @@ def main() -> None:
     ways = {
         "no communication": ByHand(False),
         "by hand": ByHand(True),
-        "shardtensor": st.shard_module(mlp(), {"0.weight": "[tp, -]", "2.weight": "[-, tp]"}),
+        "shardtensor": st.shard_module(mlp(), {"0": st.colwise("tp"), "2": st.rowwise("tp")}),
+        "shardtensor, no flows": st.shard_module(mlp(), {"0.weight": "[tp, -]", "2.weight": "[-, tp]"}),
         "DTensor": parallelize_module(mlp(), init_device_mesh("cpu", (WORLD,)), styles),
     }
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)

@@ -93,6 +93,10 @@ class CheckedGroup(Parted):
         self._meet(f"reduce_scatter {_say(flat, counts)}")
         return self._group.reduce_scatter(flat, counts)
 
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        self._meet(f"reduce_scatter_async {_say(flat, counts)}")
+        return self._group.reduce_scatter_async(flat, counts)
+
     def all_to_all(
         self,
         flat: torch.Tensor,

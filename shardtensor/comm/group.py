@@ -65,6 +65,9 @@ class Group(Protocol):
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Sum `flat` over the group and return this member's range of it, flat; `counts` cuts it up."""
 
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Start `reduce_scatter`; `flat` must be left alone until ``wait()`` returns this member's range."""
+
     def all_to_all(
         self,
         flat: torch.Tensor,
@@ -135,6 +138,9 @@ class LoneGroup:
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return flat.reshape(-1)
+
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        return Done(self.reduce_scatter(flat, counts))
 
     def all_to_all(
         self,

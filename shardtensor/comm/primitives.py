@@ -52,6 +52,7 @@ _REDUCE = {name: _options(dist.AllreduceOptions, reduceOp=op) for name, op in _R
 _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True) for name, op in _REDUCE_OPS.items()}
 _GATHER = _options(AllgatherOptions)
 _SCATTER = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
+_SCATTER_ASYNC = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM, asyncOp=True)
 _ALL_TO_ALL = _options(dist.AllToAllOptions)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
@@ -110,6 +111,12 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         raise _told(error, "reduce_scatter", flat, process_group) from error
     return out
+
+
+def reduce_scatter_async(process_group: Any, flat: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Start `reduce_scatter`; return torch's handle, for `finish`, and where the result will be."""
+    out = flat.new_empty(flat.numel() // process_group.size())
+    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER_ASYNC), out
 
 
 def all_to_all(

@@ -87,6 +87,14 @@ class TorchGroup(Parted):
         out = primitives.reduce_scatter(self.process_group, padded)
         return self.wire.from_reduce(out[: counts[self.index] * scale].clone(), flat)
 
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        is_even = counts is None or min(counts) == max(counts)
+        as_is = (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous()
+        if torch.compiler.is_compiling() or not (is_even and as_is):
+            return Done(self.reduce_scatter(flat, counts))
+        work, out = primitives.reduce_scatter_async(self.process_group, flat.view(-1))
+        return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
+
     # -- moves --------------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -216,23 +224,38 @@ class OutsideGroup:
         members = f" of ranks {list(self.ranks)}" if len(self.ranks) else ""
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
-    all_reduce = all_reduce_async = all_gather = reduce_scatter = all_to_all = scatter = gather = _refuse
-    broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = _refuse
+    all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
+    all_to_all = scatter = gather = broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = (
+        _refuse
+    )
 
     def __repr__(self) -> str:
         return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"
 
 
 class Started:
-    """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy."""
+    """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy.
 
-    __slots__ = ("finish", "process_group", "t", "work")
+    `source` is what it reads, kept until the wait.
+    """
 
-    def __init__(self, work: Any, t: torch.Tensor, process_group: Any, finish: Any = None) -> None:
-        self.work, self.t, self.process_group, self.finish = work, t, process_group, finish
+    __slots__ = ("call", "finish", "process_group", "source", "t", "work")
+
+    def __init__(
+        self,
+        work: Any,
+        t: torch.Tensor,
+        process_group: Any,
+        finish: Any = None,
+        call: str = "all_reduce",
+        source: torch.Tensor | None = None,
+    ) -> None:
+        self.work, self.t, self.process_group, self.finish, self.call = work, t, process_group, finish, call
+        self.source = source
 
     def wait(self) -> torch.Tensor:
-        primitives.finish(self.work, "all_reduce", self.t, self.process_group)
+        primitives.finish(self.work, self.call, self.t, self.process_group)
+        self.source = None
         if self.finish is not None:
             self.finish()
         return self.t

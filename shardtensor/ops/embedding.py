@@ -93,10 +93,10 @@ def own_rows(cut: Cut) -> torch.Tensor:
     """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
     ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
-    return collectives.all_reduce(_looked_up(ids, table, start, cut.options["padding_idx"]), cut.team)
+    return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.team)
 
 
-def _looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
+def looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
     """This rank's rows, and zeros for ids that it does not hold."""
     count = table.shape[0]
     here = ids - start

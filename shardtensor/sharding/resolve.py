@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -13,8 +13,12 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, MissingParameterError, PlanError, RuleError, SpecError
 from shardtensor.layout.layout import Layout
 from shardtensor.parallel.parameter import bound, find, shards_itself
+from shardtensor.sharding.blocks import Line, lines
+from shardtensor.sharding.flow import Flow
+from shardtensor.sharding.flows import Binder, Stated, Tensors
 from shardtensor.sharding.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.sharding.plan import Sharder, ShardingPlan
+from shardtensor.sharding.settle import Settled, settle
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import device_for
@@ -41,6 +45,7 @@ class Resolved:
     """What a plan comes to for one module, in the order of its rules."""
 
     targets: tuple[Target, ...]
+    flows: Mapping[str, Stated]
     sharders: tuple[tuple[str, Sharder], ...]
     outputs: tuple[tuple[str, ShardingSpec], ...]
     locals: tuple[str, ...]
@@ -49,8 +54,24 @@ class Resolved:
         """What all ranks must have alike, as text."""
         found = {", ".join(target.names): str(target) for target in self.targets}
         found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
+        for path, flows in self.flows.items():
+            found |= {f"in {name or ''} of {path or 'the module'}": str(flow) for name, flow in flows.ins.items()}
+            found |= {f"out of {path or 'the module'}": str(flows.out)} if flows.out is not None else {}
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.locals}
+
+    def settled(self, module: nn.Module, binder: Binder) -> list[Settled]:
+        """What each module with a flow does."""
+        specs: dict[str, dict[str, ShardingSpec]] = {}
+        layouts: dict[str, dict[str, Layout]] = {}
+        for target in self.targets:
+            for name in target.names:
+                owner, _, own = name.rpartition(".")
+                if target.layout is not None:
+                    specs.setdefault(owner, {})[own] = target.spec
+                    layouts.setdefault(owner, {})[own] = target.layout
+        tensors = {owner: Tensors(specs[owner], layouts[owner]) for owner in specs}
+        return settle(module, self.flows, tensors, binder)
 
 
 def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) -> Resolved:
@@ -63,20 +84,22 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) 
     """
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = {unwrapped(name): name for name in _tensor_names(module)}
+    plan_lines = list(lines(plan.plan))
     sharders = {
-        path: value
-        for pattern, value in plan.plan.items()
-        if isinstance(value, Sharder)
-        for path in _modules_for(pattern, value, module, modules)
+        path: line.value
+        for line in plan_lines
+        if isinstance(line.value, Sharder)
+        for path in _modules_for(line.pattern, line.value, module, modules)
     }
     rules: dict[str, tuple[str, ShardingSpec]] = {}
-    for pattern, value in plan.plan.items():
-        if isinstance(value, Sharder):
+    for line in plan_lines:
+        if isinstance(line.value, Sharder) or line.flow is not None:
             continue
-        spec = _spec(value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{pattern}`")
-        for name in _tensors_for(pattern, module, tensors):
-            _refuse_two(name, pattern, spec, rules.get(name), sharders)
-            rules[name] = pattern, spec
+        spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
+        for name in _tensors_for(line.pattern, module, tensors, line.is_optional):
+            _refuse_two(name, line.pattern, spec, rules.get(name), sharders)
+            rules[name] = line.pattern, spec
+    flows = _flows(plan_lines, module, modules)
     targets = _targets(module, rules, group, src_rank)
     outputs = [
         (path, _spec(value, f"Only `ShardingSpec` is supported as output_plan for `{pattern}`"))
@@ -84,7 +107,7 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) 
         for path in _modules_for(pattern, None, module, modules)
     ]
     locals_ = [p for pattern in plan.return_local_tensor or () for p in _modules_for(pattern, None, module, modules)]
-    return Resolved(tuple(targets), tuple(sharders.items()), tuple(outputs), tuple(locals_))
+    return Resolved(tuple(targets), flows, tuple(sharders.items()), tuple(outputs), tuple(locals_))
 
 
 def _tensor_names(module: nn.Module) -> Iterable[str]:
@@ -101,10 +124,39 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
         raise PlanError(fault, {"found": type(value).__name__}, 'write a spec, such as "[tp, -]"') from None
 
 
-def _tensors_for(pattern: str, module: nn.Module, tensors: dict[str, str]) -> list[str]:
+def _flows(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]) -> dict[str, Stated]:
+    """The flows of each module that has some."""
+    ins: dict[str, dict[str | None, Flow]] = {}
+    outs: dict[str, Flow] = {}
+    for line in plan_lines:
+        if line.flow is None:
+            continue
+        side, _, argument = line.side.partition(" ")
+        for path in _modules_for(line.pattern, None, module, modules, line.is_optional):
+            if side in dict(module.get_submodule(path).named_children()):
+                raise PlanError(
+                    f"`{side}` is the flow of a value, and {path or 'the module'} has a submodule of that name",
+                    {"flow": str(line.flow)},
+                    f"write `{{{side}}}` for the submodule",
+                )
+            known = outs.get(path) if side == "out" else ins.get(path, {}).get(argument or None)
+            if known is not None and known != line.flow:
+                raise PlanError(
+                    f"two rules say how values pass `{path or 'the module'}`",
+                    {line.side: f"{known}, and {line.flow}"},
+                    "narrow one of the patterns",
+                )
+            if side == "out":
+                outs[path] = line.flow
+            else:
+                ins.setdefault(path, {})[argument or None] = line.flow
+    return {path: Stated(ins.get(path, {}), outs.get(path)) for path in dict.fromkeys((*ins, *outs))}
+
+
+def _tensors_for(pattern: str, module: nn.Module, tensors: dict[str, str], is_optional: bool = False) -> list[str]:
     """The names of the tensors that a pattern stands for, itself or by a module above them."""
     found = [name for clean, name in tensors.items() if matches(pattern, clean) or is_below(pattern, clean)]
-    if found:
+    if found or is_optional:
         return found
     try:
         find(module, pattern)  # a tensor that is a plain attribute
@@ -117,7 +169,9 @@ def _tensors_for(pattern: str, module: nn.Module, tensors: dict[str, str]) -> li
     return [pattern]
 
 
-def _modules_for(pattern: str, sharder: Sharder | None, module: nn.Module, modules: dict[str, str]) -> list[str]:
+def _modules_for(
+    pattern: str, sharder: Sharder | None, module: nn.Module, modules: dict[str, str], is_optional: bool = False
+) -> list[str]:
     if sharder is not None and not pattern:
         raise PlanError(
             "path must not be empty for custom sharder!",
@@ -125,7 +179,7 @@ def _modules_for(pattern: str, sharder: Sharder | None, module: nn.Module, modul
             "call its shard(module) yourself: the root has no parent to hold the result",
         )
     found = [name for clean, name in modules.items() if (matches(pattern, clean) if pattern else not clean)]
-    if not found:
+    if not found and not is_optional:
         raise MissingParameterError(
             f"{type(module).__name__} has no attribute `{pattern}`: the pattern matches no submodule",
             {"nearest": nearest(pattern, filter(None, modules))},

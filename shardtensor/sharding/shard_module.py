@@ -14,8 +14,10 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import become, scatter
+from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.resolve import Resolved, Target, resolve
+from shardtensor.sharding.settle import unsettle
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -58,6 +60,7 @@ def shard_module(
     found, facts, fault = None, {"src_rank": str(src_rank)}, None
     try:
         found = resolve(module, plan, group, src_rank)
+        found.settled(module, Binder(group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:
         fault = error
@@ -66,7 +69,10 @@ def shard_module(
     for path, sharder in found.sharders:
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
+    settled = found.settled(module, Binder(group))
     _become_all([target.tensor for target in found.targets], shells)
+    for each in settled:
+        each.apply(_HANDLES)
     _hook(module, found)
     return module
 
@@ -84,6 +90,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     """
     shells: dict[int, ShardedTensor] = {}
     for owner in module.modules():
+        unsettle(owner)
         for handle in owner.__dict__.pop(_HANDLES, ()):
             handle.remove()
         for value in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):

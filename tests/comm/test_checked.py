@@ -127,6 +127,7 @@ def bring_other_counts(kind: str) -> tuple[str, str]:
         "gather": lambda: group.gather(t, (1, 1), 0),
         "scatter": lambda: group.scatter([t[:1], t[:1]], 1 + group.rank, 0, t),
         "async": lambda: group.all_reduce_async(t),
+        "async scatter": lambda: group.reduce_scatter_async(t, ((1, 0), (2, 0))[group.rank]),
     }
     return told(calls[kind])
 
@@ -147,6 +148,7 @@ COUNTS = {
         "scatter float32 from rank 0; sends 0+0, receives 2+0",
     ),
     "async": ("all_reduce_async sum of 1 float32", "all_reduce_async sum of 2 float32"),
+    "async scatter": ("reduce_scatter_async 1+0 float32", "reduce_scatter_async 2+0 float32"),
 }
 
 

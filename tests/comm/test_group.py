@@ -125,9 +125,12 @@ def check_reduce_scatter(dtypes: list[torch.dtype]) -> None:
             terms = [whole(sum(counts), torch.int64, seed=r) for r in range(group.size)]
             wanted = torch.stack([t.to(dtype).to(torch.complex64) for t in terms]).sum(0).split(counts)[group.index]
             wanted = wanted.to(dtype) if dtype.is_complex else wanted.real.to(dtype)
+            started = group.reduce_scatter_async(terms[group.index].to(dtype), counts)
             assert same(group.reduce_scatter(terms[group.index].to(dtype), counts), wanted), (dtype, pattern)
+            assert same(started.wait(), wanted), (dtype, pattern)
         even = torch.ones(2 * group.size, dtype=torch.float64, device=device())
         assert group.reduce_scatter(even).tolist() == [group.size] * 2
+        assert group.reduce_scatter_async(even).wait().tolist() == [group.size] * 2
 
 
 @pytest.mark.worlds("sim", "gloo")

@@ -1,0 +1,106 @@
+"""All-gather and reduce-scatter along any dim of tensors of which each member of a group has a stretch.
+
+Each has a form with gradients (on `collectives`) and, for functions that write their own backward, one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError
+
+
+class Stretches(NamedTuple):
+    """A dim, from either end, and how it is cut among the members of a group.
+
+    Attributes:
+        dim: counted from the front, or from the end where negative.
+        sizes: the stretch of each member; None where they follow from the length.
+        balanced: stretches may differ by one; else all are equal, or it is an error.
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+    balanced: bool = False
+
+    def of_whole(self, x: torch.Tensor, group: Group) -> Sequence[int]:
+        """The stretch of each member of what `x` has whole."""
+        if self.sizes is not None:
+            return self.sizes
+        each, left = divmod(x.shape[self.dim], group.size)
+        if left and not self.balanced:
+            raise LayoutError(
+                f"{x.shape[self.dim]} elements of dim {self.dim} cannot be cut evenly over {group.size} ranks",
+                {"value": " x ".join(map(str, x.shape))},
+                ["write `balanced` after the axis in the flow", f"pad the value to a multiple of {group.size}"],
+            )
+        return [each + (i < left) for i in range(group.size)]
+
+    def of_own(self, x: torch.Tensor, group: Group) -> Sequence[int]:
+        """The stretch of each member, of which `x` is this one's; balanced ones are asked for in a small exchange."""
+        if self.sizes is not None:
+            return self.sizes
+        own = x.shape[self.dim]
+        if not self.balanced:
+            return [own] * group.size
+        return [int.from_bytes(size, "little") for size in group.exchange(own.to_bytes(8, "little"))]
+
+
+def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+    """The stretches of all members, joined; no gradient. All members call it."""
+    return _joined(x, stretches, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
+
+
+def gather(x: torch.Tensor, stretches: Stretches, group: Group, sums: bool = False) -> torch.Tensor:
+    """`gathered` with gradients: the result's own stretch or, where work on it is split (`sums`), the summed one."""
+    call = collectives.all_gather_sum_gradient if sums else collectives.all_gather
+    return _joined(x, stretches, group, lambda first, counts: call(first, counts, group))
+
+
+def take(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+    """This member's stretch of what all have; the gradients of all are gathered."""
+    return _part(x, stretches, group, lambda first, counts: collectives.take(first, counts, group))
+
+
+def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+    """This member's stretch of the sum of `x` over the members; the gradients of all are gathered."""
+    return _part(x, stretches, group, lambda first, counts: collectives.reduce_scatter(first, counts, group))
+
+
+class Scattering:
+    """`reduce_scatter` that has been started; no gradient."""
+
+    def __init__(self, x: torch.Tensor, stretches: Stretches, group: Group) -> None:
+        sizes = stretches.of_whole(x, group)
+        first = x.movedim(stretches.dim, 0).contiguous()
+        rest = first.shape[1:]
+        self.dim, self.shape = stretches.dim, (sizes[group.index], *rest)
+        self.pending = group.reduce_scatter_async(first, [size * rest.numel() for size in sizes])
+
+    def wait(self) -> torch.Tensor:
+        return self.pending.wait().view(self.shape).movedim(0, self.dim).contiguous()
+
+
+def _joined(
+    x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
+) -> torch.Tensor:
+    sizes = stretches.of_own(x, group)
+    first = x.movedim(stretches.dim, 0).contiguous()
+    rest = first.shape[1:]
+    whole = call(first, [size * rest.numel() for size in sizes])
+    return whole.view(sum(sizes), *rest).movedim(0, stretches.dim)
+
+
+def _part(
+    x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
+) -> torch.Tensor:
+    sizes = stretches.of_whole(x, group)
+    first = x.movedim(stretches.dim, 0).contiguous()
+    rest = first.shape[1:]
+    part = call(first, [size * rest.numel() for size in sizes])
+    return part.view(sizes[group.index], *rest).movedim(0, stretches.dim).contiguous()

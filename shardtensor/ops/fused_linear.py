@@ -1,0 +1,157 @@
+"""A product on this rank's part of a weight, fused with its one collective: no collective is waited for idly.
+
+Column-parallel: the input's gradient is summed over the ranks beside the weight's gradient. Row-parallel: the products
+are summed. Where the stream between products is cut along a dim (sequence parallelism), the sums are scattered along it
+and the stretches gathered before.
+
+References:
+    Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.comm import along_dim, collectives
+from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.collectives import alias
+from shardtensor.comm.group import Group
+
+
+def cast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The operands as autocast wants them; inside of a Function it would differ between the two passes."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """A product's columns on this rank: x ``(..., k)``, weight ``(n_local, k)``.
+
+    The bias is the whole ``(n,)``, of which this rank uses the stretch from `start` on and whose gradient travels with
+    the input's; or, where `start` is None, this rank's part ``(n_local,)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int | None
+    ) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]  # of a frozen weight the input is not kept, nor watched
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group, ctx.start, ctx.shape = group, start, x.shape
+        ctx.n = 0 if bias is None or start is None else bias.numel()
+        if bias is not None and start is not None:
+            bias = bias[start : start + weight.shape[0]]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad = grad.reshape(rows, here)
+        flat_x: Any = x.reshape(rows, k) if wants_weight else None
+        own_bias = grad.sum(0) if wants_bias and ctx.start is None else None
+        n = ctx.n if wants_bias else 0
+        if not (wants_x or n):
+            return None, grad.t() @ flat_x if wants_weight else None, own_bias, None, None
+        if torch.is_grad_enabled():  # gradients of gradients are wanted: the same sums, recorded
+            terms = [(grad @ weight).reshape(-1)] if wants_x else []
+            terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - here))] if n else []
+            total = collectives.all_reduce(torch.cat(terms), ctx.group)
+            # the input is a copy that meets this rank's rows
+            grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
+        else:
+            if n:
+                total = grad.new_empty(rows * k * wants_x + n)
+                if wants_x:
+                    torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
+                tail = total[total.numel() - n :].zero_()
+                torch.sum(grad, 0, out=tail[ctx.start : ctx.start + here])
+            else:
+                total = (grad @ weight).view(-1)
+            pending = ctx.group.all_reduce_async(total)
+            grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
+            total = pending.wait()
+        grad_x = total[: rows * k].view(ctx.shape) if wants_x else None
+        return grad_x, grad_weight, total[total.numel() - n :] if n else own_bias, None, None
+
+
+class GatheredColumnLinear(torch.autograd.Function):
+    """`ColumnLinear` of a stream: x is this rank's stretch of dim `stream.dim`, the bias this rank's part.
+
+    The whole input is kept for backward, so that the stretches are gathered once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: Stretches
+    ) -> torch.Tensor:
+        x = along_dim.gathered(x, stream, group)
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group, ctx.stream = group, stream
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None  # beside the reduce-scatter
+        grad_bias = flat.sum(0) if wants_bias else None
+        return None if started is None else started.wait(), grad_weight, grad_bias, None, None
+
+
+class RowLinear(torch.autograd.Function):
+    """The sum over ranks of products: x ``(..., k_local)``, weight ``(n, k_local)``; then the bias ``(n,)``, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group
+    ) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group = group
+        total = group.all_reduce(F.linear(x, weight))
+        return alias(total if bias is None else total.add_(bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        terms = collectives.sum_gradient(grad, ctx.group) if torch.is_grad_enabled() else grad  # each rank uses it
+        flat = terms.reshape(-1, grad.shape[-1])
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
+        return terms @ weight if wants_x else None, grad_weight, grad_bias, None
+
+
+class ScatteredRowLinear(torch.autograd.Function):
+    """`RowLinear` that leaves a stream: each rank has its stretch of the sums, without a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, stream: Stretches) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group, ctx.stream = group, stream
+        return alias(along_dim.Scattering(F.linear(x, weight), stream, group).wait())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        grad = along_dim.gathered(grad, ctx.stream, ctx.group)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+        return grad @ weight if wants_x else None, grad_weight, None, None

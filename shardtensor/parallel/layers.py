@@ -1,0 +1,201 @@
+"""torch's layers on plain local values: what `shard_module` turns a module into where a plan states its flows.
+
+Each is a subclass of the layer it stands for, so that names, `state_dict` and `isinstance` stay as they were; only the
+forward is another. It reads the local tensors of its parameters afresh on each call, and calls torch's own functions
+and the one collective that it needs; what to call was settled when the module was sharded, and stands in ``flow``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
+from shardtensor.ops.embedding import looked_up
+from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, RowLinear, ScatteredRowLinear, cast
+from shardtensor.parallel.moves import Gather, Move, Sum, SumGradient, SumScatter, moved
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen(eq=False)
+class LayerFlow:
+    """How a layer does its work on local values.
+
+    Attributes:
+        enter: brings the input to what the weight's layout asks for.
+        leave: brings the product to what the flow promises.
+        copies: along which the gradients of the layer's parameters are addends: of all of them, and of a bias beside.
+        start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
+        adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
+        call: does the fused forms: of x, weight and bias; None where the steps are taken one by one.
+    """
+
+    enter: Move
+    leave: Move
+    sums: Group | None = None
+    sums_bias: Group | None = None
+    start: int | None = None
+    adds_bias_last: bool = False
+    is_transposed: bool = False
+    call: Callable[..., torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: Any) -> LayerFlow:
+        return self
+
+
+def fused(flow: LayerFlow) -> LayerFlow:
+    """The same flow by a product that is fused with its collective, where there is such a one."""
+    if flow.adds_bias_last and not flow.enter and len(flow.leave) == 1:
+        step = flow.leave[0]
+        if isinstance(step, Sum):
+            return attrs.evolve(flow, call=_rows(step.team))
+        if isinstance(step, SumScatter):
+            return attrs.evolve(flow, call=_rows_to_stream(step))
+    if not flow.adds_bias_last and not flow.leave and len(flow.enter) == 1:
+        step = flow.enter[0]
+        if isinstance(step, SumGradient):
+            return attrs.evolve(flow, call=_columns(step.team, flow.start))
+        if isinstance(step, Gather) and step.sums and flow.start is None:
+            return attrs.evolve(flow, call=_columns_of_stream(step))
+    return flow
+
+
+def _columns(team: Group, start: int | None) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, bias: ColumnLinear.apply(x, weight, bias, team, start)
+
+
+def _columns_of_stream(step: Gather) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, bias: GatheredColumnLinear.apply(x, weight, bias, step.team, step.stretches)
+
+
+def _rows(team: Group) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, bias: RowLinear.apply(x, weight, bias, team)
+
+
+def _rows_to_stream(step: SumScatter) -> Callable[..., torch.Tensor]:
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = ScatteredRowLinear.apply(x, weight, step.team, step.stretches)
+        return y if bias is None else y + bias
+
+    return call
+
+
+def local(module: Any, name: str) -> torch.Tensor | None:
+    """The local tensor of a parameter, as it is now; None where the module has none of this name."""
+    param = module._parameters[name]
+    if param is None:
+        return None
+    if type(param) is ShardedTensor:
+        return param._local
+    if name in module.flow_cut:
+        raise RuleError(
+            f"{type(module).__name__}: its `{name}` is sharded, and was called with a plain tensor in its place",
+            {"found": f"{type(param).__name__} of {tuple(param.shape)}"},
+            f"lay it out alike: shardtensor.distribute(tensor, module.{name}.sharding_spec())",
+        )
+    return param
+
+
+class Flowing:
+    """What the layers below share.
+
+    Attributes:
+        flow: how the layer does its work.
+        flow_cut: names of the parameters that were sharded.
+        flow_of: the class that the module had.
+    """
+
+    flow: LayerFlow
+    flow_cut: frozenset[str]
+    flow_of: type[nn.Module]
+
+
+class LinearFlow(Flowing):
+    """The forward of a linear layer cut along rows or columns: local values in, local values out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flow = self.flow
+        weight, bias = local(self, "weight"), local(self, "bias")
+        assert weight is not None
+        if flow.is_transposed:
+            weight = weight.t()
+        if flow.sums is not None:
+            weight = collectives.sum_gradient(weight, flow.sums)
+        if flow.sums_bias is not None and bias is not None:
+            bias = collectives.sum_gradient(bias, flow.sums_bias)
+        x, weight, bias = cast(x, weight, bias)
+        if flow.call is not None:
+            return flow.call(x, weight, bias)
+        x = moved(x, flow.enter)
+        if flow.adds_bias_last:
+            y = moved(F.linear(x, weight), flow.leave)
+            return y if bias is None else y + bias
+        if bias is not None and flow.start is not None:
+            bias = bias[flow.start : flow.start + weight.shape[0]]
+        return moved(F.linear(x, weight, bias), flow.leave)
+
+
+class ParallelLinear(LinearFlow, nn.Linear):
+    """`nn.Linear` whose weight is cut along its rows (column-parallel) or its columns (row-parallel)."""
+
+
+class ParallelEmbedding(Flowing, nn.Embedding):
+    """`nn.Embedding` with its rows (vocabulary) or columns cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        flow = self.flow
+        table = local(self, "weight")
+        assert table is not None
+        ids = moved(input, flow.enter)
+        if flow.start is None:
+            return moved(F.embedding(ids, table, self.padding_idx), flow.leave)
+        return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
+
+
+class ParallelLayerNorm(Flowing, nn.LayerNorm):
+    """`nn.LayerNorm` of a stream that is cut along tokens: whole parameters, whose gradients are summed."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = _summed(self, "weight"), _summed(self, "bias")
+        x = moved(input, self.flow.enter)
+        return moved(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), self.flow.leave)
+
+
+class ParallelRMSNorm(Flowing, nn.RMSNorm):
+    """`nn.RMSNorm` of a stream that is cut along tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = _summed(self, "weight")
+        return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
+
+
+def _summed(module: Any, name: str) -> torch.Tensor | None:
+    param = local(module, name)
+    if param is None or module.flow.sums is None:
+        return param
+    return collectives.sum_gradient(param, module.flow.sums)
+
+
+_LAYERS: dict[type[nn.Module], type[Flowing]] = {
+    nn.Linear: ParallelLinear,
+    nn.Embedding: ParallelEmbedding,
+    nn.LayerNorm: ParallelLayerNorm,
+    nn.RMSNorm: ParallelRMSNorm,
+}
+
+
+def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
+    """The parallel layer that stands for a class of torch's, or for GPT-2's `Conv1D`; None for any other.
+
+    A subclass may have a forward of its own, so that only the very class counts.
+    """
+    if cls.__name__ == "Conv1D" and cls not in _LAYERS:
+        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {})
+    return _LAYERS.get(cls)

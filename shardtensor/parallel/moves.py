@@ -1,0 +1,78 @@
+"""What brings a plain local value from one side of a flow to the other: ``[-, tp, ...] -> replicate``.
+
+A move is a tuple of steps, settled when the module is sharded; each has its gradient. Steps see local tensors only.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from shardtensor.comm import along_dim, collectives
+from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.group import Group
+
+
+@attrs.frozen
+class SumGradient:
+    """A copy meets work that is split over the team: nothing forward, the gradient is summed."""
+
+    team: Group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return collectives.sum_gradient(x, self.team)
+
+
+@attrs.frozen
+class Sum:
+    """Addends become a copy."""
+
+    team: Group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(x, self.team)
+
+
+@attrs.frozen
+class Gather:
+    """Stretches become a copy; where work on it is split over the team (`sums`), the gradient is summed."""
+
+    team: Group
+    stretches: Stretches
+    sums: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return along_dim.gather(x, self.stretches, self.team, self.sums)
+
+
+@attrs.frozen
+class Take:
+    """Of a copy each rank keeps its stretch."""
+
+    team: Group
+    stretches: Stretches
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return along_dim.take(x, self.stretches, self.team)
+
+
+@attrs.frozen
+class SumScatter:
+    """Of the sum of addends each rank gets its stretch."""
+
+    team: Group
+    stretches: Stretches
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return along_dim.reduce_scatter(x, self.stretches, self.team)
+
+
+Step = SumGradient | Sum | Gather | Take | SumScatter
+Move = tuple[Step, ...]
+
+
+def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
+    """The value on the other side of a flow. All ranks of the teams call it."""
+    for step in move:
+        x = step(x)
+    return x

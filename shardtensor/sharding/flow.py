@@ -1,0 +1,166 @@
+"""How a plain value enters and leaves a module: ``[-, tp, ...] -> replicate``. Text, and what it asks for; no torch.
+
+Left of the arrow the layout in which a value comes, right of it the one in which it goes on; without an arrow both are
+the same. ``grad partial(a)`` says that the gradient that comes back is an addend along `a`.
+"""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Literal
+
+import attrs
+
+from shardtensor.errors import PlanError
+from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.parse import as_spec
+
+Axes = tuple[str, ...]
+
+
+@attrs.frozen
+class Flow:
+    """A value on its way through one side of a module.
+
+    Attributes:
+        before: its layout left of the arrow.
+        after: its layout right of the arrow.
+        addends: axes along which the gradient that comes from the right is an addend, as the flow itself says.
+    """
+
+    before: Spec
+    after: Spec
+    addends: Axes = ()
+
+    def __str__(self) -> str:
+        arrow = str(self.before) if self.before == self.after else f"{self.before} -> {self.after}"
+        return arrow + (f" grad partial({'*'.join(self.addends)})" if self.addends else "")
+
+
+def read_flow(flow: Flow | Spec | str) -> Flow:
+    """Return the flow that a text says.
+
+    Raises:
+        PlanError: it is no flow; SpecError: one of its layouts is no layout.
+
+    Example:
+        >>> flow = read_flow("partial(tp) -> [-, tp, ...]")
+        >>> str(flow.before), str(flow.after), str(flow)
+        ('replicate partial(tp)', '[-, tp, ...]', 'replicate partial(tp) -> [-, tp, ...]')
+    """
+    if isinstance(flow, Flow):
+        return flow
+    if not isinstance(flow, str):
+        layout = _value_layout(flow)
+        return Flow(layout, layout)
+    arrow, _, grad = flow.partition(" grad ")
+    sides = [_value_layout(side.strip()) for side in arrow.split("->")]
+    if len(sides) > 2:
+        raise PlanError("a flow has one arrow", {"found": flow}, "write `LAYOUT -> LAYOUT`")
+    addends: Axes = ()
+    if grad:
+        partial = as_spec(grad.strip())
+        if not (isinstance(partial, Replicate | Spec) and partial.partial_parts and not cuts(partial)):
+            raise PlanError("`grad` stands before the axes of addends", {"found": flow}, "write `grad partial(tp)`")
+        addends = partial_axes(partial)
+    return Flow(sides[0], sides[-1], addends)
+
+
+def _value_layout(text: Spec | str) -> Spec:
+    spec = as_spec(text)
+    if not isinstance(spec, Spec) or spec.named or spec.flat_part or spec.only_part:
+        raise PlanError(
+            "a flow is written in dims and axes",
+            {"found": str(spec)},
+            "write such as `replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`",
+        )
+    return spec
+
+
+def cuts(spec: Spec) -> dict[int, Cut]:
+    """What is cut of a value: dims before ``...`` counted from the front, those after it from the end.
+
+    Example:
+        >>> list(cuts(read_flow("[tp, ..., dp]").after))
+        [0, -1]
+    """
+    middle = spec.dims.index(...) if ... in spec.dims else len(spec.dims)
+    return {
+        i if i < middle else i - len(spec.dims): dim
+        for i, dim in enumerate(spec.dims)
+        if not isinstance(dim, EllipsisType | None)
+    }
+
+
+def partial_axes(spec: ShardingSpec) -> Axes:
+    """The axes along which a value is an addend."""
+    assert isinstance(spec, Spec)
+    for part in spec.partial_parts:
+        if part.op != "sum":
+            raise PlanError("a flow adds up", {"found": str(spec)}, "write partial(tp), without op=")
+    return tuple(axis for part in spec.partial_parts for axis in part.axes)
+
+
+def last_cut(spec: Spec) -> Cut | None:
+    """The cut of the last dim, if it is cut; the last dim is the one after ``...``, or the last one written."""
+    found = spec.dims[-1] if spec.dims else None
+    return found if isinstance(found, Cut) else None
+
+
+@attrs.frozen
+class Change:
+    """One step from the left of a flow to its right."""
+
+    kind: Literal["sum_gradient", "sum", "gather", "take", "sum_scatter"]
+    axes: Axes
+    dim: int = 0
+    cut: Cut | None = None
+    sums: bool = False
+
+
+def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
+    """The steps of a flow.
+
+    Args:
+        addends: axes along which the gradient from the right is an addend, besides those that the flow itself says.
+
+    Raises:
+        PlanError: there is no way from the left to the right.
+
+    Example:
+        >>> [step.kind for step in changes(read_flow("[-, tp, ...] -> replicate"), ("tp",))]
+        ['gather']
+        >>> [step.kind for step in changes(read_flow("partial(tp) -> [-, tp, ...]"))]
+        ['sum_scatter']
+    """
+    addends = tuple(dict.fromkeys((*flow.addends, *addends)))
+    before, after = cuts(flow.before), cuts(flow.after)
+    leaving = {dim: cut for dim, cut in before.items() if after.get(dim) != cut}
+    coming = {dim: cut for dim, cut in after.items() if before.get(dim) != cut}
+    partial, kept = partial_axes(flow.before), partial_axes(flow.after)
+    if not set(kept) <= set(partial):
+        raise PlanError("a copy does not become addends", {"flow": str(flow)}, "leave out `partial` after the arrow")
+    for cut in (*leaving.values(), *coming.values()):
+        if cut.blocks != 1:
+            raise PlanError(
+                f"`{cut}` cannot be cut or joined on the way",
+                {"flow": str(flow)},
+                "let the value pass as it is, or cut it evenly or `balanced`",
+            )
+    steps: list[Change] = []
+    open_axes = [axis for axis in partial if axis not in kept]
+    passed = {axis for cut in (*before.values(), *after.values()) for axis in cut.axes} | set(partial)
+    summed = tuple(axis for axis in addends if axis not in passed)
+    if summed:
+        steps.append(Change("sum_gradient", summed))
+    for dim, cut in list(coming.items()):
+        if open_axes and set(cut.axes) == set(open_axes):
+            steps.append(Change("sum_scatter", cut.axes, dim, cut))
+            open_axes, _ = [], coming.pop(dim)
+    if open_axes:
+        steps.append(Change("sum", tuple(open_axes)))
+    for dim, cut in leaving.items():
+        steps.append(Change("gather", cut.axes, dim, cut, set(cut.axes) <= set(addends)))
+    for dim, cut in coming.items():
+        steps.append(Change("take", cut.axes, dim, cut))
+    return tuple(steps)

@@ -1,0 +1,307 @@
+"""From the flows that a plan states to what each layer does: checked against its tensors, and against one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.group import Group
+from shardtensor.errors import PlanError
+from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.parallel.dim_names import dim_names
+from shardtensor.parallel.layers import LayerFlow, fused, layer_class
+from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
+from shardtensor.sharding.flow import Axes, Change, Flow, changes, cuts, last_cut, partial_axes, read_flow
+from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+
+REPLICATE = read_flow("replicate")
+
+
+@attrs.frozen
+class Stated:
+    """The flows that a plan states for one module.
+
+    Attributes:
+        ins: by the name of the argument; None stands for the first.
+        out: of what the module returns.
+    """
+
+    ins: Mapping[str | None, Flow] = attrs.field(factory=dict)
+    out: Flow | None = None
+
+
+@attrs.frozen(eq=False)
+class Tensors:
+    """The layouts of a module's own parameters, by name; nothing for those that stay plain."""
+
+    specs: Mapping[str, ShardingSpec]
+    layouts: Mapping[str, Layout]
+
+    def cut(self, module: nn.Module, name: str, dim: str) -> tuple[Axes, Cut | None]:
+        """The axes over which a named dim of a parameter is cut, and the cut as it was written."""
+        spec, layout = self.specs.get(name), self.layouts.get(name)
+        if spec is None or layout is None:
+            return (), None
+        names = dim_names(module, name)
+        assert names is not None
+        d = names.index(dim)
+        if not isinstance(layout, CutLayout) or layout.partial or len(layout.ranks) != layout_size(layout):
+            raise PlanError(
+                "flows go with dims cut over axes", {"spec": str(spec)}, "write the spec in axes: `[tp, -]`"
+            )
+        if layout.dims[d] is None:
+            return (), None
+        if not isinstance(spec, Spec):
+            return ("*",), None
+        written = dict(spec.named).get(dim) if spec.named else _entries(spec, len(layout.shape))[d]
+        assert isinstance(written, Cut)
+        return written.axes, written
+
+
+def layout_size(layout: Layout) -> int:
+    size = 1
+    for count in layout.grid:
+        size *= count
+    return size
+
+
+def _entries(spec: Spec, ndim: int) -> list[Cut | None]:
+    if ... not in spec.dims:
+        return list(spec.dims)  # type: ignore[arg-type]
+    middle = spec.dims.index(...)
+    rest = [None] * (ndim - len(spec.dims) + 1)
+    return [*spec.dims[:middle], *rest, *spec.dims[middle + 1 :]]  # type: ignore[list-item]
+
+
+class Binder:
+    """Turns changes along named axes into steps along groups of ranks.
+
+    A dry one makes no group, which ranks do together: it serves for checks before they have agreed.
+    """
+
+    def __init__(self, group: Group, is_dry: bool = False) -> None:
+        self.group, self.is_dry = group, is_dry
+
+    def team(self, axes: Iterable[str]) -> Group | None:
+        """The ranks along some axes; None for no axis."""
+        axes = tuple(axes)
+        if not axes:
+            return None
+        mesh = self.group.mesh
+        if mesh is None:
+            return self.group
+        unknown = next((axis for axis in axes if axis not in mesh.names), None)
+        if unknown is not None:
+            raise PlanError(
+                f"no mesh axis is called `{unknown}`", {"mesh": str(mesh)}, f"use one of {', '.join(mesh.names)}"
+            )
+        if self.is_dry:
+            return self.group
+        in_order = tuple(name for name in mesh.names if name in axes)
+        return self.group.axis(*in_order)
+
+    def move(self, steps: Iterable[Change], sizes: Mapping[Axes, tuple[int, ...]] | None = None) -> Move:
+        """The steps along the groups; `sizes` are the stretches of the last dim where a weight tells them."""
+        return tuple(self._step(step, sizes or {}) for step in steps)
+
+    def _step(self, step: Change, sizes: Mapping[Axes, tuple[int, ...]]) -> Step:
+        team = self.team(step.axes)
+        assert team is not None
+        if step.kind == "sum_gradient":
+            return SumGradient(team)
+        if step.kind == "sum":
+            return Sum(team)
+        cut = step.cut
+        assert cut is not None
+        known = sizes.get(step.axes) if step.dim == -1 else cut.sizes
+        if known is None and cut.pad is not None:
+            raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
+        stretches = Stretches(step.dim, known, cut.balanced)
+        if step.kind == "gather":
+            return Gather(team, stretches, step.sums)
+        return SumScatter(team, stretches) if step.kind == "sum_scatter" else Take(team, stretches)
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def addend_axes(module: nn.Module, stated: Stated, tensors: Tensors) -> Axes:
+    """The axes along which a layer leaves the gradient of its input as an addend."""
+    if layer_class(type(module)) is None or type(module) is nn.Embedding:
+        return ()
+    declared = stated.out.addends if stated.out is not None else ()
+    if "out" not in (dim_names(module, "weight") or ()):
+        return declared
+    out, _ = tensors.cut(module, "weight", "out")
+    return tuple(dict.fromkeys((*out, *declared)))
+
+
+def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Binder, is_inside: bool) -> LayerFlow:
+    """What a layer of a known class does.
+
+    Args:
+        is_inside: a module around it has an `in`, which sums the gradients of its inputs.
+
+    Raises:
+        PlanError: the flows contradict the layer's tensors.
+    """
+    kind = type(module)
+    if kind is nn.Embedding:
+        return _embedding(module, stated, tensors, binder)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        return _norm(module, stated, tensors, binder)
+    return _linear(module, stated, tensors, binder, is_inside)
+
+
+def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_inside: bool) -> LayerFlow:
+    out_axes, out_cut = tensors.cut(module, "weight", "out")
+    in_axes, in_cut = tensors.cut(module, "weight", "in")
+    enters = _the_one_in(stated)
+    came = enters if enters is not None else _natural(in_axes, in_cut)
+    leaves = stated.out if stated.out is not None else _natural(out_axes, out_cut, in_axes)
+    _same(binder, "in", came.after, in_axes, (), "weight", "in")
+    _same(binder, "out", leaves.before, out_axes, in_axes, "weight", "out")
+    addends = addend_axes(module, stated, tensors)
+    sizes = {}
+    for axes, dim in ((out_axes, "out"), (in_axes, "in")):
+        if axes:
+            sizes[axes] = _sizes(module, tensors, dim)
+    own = enters is not None or not is_inside
+    enter = changes(attrs.evolve(came, addends=()), addends if own else ())
+    leave = changes(attrs.evolve(leaves, addends=()))
+    stream = tuple(axis for dim, cut in cuts(came.after).items() if dim != -1 for axis in cut.axes)
+    sums = tuple(dict.fromkeys((*stream, *leaves.addends)))
+    start, sums_bias = None, sums
+    if module.bias is not None:
+        bias_axes, _ = tensors.cut(module, "bias", "out")
+        if in_axes:
+            left = tuple(axis for cut in cuts(leaves.after).values() for axis in cut.axes if axis not in out_axes)
+            sums_bias = tuple(dict.fromkeys((*left, *leaves.addends)))
+        if bias_axes and not _are_same(binder, bias_axes, out_axes):
+            raise PlanError(
+                "the bias is cut over other axes than the weight",
+                {"weight": str(tensors.specs["weight"]), "bias": str(tensors.specs["bias"])},
+                "cut the bias as the weight's `out` is cut, or leave it whole",
+            )
+        if out_axes and not bias_axes:
+            layout = tensors.layouts["weight"]
+            d = _dim(module, "out")
+            assert isinstance(layout, CutLayout)
+            if layout.is_blocked(d):
+                raise PlanError(
+                    "a weight cut in blocks goes with a bias cut alike",
+                    {"weight": str(tensors.specs["weight"])},
+                    f"shard the bias, too: `[out: {out_cut}]`",
+                )
+            start = layout.start(binder.group.rank, d)
+            sums_bias = tuple(dict.fromkeys((*sums_bias, *out_axes)))
+    flow = LayerFlow(
+        binder.move(enter, sizes),
+        binder.move(leave, sizes),
+        sums=binder.team(sums),
+        sums_bias=binder.team(sums_bias),
+        start=start,
+        adds_bias_last=bool(in_axes),
+        is_transposed=type(module).__name__ == "Conv1D",
+    )
+    if start is not None and isinstance(flow.enter[0] if flow.enter else None, SumGradient) and sums_bias == out_axes:
+        return fused(attrs.evolve(flow, sums_bias=None))  # the bias's gradient travels with the input's
+    return flow if start is not None else fused(flow)
+
+
+def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) -> LayerFlow:
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise PlanError(
+                f"an embedding with {option} takes no flow",
+                fix="leave out its `in` and `out`: ShardedTensors pass then",
+            )
+    rows, _ = tensors.cut(module, "weight", "vocab")
+    columns, columns_cut = tensors.cut(module, "weight", "embed")
+    leaves = stated.out if stated.out is not None else _natural(columns, columns_cut, rows)
+    _same(binder, "out", leaves.before, columns, rows, "weight", "embed")
+    came = _the_one_in(stated) or REPLICATE
+    start = None
+    if rows:
+        layout = tensors.layouts["weight"]
+        assert isinstance(layout, CutLayout)
+        if layout.is_blocked(0):
+            raise PlanError("a vocabulary in blocks takes no flow", {"weight": str(tensors.specs["weight"])})
+        start = layout.start(binder.group.rank, 0)
+    sizes = {columns: _sizes(module, tensors, "embed")} if columns else {}
+    stream = tuple(axis for cut in cuts(came.after).values() for axis in cut.axes)
+    sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
+    leave = binder.move(changes(attrs.evolve(leaves, addends=())), sizes)
+    return LayerFlow(binder.move(changes(came)), leave, sums=sums, start=start)
+
+
+def _norm(module: Any, stated: Stated, tensors: Tensors, binder: Binder) -> LayerFlow:
+    for name in module._parameters:
+        if tensors.cut(module, name, "embed")[0]:
+            raise PlanError("a norm with a flow has whole parameters", {name: str(tensors.specs[name])}, "`replicate`")
+    came = _the_one_in(stated) or REPLICATE
+    leaves = stated.out or Flow(came.after, came.after)
+    if len(module.__dict__.get("normalized_shape", ())) > 1 or last_cut(came.after) is not None:
+        raise PlanError("a norm takes whole last dims", {"in": str(came)}, "cut the stream along another dim")
+    if leaves.before != came.after:
+        raise PlanError("a norm gives what it takes", {"in": str(came), "out": str(leaves)}, f"`out: {came.after}`")
+    stream = tuple(axis for cut in cuts(came.after).values() for axis in cut.axes)
+    sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
+    enter = changes(attrs.evolve(came, addends=()), came.addends)
+    return LayerFlow(binder.move(enter), binder.move(changes(attrs.evolve(leaves, addends=()))), sums=sums)
+
+
+def _the_one_in(stated: Stated) -> Flow | None:
+    named = [name for name in stated.ins if name is not None]
+    if named:
+        raise PlanError(f"a layer has one input, not `{named[0]}`", fix="write `in` alone")
+    return stated.ins.get(None)
+
+
+def _natural(cut_axes: Axes, cut: Cut | None, partial: Axes = ()) -> Flow:
+    """What a layer takes or gives when nothing is said: cut as its weight is, addends summed at once."""
+    after = Spec(..., cut if cut is not None else cut_axes) if cut_axes else Replicate()
+    return Flow(after.partial(*partial) if partial else after, after)
+
+
+def _same(binder: Binder, side: str, said: Spec, last: Axes, partial: Axes, tensor: str, dim: str) -> None:
+    """Refuse a value layout that contradicts a weight's."""
+    found = last_cut(said)
+    axes = found.axes if found is not None else ()
+    if _are_same(binder, axes, last) and _are_same(binder, partial_axes(said), partial):
+        return
+    wanted = str(Spec(..., last)) if last else "replicate"
+    wanted = f"partial({'*'.join(partial)})" if partial and not last else wanted
+    raise PlanError(
+        f"`{side}` contradicts the layout of `{tensor}`",
+        {side: str(said), f"the {dim} dim of {tensor}": f"cut over {'*'.join(last)}" if last else "whole"},
+        f"write `{side}: {wanted}{' -> replicate' if partial else ''}`",
+    )
+
+
+def _are_same(binder: Binder, axes: Axes, others: Axes) -> bool:
+    if binder.group.mesh is None:  # it has one axis, whatever it is called
+        return bool(axes) == bool(others)
+    return axes == others
+
+
+def _dim(module: nn.Module, dim: str) -> int:
+    names = dim_names(module, "weight")
+    assert names is not None
+    return names.index(dim)
+
+
+def _sizes(module: nn.Module, tensors: Tensors, dim: str) -> tuple[int, ...]:
+    """The true stretch of each piece of a weight's dim."""
+    layout = tensors.layouts["weight"]
+    assert isinstance(layout, CutLayout)
+    cut = layout.dims[_dim(module, dim)]
+    assert cut is not None
+    count = 1
+    for axis in cut.axes:
+        count *= layout.grid[axis]
+    return tuple(cut.pieces.size(i) for i in range(count))

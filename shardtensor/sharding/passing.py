@@ -1,0 +1,99 @@
+"""Hooks that bring values in and out of modules that are no layers: containers, and modules of a user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.group import Group
+from shardtensor.parallel.moves import Move, moved
+from shardtensor.spec.nodes import Spec
+from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.reshard import reshard
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@attrs.frozen(eq=False)
+class Wrapping:
+    """Makes ShardedTensors of local values, for a module that may do anything with them and with its parameters."""
+
+    spec: Spec
+    stretches: tuple[tuple[Group, Stretches], ...]
+    group: Group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shape = list(x.shape)
+        for team, stretches in self.stretches:
+            shape[stretches.dim] = sum(stretches.of_own(x, team))
+        layout = bind_named(self.spec, tuple(shape), mesh_of(self.group))
+        return x if layout.is_replicated else wrap(x, layout, self.spec, self.group)
+
+
+@attrs.frozen(eq=False)
+class Entering:
+    """A forward pre-hook: moves the arguments that a plan names.
+
+    Attributes:
+        moves: by the name of the argument.
+        places: where each stands when it is given by position.
+        wraps: by the name of the argument, for modules that work on ShardedTensors.
+    """
+
+    moves: Mapping[str, Move]
+    places: Mapping[str, int]
+    wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args_found = list(args)
+        for name, move in self.moves.items():
+            place = self.places[name]
+            if name in kwargs:
+                kwargs = {**kwargs, name: self._brought(name, kwargs[name], move)}
+            elif place < len(args_found):
+                args_found[place] = self._brought(name, args_found[place], move)
+        return tuple(args_found), kwargs
+
+    def _brought(self, name: str, x: Any, move: Move) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = moved(x, move)
+        return self.wraps[name](x) if name in self.wraps else x
+
+    def __deepcopy__(self, memo: Any) -> Entering:
+        return self
+
+
+@attrs.frozen(eq=False)
+class Leaving:
+    """A forward hook: moves what a module returns, or the first of a tuple."""
+
+    move: Move
+    takes_from: Spec | None = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._brought(output[0]), *output[1:])
+        return self._brought(output)
+
+    def _brought(self, y: Any) -> Any:
+        if not isinstance(y, torch.Tensor):
+            return y
+        if isinstance(y, ShardedTensor) and self.takes_from is not None:
+            y = reshard(y, self.takes_from)
+            y = y._local if isinstance(y, ShardedTensor) else y
+        return moved(y, self.move)
+
+    def __deepcopy__(self, memo: Any) -> Leaving:
+        return self
+
+
+def arguments(module: nn.Module) -> dict[str, int]:
+    """The names of a module's arguments and where they stand."""
+    return {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}

@@ -1,0 +1,237 @@
+"""The flows of all modules of a plan settled together: what each layer and container does, and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from shardtensor.comm.along_dim import Stretches
+from shardtensor.errors import PlanError
+from shardtensor.parallel.dim_names import dim_names
+from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
+from shardtensor.sharding.flow import Axes, Flow, changes, cuts, partial_axes
+from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow
+from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
+from shardtensor.spec.nodes import Spec
+
+Set = Callable[[], None]
+
+
+@attrs.frozen(eq=False)
+class Settled:
+    """What is to be done to one module."""
+
+    path: str
+    module: nn.Module
+    layer: LayerFlow | None = None
+    cut: frozenset[str] = frozenset()
+    entering: Entering | None = None
+    leaving: Leaving | None = None
+
+    def apply(self, handles: str) -> None:
+        """Change the module's class, or set its hooks; the handles of hooks are kept in the attribute `handles`."""
+        module: Any = self.module
+        if self.layer is not None:
+            kind = type(module)
+            made = layer_class(kind)
+            assert made is not None
+            module.flow, module.flow_cut, module.flow_of = self.layer, self.cut, kind
+            module.__class__ = made  # type: ignore[assignment]
+        kept = module.__dict__.setdefault(handles, []) if self.entering or self.leaving else []
+        if self.entering is not None:
+            kept.append(module.register_forward_pre_hook(self.entering, with_kwargs=True))
+        if self.leaving is not None:
+            kept.append(module.register_forward_hook(self.leaving))
+
+
+def unsettle(module: Any) -> None:
+    """Give a layer its own class back."""
+    if isinstance(module, Flowing):
+        module.__class__ = module.flow_of
+        del module.flow, module.flow_cut, module.flow_of
+
+
+def settle(
+    root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors], binder: Binder
+) -> list[Settled]:
+    """Find what each module with a flow does.
+
+    Args:
+        root: the module that is sharded.
+        stated: the flows, by the path of their module.
+        tensors: the layouts of each module's own parameters, by its path.
+        binder: turns axes into groups; one that does not is used for the checks, before ranks have agreed.
+
+    Raises:
+        PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
+    """
+    none = Tensors({}, {})
+    found = []
+    addends = {path: _addends_at(path, root, stated, tensors) for path in stated}
+    _refuse_forgotten(root, stated, addends, tensors)
+    for path, flows in stated.items():
+        module = root.get_submodule(path)
+        own = tensors.get(path, none)
+        try:
+            if layer_class(type(module)) is not None:
+                inside = any(stated[above].ins for above in _above(path) if above in stated)
+                flow = layer_flow(module, flows, own, binder, inside)
+                found.append(Settled(path, module, flow, frozenset(own.specs)))
+            else:
+                found.append(_container(path, module, flows, addends[path], binder, bool(own.specs)))
+        except PlanError as error:
+            fault, *facts = str(error).splitlines()
+            raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
+    return found
+
+
+def _container(
+    path: str, module: nn.Module, flows: Stated, addends: Axes, binder: Binder, has_tensors: bool
+) -> Settled:
+    names = arguments(module)
+    moves, wraps = {}, {}
+    for said, flow in flows.ins.items():
+        name = next(iter(names), "") if said is None else said
+        if name not in names:
+            raise PlanError(
+                f"forward has no argument `{name}`", {"arguments": ", ".join(names)}, "name one of them, or write `in`"
+            )
+        moves[name] = binder.move(changes(flow, () if has_tensors else addends))
+        if has_tensors and cuts(flow.after):
+            stretches = tuple(
+                (team, Stretches(dim, cut.sizes, cut.balanced))
+                for dim, cut in cuts(flow.after).items()
+                if (team := binder.team(cut.axes)) is not None
+            )
+            wraps[name] = Wrapping(flow.after, stretches, binder.group)
+    entering = Entering(moves, names, wraps) if moves else None
+    leaving = None
+    if flows.out is not None:
+        leaving = Leaving(binder.move(changes(flows.out)), flows.out.before if has_tensors else None)
+    return Settled(path, module, entering=entering, leaving=leaving)
+
+
+# -- what meets what ---------------------------------------------------------------------------------------------------
+
+
+def _above(path: str) -> Iterable[str]:
+    """The paths of the modules around a path, innermost first; the root is the empty one."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _is_below(path: str, above: str) -> bool:
+    return path != above and (not above or path.startswith(f"{above}."))
+
+
+def _served(path: str, stated: Mapping[str, Stated]) -> Iterable[str]:
+    """The modules below `path` whose inputs its `in` serves: no other `in` stands between, nor their own."""
+    for other, flows in stated.items():
+        if _is_below(other, path) and not flows.ins:
+            nearest = next((above for above in _above(other) if above in stated and stated[above].ins), None)
+            if nearest == path:
+                yield other
+
+
+def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> Axes:
+    """The axes along which what comes back to the `in` of a container is an addend: the same for all that it serves."""
+    found: dict[str, Axes] = {}
+    none = Tensors({}, {})
+    for other in _served(path, stated) if stated[path].ins else ():
+        module = root.get_submodule(other)
+        if layer_class(type(module)) is not None:
+            found[other] = addend_axes(module, stated[other], tensors.get(other, none))
+    if len({frozenset(axes) for axes in found.values()}) > 1:
+        raise PlanError(
+            f"{path or 'the module'}: what comes back to its `in` is not of one kind: addends meet copies",
+            {other: f"addends along {'*'.join(axes)}" if axes else "copies" for other, axes in found.items()},
+            "give those that are not addends along the same axes an `in` of their own",
+        )
+    return next(iter(found.values()), ())
+
+
+def _refuse_forgotten(
+    root: nn.Module, stated: Mapping[str, Stated], addends: Mapping[str, Axes], tensors: Mapping[str, Tensors]
+) -> None:
+    """Refuse values that reach modules which do not expect them."""
+    streams = {axis: path for path, flows in stated.items() for axis in _stream_axes(flows)}
+    for path, module in root.named_modules():
+        if path in stated or not any(param is not None for param in module._parameters.values()):
+            continue
+        around = next((above for above in _above(path) if above in stated and stated[above].ins), None)
+        if around is not None and addends.get(around):
+            axes = "*".join(addends[around])
+            raise PlanError(
+                f"{path}: the gradients of its parameters along {axes} are not known",
+                {f"in of {around or 'the module'}": f"sums what comes back along {axes}", "why": "a sibling is cut"},
+                [f'give `{path}` a flow: along("replicate"), or an `in` and an `out`'],
+            )
+        copies = {
+            axis
+            for above in _above(path)
+            if above in stated
+            for flow in stated[above].ins.values()
+            for axis in set(_axes_of(flow.before)) - set(_axes_of(flow.after))
+        }
+        left = [axis for axis in streams if axis not in copies]
+        if left:
+            raise PlanError(
+                f"{path or type(module).__name__}: it may meet values that are cut along {left[0]}, "
+                "and its gradients would be addends",
+                {f"flow of {streams[left[0]]}": str(stated[streams[left[0]]].out or "")},
+                f'give `{path}` a flow: along("[-, {left[0]}, ...]") if values come so, along("replicate") if not',
+            )
+    _refuse_escapes(root, stated, tensors)
+
+
+def _stream_axes(flows: Stated) -> Axes:
+    """Axes along which values leave a module cut along a dim that is not the last, by a sum that was scattered."""
+    if flows.out is None:
+        return ()
+    partial = partial_axes(flows.out.before)
+    return tuple(
+        axis for dim, cut in cuts(flows.out.after).items() if dim != -1 for axis in cut.axes if axis in partial
+    )
+
+
+def _axes_of(spec: Spec) -> Axes:
+    return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
+
+
+def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> None:
+    """Refuse a module that lets go of a local slice which no other takes: it would be met as if it were the whole."""
+    takes: list[tuple[str, Flow]] = []
+    for path, flows in stated.items():
+        takes += [(path, flow) for flow in flows.ins.values()]
+        module = root.get_submodule(path)
+        if not flows.ins and layer_class(type(module)) is not None and path in tensors:
+            is_linear = "in" in (dim_names(module, "weight") or ())
+            in_axes, cut = tensors[path].cut(module, "weight", "in") if is_linear else ((), None)
+            if in_axes:
+                natural = Spec(..., cut if cut is not None else in_axes)
+                takes.append((path, Flow(natural, natural)))
+    for path, flows in stated.items():
+        if flows.out is None or not path:
+            continue
+        module = root.get_submodule(path)
+        gone = set(_axes_of(flows.out.after)) | set(partial_axes(flows.out.after))
+        if not gone:
+            continue
+        expected = any(other != path and gone <= set(_axes_of(flow.before)) for other, flow in takes)
+        outs = (stated[above].out for above in _above(path) if above in stated)
+        expected = expected or any(
+            out is not None and gone <= {*_axes_of(out.before), *partial_axes(out.before)} for out in outs
+        )
+        if not expected:
+            raise PlanError(
+                f"{path}: its local slices reach no module that expects them",
+                {"out": str(flows.out), "layer": type(module).__name__},
+                [
+                    f"declare who takes them: `in: {flows.out.after}` there, or such an `out` on the module around",
+                    f"gather them: `out: {flows.out.before} -> replicate`",
+                ],
+            )

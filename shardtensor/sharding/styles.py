@@ -1,0 +1,120 @@
+"""The usual ways to lay out a layer, as blocks of rules: its tensors and its flows, said once.
+
+Dims are named (out, in, vocab, embed), so that a style is right for `nn.Linear` and for GPT-2's `Conv1D`. Each is a
+dict that could be written out; `shard_module` takes them where it takes a spec.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardtensor.spec.nodes import Cut, Spec
+from shardtensor.spec.parse import as_spec
+
+Axis = str | tuple[str, ...]
+Block = dict[str, Any]
+
+
+def colwise(axis: Axis = "tp", *, unit: int = 1, blocks: int = 1, balanced: bool = False) -> Block:
+    """A linear layer cut along its outputs (column-parallel): each rank gives its part of them, with no communication.
+
+    The gradient of the input is summed at the nearest `in` around the layer, or by the layer itself when there is none.
+
+    Args:
+        axis: mesh axis, or several, major to minor.
+        unit: elements that stay together: the size of a head.
+        blocks: how many matrices lie end to end along the outputs, such as 3 for q, k and v; each is cut.
+        balanced: pieces may differ by one unit.
+
+    Example:
+        >>> colwise("tp", unit=64)["weight"], colwise("tp")["out"]
+        ('[out: tp unit(64)]', '[..., tp]')
+    """
+    cut = Cut(axis, unit=unit, blocks=blocks, balanced=balanced)
+    return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "out": f"[..., {cut}]"}
+
+
+def colwise_shared(axis: Axis, copies: Axis, *, unit: int = 1) -> Block:
+    """A column-parallel layer with fewer pieces than ranks: keys and values of grouped attention.
+
+    Args:
+        axis: the axes along which the pieces differ.
+        copies: the axes along which ranks hold the same piece, each of which feeds other query heads.
+        unit: elements that stay together: the size of a head.
+
+    Example:
+        >>> colwise_shared("kvg", "kvr", unit=64)["out"]
+        '[..., kvg unit(64)] grad partial(kvr)'
+    """
+    cut = Cut(axis, unit=unit)
+    shared = str(Spec().partial(*((copies,) if isinstance(copies, str) else copies))).removeprefix("replicate ")
+    return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "out": f"[..., {cut}] grad {shared}"}
+
+
+def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced: bool = False) -> Block:
+    """A linear layer cut along its inputs (row-parallel): the products are summed, the bias is added once.
+
+    Args:
+        axis: mesh axis, or several.
+        unit: elements that stay together.
+        to: the layout in which the sum leaves: ``"replicate"`` is one all-reduce, ``"[-, tp, ...]"`` a reduce-scatter.
+        balanced: pieces may differ by one unit.
+
+    Example:
+        >>> rowwise("tp", to="[-, tp, ...]")["out"]
+        'partial(tp) -> [-, tp, ...]'
+    """
+    cut = Cut(axis, unit=unit, balanced=balanced)
+    return {
+        "weight": f"[in: {cut}]",
+        "in": f"[..., {cut}]",
+        "out": f"partial({'*'.join(cut.axes)}) -> {as_spec(to)}",
+    }
+
+
+def along(stream: str) -> Block:
+    """A module with whole parameters that takes and gives values as they come: a norm between sequence-parallel layers.
+
+    Args:
+        stream: the layout of the values, such as ``"[-, tp, ...]"``; the parameters' gradients are summed over its
+            axes.
+
+    Example:
+        >>> along("[-, tp, ...]")
+        {'in': '[-, tp, ...]', 'out': '[-, tp, ...]'}
+    """
+    return {"in": stream, "out": stream}
+
+
+def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "replicate") -> Block:
+    """An embedding cut along its vocabulary: ids of other ranks give zeros, and the rows are summed.
+
+    Args:
+        axis: mesh axis, or several.
+        pad: the vocabulary is cut as if it were a multiple of this, so that pieces are even; nothing is stored for it.
+        to: the layout in which the rows leave.
+
+    Example:
+        >>> vocab_embedding("tp", pad=64)["weight"]
+        '[vocab: tp pad(64)]'
+    """
+    cut = Cut(axis, pad=pad)
+    return {"weight": f"[vocab: {cut}]", "out": f"partial({'*'.join(cut.axes)}) -> {as_spec(to)}"}
+
+
+def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replicate") -> Block:
+    """The last linear layer, cut along the vocabulary: logits leave cut, for `ParallelCrossEntropy`.
+
+    Args:
+        axis: mesh axis, or several.
+        pad: as of `vocab_embedding`, with which it may be tied.
+        came: the layout in which its input comes.
+
+    Example:
+        >>> vocab_head("tp", came="[-, tp, ...]")["in"]
+        '[-, tp, ...] -> replicate'
+    """
+    cut = Cut(axis, pad=pad)
+    came = str(as_spec(came))
+    enters = came if came == "replicate" else f"{came} -> replicate"
+    return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "in": enters, "out": f"[..., {cut}]"}
