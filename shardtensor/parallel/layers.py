@@ -19,7 +19,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import looked_up
-from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, RowLinear, ScatteredRowLinear, cast
+from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, RowLinear, ScatteredRowLinear, caller, cast
 from shardtensor.parallel.moves import Gather, Move, Sum, SumGradient, SumScatter, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -50,6 +50,10 @@ class LayerFlow:
         return self
 
 
+_column_linear, _gathered_column_linear = caller(ColumnLinear), caller(GatheredColumnLinear)
+_row_linear, _scattered_row_linear = caller(RowLinear), caller(ScatteredRowLinear)
+
+
 def fused(flow: LayerFlow) -> LayerFlow:
     """The same flow by a product that is fused with its collective, where there is such a one."""
     if flow.adds_bias_last and not flow.enter and len(flow.leave) == 1:
@@ -68,20 +72,20 @@ def fused(flow: LayerFlow) -> LayerFlow:
 
 
 def _columns(team: Group, start: int | None) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: ColumnLinear.apply(x, weight, bias, team, start)
+    return lambda x, weight, bias: _column_linear(x, weight, bias, team, start)
 
 
 def _columns_of_stream(step: Gather) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: GatheredColumnLinear.apply(x, weight, bias, step.team, step.stretches)
+    return lambda x, weight, bias: _gathered_column_linear(x, weight, bias, step.team, step.stretches)
 
 
 def _rows(team: Group) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: RowLinear.apply(x, weight, bias, team)
+    return lambda x, weight, bias: _row_linear(x, weight, bias, team)
 
 
 def _rows_to_stream(step: SumScatter) -> Callable[..., torch.Tensor]:
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = ScatteredRowLinear.apply(x, weight, step.team, step.stretches)
+        y = _scattered_row_linear(x, weight, step.team, step.stretches)
         return y if bias is None else y + bias
 
     return call
