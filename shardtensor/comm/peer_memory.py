@@ -1,7 +1,8 @@
 """Memory of every rank of a group that all of them can write to: GPUs of one host that reach each other directly.
 
-torch calls it symmetric memory. It is made when it is first of use, and told apart from messages by speed alone: where
-any rank of a group cannot have it, or ``SHARDTENSOR_PEER_MEMORY=off`` is in its environment, none of them uses it.
+torch calls it symmetric memory. It is made when it is first of use, and differs from messages in speed alone: where any
+rank of a group cannot have it, or ``SHARDTENSOR_PEER_MEMORY=off`` is in its environment, none of them uses it. A rank
+that waits for one that does not come ends with a CUDA error after the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ class PeerMemory:
             with _without_multicast():
                 self._handle = handle = rendezvous(self._own, process_group.group_name)
             sizes = (self._own.numel(),)
-            self._rooms = [handle.get_buffer(peer, sizes, torch.uint8) for peer in range(handle.world_size)]
+            with torch.inference_mode(False):  # to be written to later in any mode
+                self._rooms = [handle.get_buffer(peer, sizes, torch.uint8) for peer in range(handle.world_size)]
         except RuntimeError:
             return False
         return True

@@ -99,10 +99,10 @@ def test_ranks_reach_each_other_on_one_host_with_a_gpu_each(monkeypatch):
     assert not reaches([("host", 0, "gpu a"), ("host", 1, "gpu b")], GPU)
 
 
-def on_gloo() -> None:
-    assert as_group().peer_memory is None
+def has_any() -> tuple[bool, str]:
+    return peer_memory.peer_memory(as_group()) is not None, as_group().device_type
 
 
-def test_only_groups_on_nccl_have_any(world):
-    if world.device_type == "cpu":
-        world(on_gloo, 2)
+def test_only_groups_on_nccl_may_have_any(world):
+    assert all(may == (kind == "cuda") for may, kind in world(has_any, 2))
+    assert not any(may for may, _ in st.simulate(2, has_any))

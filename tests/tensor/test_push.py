@@ -1,6 +1,6 @@
 """Pieces written straight into peers' memory: what an all-to-all gives, for any layouts; the GPUs' own at the end.
 
-On the CPU the memory of the simulated ranks are tensors that all of them see; what is copied and where is the same.
+On the CPU the memories of simulated ranks are tensors that all of them see; what is copied and where is the same.
 """
 
 from __future__ import annotations
@@ -81,18 +81,16 @@ def _uses_words(monkeypatch) -> None:
     monkeypatch.setattr(exchange, "misplacement", misplacement)
 
 
-@pytest.mark.worlds("sim")
 @every_size
 @pytest.mark.parametrize("shape", [(5, 6), (0, 3), (3, 2, 4)], ids=str)
-def test_any_layout_to_any_other_as_by_messages(world, memories, size, shape):
-    world(values_and_gradients, size, shape=shape)
+def test_any_layout_to_any_other_as_by_messages(memories, size, shape):
+    st.simulate(size, values_and_gradients, shape=shape)
     assert size == 1 or 0 in shape or len({memory.uses for memory in memories.values()}) == 1
     assert size == 1 or 0 in shape or next(iter(memories.values())).uses > 100
 
 
-@pytest.mark.worlds("sim")
-def test_any_layout_to_any_other_on_a_grid_through_the_memories_of_its_axes(world, memories):
-    world(on_a_grid, 4)
+def test_any_layout_to_any_other_on_a_grid_through_the_memories_of_its_axes(memories):
+    st.simulate(4, on_a_grid)
     assert {memory.group.size for memory in memories.values() if memory.uses} == {2, 4}
 
 
@@ -120,7 +118,6 @@ def in_words(dtype: torch.dtype, offset: int) -> int:
     return len(moves)
 
 
-@pytest.mark.worlds("sim")
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize(
     ("dtype", "offset"),
@@ -134,11 +131,11 @@ def in_words(dtype: torch.dtype, offset: int) -> int:
     ],
     ids=str,
 )
-def test_words_never_change_what_is_copied(world, request, monkeypatch, way, dtype, offset):
+def test_words_never_change_what_is_copied(request, monkeypatch, way, dtype, offset):
     _uses_words(monkeypatch)
     if way == "memory":
         request.getfixturevalue("memories")
-    assert min(world(in_words, 2, dtype=dtype, offset=offset)) > 100
+    assert min(st.simulate(2, in_words, dtype=dtype, offset=offset)) > 100
 
 
 def test_rows_become_columns_in_the_widest_words():
@@ -193,6 +190,8 @@ def on_gpus() -> None:
     others = set(range(group.size)) - {group.rank}
     push.BIG, big = 1, push.BIG
     try:
+        with torch.inference_mode():
+            st.reshard(st.distribute(torch.ones(8, 8, device=device()), "[tp balanced, -]"), "[-, tp balanced]")
         for side in (96, 96, 512):  # twice, and after growth
             dense = torch.randn(side, side + 8, device=device()).bfloat16()
             group.broadcast(dense)
