@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardtensor.comm import primitives
 from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
 from shardtensor.comm.parted import Parted
+from shardtensor.comm.peer_memory import MOST_RANKS, PeerMemory
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -35,6 +36,8 @@ class TorchGroup(Parted):
         self.mesh: Mesh | None = None
         self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.wire.device_type
+        may_share = self.wire.backends.get("cuda") == "nccl" and self.size <= MOST_RANKS
+        self.peer_memory = PeerMemory() if may_share else None
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
@@ -200,7 +203,7 @@ class TorchGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
-        group.mesh, group._axes = mesh, axes
+        group.mesh, group._axes, group.peer_memory = mesh, axes, self.peer_memory
         return group
 
     def __repr__(self) -> str:

@@ -1,12 +1,11 @@
 """The exchange of pieces between ranks: one all-to-all, from and to where the pieces lie wherever they lie in order.
 
 What is to be copied is settled once for each step, as strides; a call then costs the host little more than the copies
-and the collective themselves.
+and the collective themselves. Where ranks can write into each other's memory, large pieces go there without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,19 +16,9 @@ from shardtensor.layout.steps import Step
 from shardtensor.layout.transfer import transfer
 from shardtensor.mesh import Ranks
 from shardtensor.tensor.memory import follow_one_another, see
+from shardtensor.tensor.push import peer_memory_for, push
 from shardtensor.tensor.staging import staging
-
-WORD = 8  # bytes that CUDA's copy of strided memory moves at a time, where all pieces allow it; else one element
-
-
-class Strided(NamedTuple):
-    """Equal pieces of memory: where they lie, and where when all pieces are put end to end."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    packed_stride: tuple[int, ...]
-    packed_offset: int
+from shardtensor.tensor.strided import WIDEST, Copies, copies, end_to_end, misplacement
 
 
 class Side(NamedTuple):
@@ -38,15 +27,14 @@ class Side(NamedTuple):
     Attributes:
         counts: elements for each member, and `total` of them all.
         in_order: whether they lie end to end as they are, from element `start` on; then nothing is copied.
-        pieces: to copy, in words of `per_word` elements.
+        copies: from or to where they are end to end.
     """
 
     counts: list[int]
     total: int
     in_order: bool
     start: int
-    pieces: tuple[Strided, ...]
-    per_word: int
+    copies: Copies
 
 
 def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
@@ -58,48 +46,40 @@ def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
+    memory = peer_memory_for(step, team, local)
+    if memory is not None:
+        return push(local, step, team.ranks, rank, memory)
     out = local.new_empty(step.target.local_shape(rank))
-    at = local.storage_offset()
-    leaving, coming = _sides(
-        step, rank, team.ranks, local.stride(), at % WORD, local.element_size() if local.is_cuda else WORD
-    )
-    first = 0 if leaving.in_order else leaving.total + -leaving.total % WORD  # what comes starts with a whole word
+    item = local.element_size()
+    leaving, coming = _sides(step, rank, team.ranks, local.stride(), item, misplacement(local), misplacement(out))
+    # What comes starts with a whole word.
+    first = 0 if leaving.in_order else leaving.total + -leaving.total % WIDEST
     with staging(first + (0 if coming.in_order else coming.total), local) as buffer:
         if leaving.in_order:
-            sent = local.as_strided((leaving.total,), (1,), at + leaving.start)
+            sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
         else:
             sent = buffer[: leaving.total]
-            for apart, together in _pairs(leaving, local, sent):
+            for apart, together in leaving.copies.between(local, sent):
                 together.copy_(apart)
         received = out.view(-1) if coming.in_order else buffer[first:]
         team.all_to_all(sent, leaving.counts, coming.counts, received)
         if not coming.in_order:
-            for apart, together in _pairs(coming, out, received):
+            for apart, together in coming.copies.between(out, received):
                 apart.copy_(together)
     return out
 
 
-def _pairs(side: Side, local: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pieces of `local`, and their places in `flat`."""
-    if side.per_word > 1:
-        local, flat = local.view(-1).view(torch.int64), flat.view(-1)[: side.total].view(torch.int64)
-    start, packed_start = local.storage_offset(), flat.storage_offset()
-    return [
-        (local.as_strided(size, stride, start + offset), flat.as_strided(size, packed, packed_start + packed_offset))
-        for size, stride, offset, packed, packed_offset in side.pieces
-    ]
-
-
 @lru_cache(maxsize=1024)
 def _sides(
-    step: Step, rank: int, members: Ranks, stride: tuple[int, ...], misplaced: int, item: int
+    step: Step,
+    rank: int,
+    members: Ranks,
+    stride: tuple[int, ...],
+    item: int,
+    misplaced: int | None,
+    misplaced_out: int | None,
 ) -> tuple[Side, Side]:
-    """What leaves a local tensor of these strides, and what comes.
-
-    Args:
-        misplaced: elements by which the tensor starts after a multiple of eight in its storage.
-        item: bytes of an element; eight where words bring nothing.
-    """
+    """What leaves a local tensor of these strides, and what comes."""
     moves = transfer(step.source, step.target, rank, members)
     sends, receives = list(moves.sends), list(moves.receives)
     if moves.keeps:
@@ -108,46 +88,10 @@ def _sides(
     old = torch.empty_strided(step.source.local_shape(rank), stride, device="meta")
     new = torch.empty(step.target.local_shape(rank), device="meta")
     found = []
-    for local, regions_by_peer, is_in_place in ((old, sends, not misplaced * item % WORD), (new, receives, True)):
+    for local, regions_by_peer, at in ((old, sends, misplaced), (new, receives, misplaced_out)):
         views = [see(local, region) for regions in regions_by_peer for region in regions]
         counts = [sum(region.numel for region in regions) for regions in regions_by_peer]
-        pieces = _merged(views)
-        per_word = WORD // item if is_in_place and local.is_contiguous() and not local.numel() * item % WORD else 1
-        if per_word > 1:
-            words = tuple(word for piece in pieces if (word := _in_words(piece, per_word)) is not None)
-            pieces, per_word = (words, per_word) if len(words) == len(pieces) else (pieces, 1)
         start = int(views[0].storage_offset()) if views else 0
-        found.append(Side(counts, sum(counts), follow_one_another(views), start, pieces, per_word))
+        settled = copies(end_to_end(views), item, at)
+        found.append(Side(counts, sum(counts), follow_one_another(views), start, settled))
     return found[0], found[1]
-
-
-def _merged(views: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
-    """Views, end to end when packed; runs of equal ones at equal distances are one with a dim more."""
-    pieces: list[Strided] = []
-    k = packed = 0
-    while k < len(views):
-        view = views[k]
-        size, stride, offset, count = tuple(view.shape), view.stride(), int(view.storage_offset()), view.numel()
-        run, distance = 1, 0
-        while k + run < len(views):
-            other = views[k + run]
-            gap = int(other.storage_offset()) - offset
-            if tuple(other.shape) != size or other.stride() != stride or gap < 0 or (run > 1 and gap != run * distance):
-                break
-            distance, run = gap if run == 1 else distance, run + 1
-        inner = torch.empty(size, device="meta").stride()
-        if count:
-            pieces.append(Strided((run, *size), (distance, *stride), offset, (count, *inner), packed))
-        packed += run * count
-        k += run
-    return tuple(pieces)
-
-
-def _in_words(piece: Strided, n: int) -> Strided | None:
-    """A piece in words of n elements; None where its rows do not start and end with whole words."""
-    size, stride, offset, packed, packed_offset = piece
-    ends = (size[-1], offset, packed_offset, *stride[:-1], *packed[:-1])
-    if len(size) < 2 or stride[-1] != 1 or any(x % n for x in ends):
-        return None
-    outer = tuple(x // n for x in stride[:-1]), tuple(x // n for x in packed[:-1])
-    return Strided((*size[:-1], size[-1] // n), (*outer[0], 1), offset // n, (*outer[1], 1), packed_offset // n)
