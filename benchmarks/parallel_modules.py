@@ -216,9 +216,7 @@ def sequence_ways(tokens: int, width: int, device: torch.device, dtype: torch.dt
     modules = {
         "no communication": ByHand(whole, lambda x: x.repeat(size, 1), lambda x: x[: tokens // size]),
         "by hand": ByHand(whole, Gathered.apply, Scattered.apply),
-        "shardtensor": st.shard_module(
-            seeded(mlp, device, dtype), {"0": up, "2": st.rowwise(to="[tp, -]"), "out": "[tp, -]"}
-        ),
+        "shardtensor": st.shard_module(seeded(mlp, device, dtype), rules),
         "DTensor": parallelize_module(whole, mesh, styles),
     }
     ways = {name: step_of(module, x.clone().requires_grad_(), grad) for name, module in modules.items()}

@@ -47,7 +47,7 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     Under torch.compile, and inside the transforms of torch.func, it is ``function.apply``.
     """
-    plain = super(torch.autograd.Function, function).apply
+    plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():

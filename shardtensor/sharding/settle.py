@@ -39,7 +39,7 @@ class Settled:
             made = layer_class(kind)
             assert made is not None
             module.flow, module.flow_cut, module.flow_of = self.layer, self.cut, kind
-            module.__class__ = made  # type: ignore[assignment]
+            module.__class__ = made
         kept = module.__dict__.setdefault(handles, []) if self.entering or self.leaving else []
         if self.entering is not None:
             kept.append(module.register_forward_pre_hook(self.entering, with_kwargs=True))
@@ -50,7 +50,7 @@ class Settled:
 def unsettle(module: Any) -> None:
     """Give a layer its own class back."""
     if isinstance(module, Flowing):
-        module.__class__ = module.flow_of
+        module.__class__ = module.flow_of  # type: ignore[assignment]
         del module.flow, module.flow_cut, module.flow_of
 
 
