@@ -18,6 +18,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.copying import attributes_of
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.steps import take
@@ -110,7 +111,7 @@ def _sharded(
         facts["sharding_spec"] = str(spec)
         names, tensor = find()
         facts |= {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype)}
-        facts["requires_grad"] = str(tensor.requires_grad)
+        facts |= {"requires_grad": str(tensor.requires_grad), "on meta": str(tensor.is_meta)}
         if shards_itself(spec):
             return spec.shard(tensor, src_rank=src_rank, process_group=process_group), tensor
         layout = bound(spec, tensor, group, names, src_rank)
@@ -166,7 +167,7 @@ def bound(
 
 
 def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
-    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`."""
+    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`; on meta nothing is sent."""
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -179,12 +180,15 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
     return flat.to(device).view(shape)
 
 
-def become(tensor: torch.Tensor, shell: ShardedTensor) -> None:
-    """Turn the object `tensor` into `shell`, for everyone who holds it. `shell` must not be used afterwards.
+def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
+    """Turn the object `tensor` into `shell`, for everyone who holds it; attributes that users set on it come along.
+
+    `shell` must not be used afterwards: it is then the old `tensor`.
 
     Raises:
         RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
     """
+    vars(shell).update(attributes_of(tensor))
     if isinstance(tensor, nn.Parameter):
         shell._is_param = True
     tensor.grad = None

@@ -1,0 +1,277 @@
+"""`materialize`: memory and first values for a module that was built, and sharded, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError, PlanError, ShardTensorError
+from shardtensor.parallel.memory import Home, put_in_place, with_memory
+from shardtensor.parallel.parameter import become
+from shardtensor.sharding.writes import Writes
+from shardtensor.tensor.drawing import agree_on_state
+from shardtensor.tensor.placing import device_for, own_device
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+
+Init = Callable[[nn.Module], Any]
+RESETS = ("reset_parameters", "_reset_parameters")
+"""How modules call what gives them their first values; the second is that of ``nn.MultiheadAttention``."""
+
+
+def materialize(module: nn.Module, device: torch.device | str | None = None, init: Init | None = None) -> nn.Module:
+    """Give every tensor of a module that is on the meta device its memory and its first values, and return the module.
+
+    Each rank allocates its own parts only. Then the submodules set their values one after another, in the order in
+    which they are built: what a module holds before itself, each module once. What draws random numbers on a sharded
+    tensor draws those of the whole, in small pieces; so with one seed the numbers are those of the module built without
+    shards and reset in this order, bit for bit, and of stock layers those of building them at once. Beside its parts a
+    rank holds at most the largest single tensor for a moment. The generator states of the group's first rank count.
+
+    Parameters stay the same objects, tied ones stay tied (the last module that sets a tied one gives its values), and
+    tensors that have values keep them. If anything fails, the module is on the meta device as before.
+
+    Args:
+        module: built under ``torch.device("meta")`` and sharded there by `shard_module` or `shard_parameter`; parts of
+            it may have values. All ranks of the groups of its sharded tensors call this.
+        device: where the memory shall be. By default where the specs' placements say, else on the device that the
+            group uses.
+        init: gives a submodule its values, in place of its own ``reset_parameters()``; called as ``module.apply`` would
+            call it, but only for modules with meta tensors in or below them: ``model._init_weights``, for example. A
+            tensor that it sets anew, ``m.inv_freq = ...``, is taken for the values of the old one.
+
+    Raises:
+        PlanError: (a RuntimeError) tensors have nothing that sets their values: no ``reset_parameters`` in their module
+            or above it, or one that leaves them out. Names them all.
+        LayoutError: (a ValueError) `device` is the meta device, or one that is not there.
+        DisagreementError: (a ValueError) ranks brought different modules.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        >>> import shardtensor as st
+        >>> mlp = st.shard_module(mlp, {"0": "[tp, ...]", "2.weight": "[-, tp]"})
+        >>> _ = torch.manual_seed(0)
+        >>> mlp = materialize(mlp)
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(mlp[0].weight.full_tensor(), nn.Linear(4, 8).weight)
+        True
+    """
+    found = _on_meta(module)
+    groups = _groups(module)
+    fault, calls, where = None, [], None
+    try:
+        where = _devices(found, device)
+        calls = _with_init(module, init) if init is not None else _resets(module, found)
+    except ShardTensorError as error:
+        fault = error
+    facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
+    _agree(groups, f"materialize({type(module).__name__})", facts, fault)
+    assert where is not None
+    try:
+        with torch.no_grad():
+            for each, place in zip(found, where, strict=True):
+                each.get_memory(place)
+            _fill(calls, found, groups, where)
+        _agree(groups, f"materialize({type(module).__name__}), values", {}, _without_values(found, init))
+    except BaseException:
+        for each in found:
+            each.undo()
+        raise
+    return module
+
+
+@attrs.define(eq=False)
+class _MetaTensor:
+    """A tensor without memory, under all its names, and what comes of it."""
+
+    tensor: torch.Tensor
+    homes: list[Home] = attrs.field(factory=list)
+    names: list[str] = attrs.field(factory=list)
+    undo: Callable[[], None] = lambda: None
+    storage: int = 0
+    is_set: bool = False
+
+    def __str__(self) -> str:
+        spec = f"{self.tensor.sharding_spec()} of " if isinstance(self.tensor, ShardedTensor) else ""
+        return f"{spec}{tuple(self.tensor.shape)} {self.tensor.dtype} on meta"
+
+    def get_memory(self, device: torch.device) -> None:
+        old, twin = self.tensor, with_memory(self.tensor, device)
+        self.tensor = put_in_place(old, twin, self.homes)
+        self.storage = _storage(local_of(self.tensor))
+
+        def undo() -> None:
+            for owner, name in self.homes:
+                setattr(owner, name, old)
+            if self.tensor is old:  # the object has stayed, and the twin is what it was
+                become(old, twin)
+
+        self.undo = undo
+
+    def take(self, writes: Writes) -> None:
+        """See whether this has values by now; take those of what was set in its place."""
+        local = local_of(self.tensor)
+        self.is_set = not local.numel() or self.storage in writes.storages or _storage(local) != self.storage
+        for owner, name in self.homes:
+            value = getattr(owner, name, None)
+            if value is self.tensor:
+                continue
+            self.is_set = value is None or not value.is_meta
+            if value is not None and (isinstance(self.tensor, ShardedTensor) or _is_alike(value, self.tensor)):
+                self.tensor.copy_(value)
+                setattr(owner, name, self.tensor)
+
+
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors that a module itself owns."""
+    return ((n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None)
+
+
+def _on_meta(module: nn.Module) -> list[_MetaTensor]:
+    found: dict[int, _MetaTensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in _owned(owner):
+            if tensor.is_meta:
+                each = found.setdefault(id(tensor), _MetaTensor(tensor))
+                each.homes.append((owner, name))
+                each.names.append(f"{path}.{name}" if path else name)
+    return list(found.values())
+
+
+def _groups(module: nn.Module) -> list[Group]:
+    """The groups of all sharded tensors, in order; ranks that are not in one take no part in it."""
+    tensors = (tensor for owner in module.modules() for _, tensor in _owned(owner))
+    groups = dict.fromkeys(tensor._group for tensor in tensors if isinstance(tensor, ShardedTensor))
+    return [group for group in groups if group.index >= 0]
+
+
+def _agree(groups: Sequence[Group], call: str, facts: dict[str, str], fault: ShardTensorError | None) -> None:
+    for group in groups:
+        agree(group, call, facts, fault)
+    if fault is not None:
+        raise fault
+
+
+def _devices(found: Sequence[_MetaTensor], device: torch.device | str | None) -> list[torch.device]:
+    """Where each tensor shall be; plain ones are where the first sharded one is."""
+    if device is not None:
+        given = torch.device(device)
+        if given.type == "meta":
+            raise LayoutError("tensors on the meta device have no memory", fix='name another device, such as "cuda"')
+        return [own_device("cuda") if given == torch.device("cuda") else given] * len(found)
+    default = torch.get_default_device()
+    like = torch.device("cpu") if default.type == "meta" else default
+    places = [
+        device_for(each.tensor.sharding_spec(), each.tensor._group, like)
+        if isinstance(each.tensor, ShardedTensor)
+        else None
+        for each in found
+    ]
+    first = next((place for place in places if place is not None), like)
+    return [first if place is None else place for place in places]
+
+
+def _built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterable[nn.Module]:
+    """A module and all below it, each once, after what it holds."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from _built_order(child, seen)
+    yield module
+
+
+def _with_init(module: nn.Module, init: Init) -> list[tuple[nn.Module, Callable[[], Any]]]:
+    """The calls of a user's function: for every module with meta tensors in it or below."""
+    wanted = [m for m in _built_order(module) if any(t.is_meta for below in m.modules() for _, t in _owned(below))]
+    return [(each, lambda each=each: init(each)) for each in wanted]  # type: ignore[misc]
+
+
+def _resets(module: nn.Module, found: Sequence[_MetaTensor]) -> list[tuple[nn.Module, Callable[[], Any]]]:
+    """The calls of the modules' own methods: each tensor's nearest one, in its module or above."""
+    paths = {owner: path for path, owner in module.named_modules()}
+    wanted: set[nn.Module] = set()
+    nobody: dict[str, list[str]] = {}
+    for each in found:
+        for owner, name in each.homes:
+            nearest = next((m for m in _upwards(module, paths[owner]) if _reset_of(m) is not None), None)
+            if nearest is None:
+                nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
+            else:
+                wanted.add(nearest)
+    if nobody:
+        raise PlanError(
+            "modules hold tensors without values and have no reset_parameters()",
+            {who: ", ".join(names) for who, names in nobody.items()},
+            FIXES,
+        )
+    return [(m, reset) for m in _built_order(module) if m in wanted and (reset := _reset_of(m)) is not None]
+
+
+FIXES = (
+    "materialize(module, init=function), which is called with each submodule and sets its tensors",
+    "give the module's class a reset_parameters() that sets them",
+    "build the module's buffers outside torch.device('meta'): they keep their values",
+)
+
+
+def _upwards(module: nn.Module, path: str) -> Iterable[nn.Module]:
+    while True:
+        yield module.get_submodule(path)
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+
+
+def _fill(
+    calls: Sequence[tuple[nn.Module, Callable[[], Any]]],
+    found: Sequence[_MetaTensor],
+    groups: Sequence[Group],
+    where: Sequence[torch.device],
+) -> None:
+    """Let the modules set their values, one after another, and note which tensors have got some."""
+    device = where[0] if where else torch.device("cpu")
+    for group in groups:
+        for stream in dict.fromkeys((torch.device("cpu"), *where)):
+            agree_on_state(group, stream, None)  # plain tensors, too, are then drawn alike on every rank
+    mine = {id(each.tensor) for each in found}
+    with Writes() as writes, device:
+        for owner, call in calls:
+            kept = [(name, t, local_of(t).detach().clone()) for name, t in _owned(owner) if id(t) not in mine]
+            call()
+            for name, tensor, values in kept:
+                if getattr(owner, name, None) is not tensor:
+                    setattr(owner, name, tensor)
+                local_of(tensor).detach().copy_(values)
+        for each in found:
+            each.take(writes)
+
+
+def _without_values(found: Sequence[_MetaTensor], init: Init | None) -> PlanError | None:
+    names = [name for each in found if not each.is_set for name in each.names]
+    if not names:
+        return None
+    return PlanError(
+        f"{'init' if init is not None else 'reset_parameters()'} left tensors without values",
+        {"tensors": ", ".join(names)},
+        FIXES if init is None else ("let init set them too: `module.name.copy_(...)`, or `module.name = ...`",),
+    )
