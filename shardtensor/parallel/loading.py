@@ -16,13 +16,19 @@ from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
-def load_keeps_layouts(owner: nn.Module, group: Group) -> RemovableHandle:
+def load_keeps_layouts(owner: nn.Module, group: Group) -> RemovableHandle | None:
     """Let a load into the tensors that a module itself owns fill them where they are on the meta device.
 
     A load that copies gives each tensor on the meta device its memory, this rank's part, when its value comes. One that
     assigns cuts whole values, and moves sharded ones, to the layout that the module's tensor has, so that the module
     stays sharded; dtype and device are those of the value, as torch has it. Values may be whole or sharded.
+
+    Returns:
+        What takes it off again; None where the module does so already.
     """
+    hooks = (getattr(wrapped, "hook", None) for wrapped in owner._load_state_dict_pre_hooks.values())
+    if any(isinstance(hook, partial) and hook.func is _before_load for hook in hooks):
+        return None
     kind = "cuda" if group.device_type == "cuda" else None
     return owner.register_load_state_dict_pre_hook(partial(_before_load, kind))
 

@@ -1,4 +1,4 @@
-"""Real memory for tensors on the meta device: a twin of this rank's part, and the twin in the tensor's place."""
+"""Other contents for the tensor objects of a module, and real memory for those on the meta device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardtensor.parallel.parameter import become
+from shardtensor.errors import RuleError
+from shardtensor.tensor.copying import attributes_of
 from shardtensor.tensor.placing import moved, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 Home = tuple[nn.Module, str]
 """A module, and the name under which it owns a tensor."""
+
+
+def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
+    """Turn the object `tensor` into `shell`, for everyone who holds it; attributes that users set on it come along.
+
+    `shell` must not be used afterwards: it is then the old `tensor`.
+
+    Raises:
+        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
+    """
+    vars(shell).update(attributes_of(tensor))
+    if isinstance(tensor, nn.Parameter):
+        shell._is_param = True
+    tensor.grad = None
+    try:
+        torch.utils.swap_tensors(tensor, shell)
+    except RuntimeError as error:
+        raise RuleError(
+            "the parameter cannot be sharded now: something holds on to its old self",
+            {"torch says": str(error).splitlines()[0]},
+            "shard before the first forward pass, or drop its results (and compiled modules) first",
+        ) from error
 
 
 def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

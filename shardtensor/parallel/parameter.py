@@ -14,11 +14,12 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.dim_names import dim_names
+from shardtensor.parallel.loading import load_keeps_layouts
+from shardtensor.parallel.memory import become
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.copying import attributes_of
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.steps import take
@@ -40,7 +41,7 @@ def shard_parameter(
     Args:
         module: owns the parameter, at any depth.
         param_name: its name, dotted for a submodule's; of global shape, contiguous. A buffer or a tensor attribute
-            is sharded too.
+            is sharded too. One on the meta device stays there, and nothing is sent: see `materialize`.
         sharding_spec: a spec or its text; dims may be named, ``[out: tp]`` for a Linear.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the spec names, or None for the default group.
@@ -61,6 +62,8 @@ def shard_parameter(
         f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group
     )
     become(tensor, shell)
+    if tensor.is_meta:
+        load_keeps_layouts(module.get_submodule(param_name.rpartition(".")[0]), as_group(process_group))
 
 
 def shard_tensor(
@@ -178,25 +181,3 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
     if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         flat = flat.clone()
     return flat.to(device).view(shape)
-
-
-def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
-    """Turn the object `tensor` into `shell`, for everyone who holds it; attributes that users set on it come along.
-
-    `shell` must not be used afterwards: it is then the old `tensor`.
-
-    Raises:
-        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
-    """
-    vars(shell).update(attributes_of(tensor))
-    if isinstance(tensor, nn.Parameter):
-        shell._is_param = True
-    tensor.grad = None
-    try:
-        torch.utils.swap_tensors(tensor, shell)
-    except RuntimeError as error:
-        raise RuleError(
-            "the parameter cannot be sharded now: something holds on to its old self",
-            {"torch says": str(error).splitlines()[0]},
-            "shard before the first forward pass, or drop its results (and compiled modules) first",
-        ) from error

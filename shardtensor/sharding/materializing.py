@@ -12,8 +12,7 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.parallel.memory import Home, put_in_place, with_memory
-from shardtensor.parallel.parameter import become
+from shardtensor.parallel.memory import Home, become, put_in_place, with_memory
 from shardtensor.sharding.writes import Writes
 from shardtensor.tensor.drawing import agree_on_state
 from shardtensor.tensor.placing import device_for, own_device
@@ -122,14 +121,14 @@ class _MetaTensor:
             value = getattr(owner, name, None)
             if value is self.tensor:
                 continue
-            self.is_set = value is None or not value.is_meta
-            if value is not None and (isinstance(self.tensor, ShardedTensor) or _is_alike(value, self.tensor)):
+            self.is_set = not isinstance(value, torch.Tensor) or not value.is_meta
+            if isinstance(value, torch.Tensor) and not value.is_meta and self._can_take(value):
                 self.tensor.copy_(value)
                 setattr(owner, name, self.tensor)
 
-
-def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
+    def _can_take(self, value: torch.Tensor) -> bool:
+        is_alike = (value.shape, value.dtype) == (self.tensor.shape, self.tensor.dtype)
+        return is_alike or isinstance(self.tensor, ShardedTensor)  # which cannot be given up: torch tells its shape
 
 
 def _storage(tensor: torch.Tensor) -> int:

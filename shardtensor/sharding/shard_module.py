@@ -13,8 +13,9 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.parallel.loading import load_keeps_layouts
+from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
-from shardtensor.parallel.parameter import become, scatter
+from shardtensor.parallel.parameter import scatter
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.resolve import Resolved, Target, resolve
 from shardtensor.spec.nodes import ShardingSpec
@@ -166,4 +167,6 @@ def _fill_on_load(module: nn.Module, group: Group) -> None:
     for owner in module.modules():
         tensors = [*owner._parameters.values(), *owner._buffers.values()]
         if any(tensor is not None and tensor.is_meta for tensor in tensors):
-            owner.__dict__.setdefault(_HANDLES, []).append(load_keeps_layouts(owner, group))
+            handle = load_keeps_layouts(owner, group)
+            if handle is not None:
+                owner.__dict__.setdefault(_HANDLES, []).append(handle)
