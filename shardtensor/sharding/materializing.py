@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import attrs
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.parallel.memory import Home, become, put_in_place, with_memory
+from shardtensor.sharding.first_values import FIXES, Call, Init, calls_of_init, calls_of_resets
+from shardtensor.sharding.meta_tensors import MetaTensor, on_meta, owned
 from shardtensor.sharding.writes import Writes
 from shardtensor.tensor.drawing import agree_on_state
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-
-Init = Callable[[nn.Module], Any]
-RESETS = ("reset_parameters", "_reset_parameters")
-"""How modules call what gives them their first values; the second is that of ``nn.MultiheadAttention``."""
 
 
 def materialize(module: nn.Module, device: torch.device | str | None = None, init: Init | None = None) -> nn.Module:
@@ -61,12 +57,12 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
         >>> torch.equal(mlp[0].weight.full_tensor(), nn.Linear(4, 8).weight)
         True
     """
-    found = _on_meta(module)
+    found = on_meta(module)
     groups = _groups(module)
     fault, calls, where = None, [], None
     try:
         where = _devices(found, device)
-        calls = _with_init(module, init) if init is not None else _resets(module, found)
+        calls = calls_of_init(module, init) if init is not None else calls_of_resets(module, found)
     except ShardTensorError as error:
         fault = error
     facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
@@ -85,75 +81,9 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
     return module
 
 
-@attrs.define(eq=False)
-class _MetaTensor:
-    """A tensor without memory, under all its names, and what comes of it."""
-
-    tensor: torch.Tensor
-    homes: list[Home] = attrs.field(factory=list)
-    names: list[str] = attrs.field(factory=list)
-    undo: Callable[[], None] = lambda: None
-    storage: int = 0
-    is_set: bool = False
-
-    def __str__(self) -> str:
-        spec = f"{self.tensor.sharding_spec()} of " if isinstance(self.tensor, ShardedTensor) else ""
-        return f"{spec}{tuple(self.tensor.shape)} {self.tensor.dtype} on meta"
-
-    def get_memory(self, device: torch.device) -> None:
-        old, twin = self.tensor, with_memory(self.tensor, device)
-        self.tensor = put_in_place(old, twin, self.homes)
-        self.storage = _storage(local_of(self.tensor))
-
-        def undo() -> None:
-            for owner, name in self.homes:
-                setattr(owner, name, old)
-            if self.tensor is old:  # the object has stayed, and the twin is what it was
-                become(old, twin)
-
-        self.undo = undo
-
-    def take(self, writes: Writes) -> None:
-        """See whether this has values by now; take those of what was set in its place."""
-        local = local_of(self.tensor)
-        self.is_set = not local.numel() or self.storage in writes.storages or _storage(local) != self.storage
-        for owner, name in self.homes:
-            value = getattr(owner, name, None)
-            if value is self.tensor:
-                continue
-            self.is_set = not isinstance(value, torch.Tensor) or not value.is_meta
-            if isinstance(value, torch.Tensor) and not value.is_meta and self._can_take(value):
-                self.tensor.copy_(value)
-                setattr(owner, name, self.tensor)
-
-    def _can_take(self, value: torch.Tensor) -> bool:
-        is_alike = (value.shape, value.dtype) == (self.tensor.shape, self.tensor.dtype)
-        return is_alike or isinstance(self.tensor, ShardedTensor)  # which cannot be given up: torch tells its shape
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that a module itself owns."""
-    return ((n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None)
-
-
-def _on_meta(module: nn.Module) -> list[_MetaTensor]:
-    found: dict[int, _MetaTensor] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in _owned(owner):
-            if tensor.is_meta:
-                each = found.setdefault(id(tensor), _MetaTensor(tensor))
-                each.homes.append((owner, name))
-                each.names.append(f"{path}.{name}" if path else name)
-    return list(found.values())
-
-
 def _groups(module: nn.Module) -> list[Group]:
     """The groups of all sharded tensors, in order; ranks that are not in one take no part in it."""
-    tensors = (tensor for owner in module.modules() for _, tensor in _owned(owner))
+    tensors = (tensor for owner in module.modules() for _, tensor in owned(owner))
     groups = dict.fromkeys(tensor._group for tensor in tensors if isinstance(tensor, ShardedTensor))
     return [group for group in groups if group.index >= 0]
 
@@ -165,13 +95,16 @@ def _agree(groups: Sequence[Group], call: str, facts: dict[str, str], fault: Sha
         raise fault
 
 
-def _devices(found: Sequence[_MetaTensor], device: torch.device | str | None) -> list[torch.device]:
+def _devices(found: Sequence[MetaTensor], device: torch.device | str | None) -> list[torch.device]:
     """Where each tensor shall be; plain ones are where the first sharded one is."""
+    for each in found:
+        if not isinstance(each.tensor, ShardedTensor) and is_traceable_wrapper_subclass(each.tensor):
+            raise LayoutError(
+                f"`{each.names[0]}` is a {type(each.tensor).__name__}, whose parts are not ours to make",
+                fix="let the library that made it give it memory first: Module.to_empty of its module, for example",
+            )
     if device is not None:
-        given = torch.device(device)
-        if given.type == "meta":
-            raise LayoutError("tensors on the meta device have no memory", fix='name another device, such as "cuda"')
-        return [own_device("cuda") if given == torch.device("cuda") else given] * len(found)
+        return [_there(torch.device(device))] * len(found)
     default = torch.get_default_device()
     like = torch.device("cpu") if default.type == "meta" else default
     places = [
@@ -184,66 +117,17 @@ def _devices(found: Sequence[_MetaTensor], device: torch.device | str | None) ->
     return [first if place is None else place for place in places]
 
 
-def _built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterable[nn.Module]:
-    """A module and all below it, each once, after what it holds."""
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
-    for child in module.children():
-        yield from _built_order(child, seen)
-    yield module
-
-
-def _with_init(module: nn.Module, init: Init) -> list[tuple[nn.Module, Callable[[], Any]]]:
-    """The calls of a user's function: for every module with meta tensors in it or below."""
-    wanted = [m for m in _built_order(module) if any(t.is_meta for below in m.modules() for _, t in _owned(below))]
-    return [(each, lambda each=each: init(each)) for each in wanted]  # type: ignore[misc]
-
-
-def _resets(module: nn.Module, found: Sequence[_MetaTensor]) -> list[tuple[nn.Module, Callable[[], Any]]]:
-    """The calls of the modules' own methods: each tensor's nearest one, in its module or above."""
-    paths = {owner: path for path, owner in module.named_modules()}
-    wanted: set[nn.Module] = set()
-    nobody: dict[str, list[str]] = {}
-    for each in found:
-        for owner, name in each.homes:
-            nearest = next((m for m in _upwards(module, paths[owner]) if _reset_of(m) is not None), None)
-            if nearest is None:
-                nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
-            else:
-                wanted.add(nearest)
-    if nobody:
-        raise PlanError(
-            "modules hold tensors without values and have no reset_parameters()",
-            {who: ", ".join(names) for who, names in nobody.items()},
-            FIXES,
-        )
-    return [(m, reset) for m in _built_order(module) if m in wanted and (reset := _reset_of(m)) is not None]
-
-
-FIXES = (
-    "materialize(module, init=function), which is called with each submodule and sets its tensors",
-    "give the module's class a reset_parameters() that sets them",
-    "build the module's buffers outside torch.device('meta'): they keep their values",
-)
-
-
-def _upwards(module: nn.Module, path: str) -> Iterable[nn.Module]:
-    while True:
-        yield module.get_submodule(path)
-        if not path:
-            return
-        path = path.rpartition(".")[0]
-
-
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+def _there(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise LayoutError("tensors on the meta device have no memory", fix='name another device, such as "cuda"')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LayoutError(f"there is no device {device} here", {"cuda devices": torch.cuda.device_count()})
+    return own_device("cuda") if device == torch.device("cuda") else device
 
 
 def _fill(
-    calls: Sequence[tuple[nn.Module, Callable[[], Any]]],
-    found: Sequence[_MetaTensor],
+    calls: Sequence[Call],
+    found: Sequence[MetaTensor],
     groups: Sequence[Group],
     where: Sequence[torch.device],
 ) -> None:
@@ -255,7 +139,7 @@ def _fill(
     mine = {id(each.tensor) for each in found}
     with Writes() as writes, device:
         for owner, call in calls:
-            kept = [(name, t, local_of(t).detach().clone()) for name, t in _owned(owner) if id(t) not in mine]
+            kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in mine]
             call()
             for name, tensor, values in kept:
                 if getattr(owner, name, None) is not tensor:
@@ -265,7 +149,7 @@ def _fill(
             each.take(writes)
 
 
-def _without_values(found: Sequence[_MetaTensor], init: Init | None) -> PlanError | None:
+def _without_values(found: Sequence[MetaTensor], init: Init | None) -> PlanError | None:
     names = [name for each in found if not each.is_set for name in each.names]
     if not names:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
+from shardtensor.mesh import Mesh
 
 RULES = {
     "embed.weight": "[tp balanced, -]",
@@ -77,7 +77,6 @@ def cut_names(module: nn.Module) -> set[str]:
 
 
 def stock() -> None:
-    warnings.simplefilter("ignore", st.GatherWarning)
     module = built(Stock, RULES)
     end = torch.get_rng_state()
     torch.manual_seed(5)
@@ -100,6 +99,23 @@ def test_the_numbers_are_those_of_building_the_module_at_once(world, size):
 @pytest.mark.worlds("gloo")
 def test_on_real_processes(world):
     world(stock, 2)
+
+
+def on_a_mesh() -> None:
+    mesh = as_group().on_mesh(Mesh((("dp", 2), ("tp", 2))), {})
+    with torch.device("meta"):
+        module = Wide()
+    st.shard_module(module, {"layers.*.weight": "[tp, -]", "embed": "[tp, dp]"}, process_group=mesh)
+    torch.manual_seed(6 + mesh.index)
+    st.materialize(module, device())
+    torch.manual_seed(6)
+    with torch.device(device()):
+        assert_same(module, Wide())
+
+
+@pytest.mark.worlds("sim")
+def test_on_a_grid_of_ranks(world):
+    world(on_a_mesh, 4)
 
 
 class Tied(nn.Module):
@@ -213,12 +229,10 @@ DECODER_CUT = {"embed.weight", "layers.0.weight", "layers.1.weight", "gain", "ro
 
 
 def by_init() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", st.GatherWarning)
-        with torch.device("meta"):
-            module = st.shard_module(Decoder(), DECODER)
-        torch.manual_seed(4)
-        st.materialize(module, device(), init=module._init_weights)
+    with torch.device("meta"):
+        module = st.shard_module(Decoder(), DECODER)
+    torch.manual_seed(4)
+    st.materialize(module, device(), init=module._init_weights)
     with torch.device(device()):
         dense = Decoder()
     torch.manual_seed(4)
@@ -253,6 +267,7 @@ def refused() -> list[str]:
         {"init": lambda m: m.reset_parameters() if isinstance(m, nn.Linear | nn.Embedding) else None},
         {"init": fails},
         {"device": "meta", "init": fails},
+        {"device": "cuda:99", "init": fails},
     ):
         with pytest.raises((st.ShardTensorError, ZeroDivisionError)) as caught:
             st.materialize(module, **how)
@@ -284,6 +299,7 @@ def test_what_cannot_be_done_is_told_alike_and_changes_nothing(world, size):
     )
     assert first[2].startswith("as an example")
     assert first[3].startswith("tensors on the meta device have no memory")
+    assert first[4].startswith("there is no device cuda:99 here")
 
 
 class Lazy(nn.Linear):
@@ -512,6 +528,35 @@ def peak() -> None:
 @pytest.mark.worlds("sim")
 def test_a_rank_holds_its_parts_and_little_more(world):
     world(peak, 4)
+
+
+def test_tensors_of_other_libraries_are_refused():
+    module = nn.Module()
+    module.weight = nn.Parameter(Twice(torch.ones(2, device="meta")))
+    with pytest.raises(st.LayoutError, match="`weight` is a Twice, whose parts are not ours to make"):
+        st.materialize(module)
+
+
+class Twice(torch.Tensor):
+    """A wrapper over another tensor, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0].inner.detach())
 
 
 def no_groups() -> None:
