@@ -55,6 +55,7 @@ _HOME = {
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
     "load_with_process_group": "comm.process_group",
+    "materialize": "sharding.materializing",
     "named_params_with_sharded_tensor": "optim.named_params",
     "ones": "tensor.factories",
     "parse_spec": "spec.parse",

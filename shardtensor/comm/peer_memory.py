@@ -69,8 +69,8 @@ class PeerMemory:
         self._handle: Any = None
         self._rooms: list[torch.Tensor] = []
         self._timeout_ms = 0
-        self._streams: list[torch.cuda.Stream] = []
-        self._last: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None  # after the last use, and on which stream that was
+        self._last_on: torch.cuda.Stream | None = None
 
     def has_room(self, size: int, group: Group, device: torch.device) -> bool:
         """Whether every rank has `size` bytes. All ranks ask alike; where memory must be found first, they talk.
@@ -92,32 +92,24 @@ class PeerMemory:
         """`numel` elements of the memory of a member, from byte `start` on."""
         return self._rooms[index][start : start + numel * dtype.itemsize].view(dtype)
 
-    def swap(self, writes: Sequence[Job], read: Job) -> None:
-        """Run `writes` beside each other once all ranks have read what came last, and `read` once all have written.
+    def swap(self, write: Job, read: Job) -> None:
+        """Run `write` once all ranks have read what came last, and `read` once all have written.
 
-        All ranks call it. What is run only starts copies on the current stream. On return they are ordered on the
-        caller's stream, as the copies of any other operation are.
+        All ranks call it. What is run only starts copies on the current stream: a stream for each peer was tried and
+        cost the host more than it saved.
         """
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            if self._last is not None:
+            if self._last is None:
+                self._last = torch.cuda.Event()
+            elif stream != self._last_on:
                 stream.wait_event(self._last)
             self._barrier()
-            self._side_by_side(writes, stream)
+            write()
             self._barrier()
             read()
-            self._last = stream.record_event(self._last)
-
-    def _side_by_side(self, jobs: Sequence[Job], stream: torch.cuda.Stream) -> None:
-        while len(self._streams) < len(jobs):
-            self._streams.append(torch.cuda.Stream())
-        start = stream.record_event()
-        for side, job in zip(self._streams, jobs, strict=False):
-            side.wait_event(start)
-            with torch.cuda.stream(side):
-                job()
-        for side, _ in zip(self._streams, jobs, strict=False):
-            stream.wait_stream(side)
+            self._last_on = stream
+            stream.record_event(self._last)
 
     def _barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)

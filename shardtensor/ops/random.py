@@ -54,7 +54,7 @@ def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
         if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
             return fall_back(method, (x, *args), {"generator": generator, **kwargs})
         refuse_lost_write(x, method.__name__)
-        method(torch.empty(0, dtype=x.dtype), *args, generator=_UNUSED, **kwargs)  # torch's own checks
+        method(torch.empty(0, dtype=x.dtype, device="cpu"), *args, generator=_UNUSED, **kwargs)  # torch's own checks
         refuse_leaf(x)
         values = draw_like(x, lambda t, g: method(t, *args, generator=g, **kwargs), generator=generator)
         return assign(x, values)

@@ -14,6 +14,8 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.dim_names import dim_names
+from shardtensor.parallel.loading import load_keeps_layouts
+from shardtensor.parallel.memory import become
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
@@ -39,7 +41,7 @@ def shard_parameter(
     Args:
         module: owns the parameter, at any depth.
         param_name: its name, dotted for a submodule's; of global shape, contiguous. A buffer or a tensor attribute
-            is sharded too.
+            is sharded too. One on the meta device stays there, and nothing is sent: see `materialize`.
         sharding_spec: a spec or its text; dims may be named, ``[out: tp]`` for a Linear.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the spec names, or None for the default group.
@@ -60,6 +62,8 @@ def shard_parameter(
         f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group
     )
     become(tensor, shell)
+    if tensor.is_meta:
+        load_keeps_layouts(module.get_submodule(param_name.rpartition(".")[0]), as_group(process_group))
 
 
 def shard_tensor(
@@ -110,7 +114,7 @@ def _sharded(
         facts["sharding_spec"] = str(spec)
         names, tensor = find()
         facts |= {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype)}
-        facts["requires_grad"] = str(tensor.requires_grad)
+        facts |= {"requires_grad": str(tensor.requires_grad), "on meta": str(tensor.is_meta)}
         if shards_itself(spec):
             return spec.shard(tensor, src_rank=src_rank, process_group=process_group), tensor
         layout = bound(spec, tensor, group, names, src_rank)
@@ -166,7 +170,7 @@ def bound(
 
 
 def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
-    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`."""
+    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`; on meta nothing is sent."""
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -177,22 +181,3 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
     if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         flat = flat.clone()
     return flat.to(device).view(shape)
-
-
-def become(tensor: torch.Tensor, shell: ShardedTensor) -> None:
-    """Turn the object `tensor` into `shell`, for everyone who holds it. `shell` must not be used afterwards.
-
-    Raises:
-        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
-    """
-    if isinstance(tensor, nn.Parameter):
-        shell._is_param = True
-    tensor.grad = None
-    try:
-        torch.utils.swap_tensors(tensor, shell)
-    except RuntimeError as error:
-        raise RuleError(
-            "the parameter cannot be sharded now: something holds on to its old self",
-            {"torch says": str(error).splitlines()[0]},
-            "shard before the first forward pass, or drop its results (and compiled modules) first",
-        ) from error

@@ -37,7 +37,8 @@ class Target:
     def __str__(self) -> str:
         tensor = self.tensor
         frozen = "" if tensor.requires_grad else ", frozen"
-        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{frozen}"
+        without_memory = " on meta" if tensor.is_meta else ""
+        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{without_memory}{frozen}"
 
 
 @attrs.frozen(eq=False)

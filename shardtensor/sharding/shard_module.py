@@ -12,8 +12,10 @@ from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
+from shardtensor.parallel.loading import load_keeps_layouts
+from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
-from shardtensor.parallel.parameter import become, scatter
+from shardtensor.parallel.parameter import scatter
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.resolve import Resolved, Target, resolve
@@ -35,7 +37,9 @@ def shard_module(
     the same Python objects, tied ones stay tied; a tensor without a rule stays as it is.
 
     Args:
-        module: of dense parameters, equal on all ranks in names, shapes and dtypes.
+        module: of dense parameters, equal on all ranks in names, shapes and dtypes. One on the meta device stays there,
+            and nothing is sent: `materialize` then gives it memory and first values, ``load_state_dict`` those of a
+            checkpoint.
         plan: a `ShardingPlan`, or a dict of its rules: a pattern of names to a spec, its text, or a `Sharder`. ``*``
             stands for one segment of a name, ``**`` for any number, ``{a,b}`` for one of those. The pattern of a module
             stands for all tensors below it.
@@ -74,6 +78,7 @@ def shard_module(
     for each in settled:
         each.apply(_HANDLES)
     _hook(module, found)
+    _fill_on_load(module, group)
     return module
 
 
@@ -162,3 +167,13 @@ def _hook(module: nn.Module, found: Resolved) -> None:
     for path, hook in [*hooks, *((path, collecting) for path in found.locals)]:
         owner = module.get_submodule(path)
         owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))
+
+
+def _fill_on_load(module: nn.Module, group: Group) -> None:
+    """Let ``load_state_dict`` give memory to what is on the meta device."""
+    for owner in module.modules():
+        tensors = [*owner._parameters.values(), *owner._buffers.values()]
+        if any(tensor is not None and tensor.is_meta for tensor in tensors):
+            handle = load_keeps_layouts(owner, group)
+            if handle is not None:
+                owner.__dict__.setdefault(_HANDLES, []).append(handle)

@@ -13,7 +13,7 @@ OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
 
 
-def attributes_of(tensor: ShardedTensor) -> dict[str, Any]:
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that users, and nn.Parameter, have set."""
     return {name: value for name, value in vars(tensor).items() if name not in OWN}
 

@@ -31,7 +31,7 @@ def agree_on_state(
     if generator is None:
         generator = default_generator(device)
     state = generator.get_state()
-    sent = group.broadcast(torch.cat([state, torch.tensor(list(note), dtype=torch.uint8)]), 0)
+    sent = group.broadcast(torch.cat([state, torch.tensor(list(note), dtype=torch.uint8, device="cpu")]), 0)
     if not torch.equal(sent[: state.numel()], state):
         generator.set_state(sent[: state.numel()].clone())
     return tuple(sent[state.numel() :].tolist())

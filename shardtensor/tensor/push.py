@@ -1,14 +1,14 @@
 """The exchange of large pieces by ranks that can write into each other's memory.
 
-Each rank copies what a peer lacks, strided as it lies, straight to where the peer has room for it, and its own pieces
-into the result at the same time; once all have written, each copies what has come into its result. An all-to-all would
-have it packed first: a copy more, which does not run beside the transfer.
+Each rank copies what a peer lacks, strided as it lies, straight to where the peer has room for it; once all have
+written, each copies what has come into its result. An all-to-all would have it packed first: to copy it once more, and
+before anything is sent.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from shardtensor.mesh import Ranks
 from shardtensor.tensor.memory import see
 from shardtensor.tensor.strided import Copies, Pair, copies, end_to_end, misplacement
 
-BIG = 8 << 20
+BIG = 32 << 20
 """Bytes of a piece from which on this is faster than an all-to-all."""
 _SLOT = 256  # bytes; what comes from a peer starts at a multiple
 
@@ -82,20 +82,19 @@ def push(local: torch.Tensor, step: Step, members: Ranks, rank: int, memory: Pee
     plan = _plan(step, rank, members, local.stride(), local.element_size(), misplacement(local), misplacement(out))
     dtype, me = local.dtype, members.index(rank)
 
-    def to_peer(write: Writes) -> None:
-        for apart, together in write.copies.between(local, memory.room(write.peer, write.start, write.numel, dtype)):
-            together.copy_(apart)
-
-    def keep() -> None:
+    def write() -> None:
+        for part in plan.sent:
+            for apart, together in part.copies.between(local, memory.room(part.peer, part.start, part.numel, dtype)):
+                together.copy_(apart)
         for old, new in plan.kept.between(local, out):
             new.copy_(old)
 
-    def take() -> None:
-        for write in plan.come:
-            for apart, together in write.copies.between(out, memory.room(me, write.start, write.numel, dtype)):
+    def read() -> None:
+        for part in plan.come:
+            for apart, together in part.copies.between(out, memory.room(me, part.start, part.numel, dtype)):
                 apart.copy_(together)
 
-    memory.swap([*(partial(to_peer, write) for write in plan.sent), keep], take)
+    memory.swap(write, read)
     return out
 
 

@@ -24,9 +24,9 @@ def staging(numel: int, like: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     size = numel * like.element_size()
     # Taken out of the pool while in use: ranks may be threads.
-    buffer = _free.pop() if _free else torch.empty(0, dtype=torch.uint8)
+    buffer = _free.pop() if _free else torch.empty(0, dtype=torch.uint8, device="cpu")
     if buffer.numel() < size:
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     try:
         yield buffer[:size].view(like.dtype)
     finally:

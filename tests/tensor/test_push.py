@@ -42,12 +42,11 @@ class SeenByAll:
         assert bytes_.numel() == numel * dtype.itemsize, "within the memory"
         return bytes_.view(dtype)
 
-    def swap(self, writes, read) -> None:
+    def swap(self, write, read) -> None:
         self.uses += 1
         self.tensors[self.group.index].fill_(0xAB)
         self.group.barrier()
-        for write in reversed(writes):  # any order will do
-            write()
+        write()
         self.group.barrier()
         read()
 

@@ -1,0 +1,70 @@
+"""Other contents for the tensor objects of a module, and real memory for those on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardtensor.errors import RuleError
+from shardtensor.tensor.copying import attributes_of
+from shardtensor.tensor.placing import moved, placement_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+Home = tuple[nn.Module, str]
+"""A module, and the name under which it owns a tensor."""
+
+
+def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
+    """Turn the object `tensor` into `shell`, for everyone who holds it; attributes that users set on it come along.
+
+    `shell` must not be used afterwards: it is then the old `tensor`.
+
+    Raises:
+        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
+    """
+    vars(shell).update(attributes_of(tensor))
+    if isinstance(tensor, nn.Parameter):
+        shell._is_param = True
+    tensor.grad = None
+    try:
+        torch.utils.swap_tensors(tensor, shell)
+    except RuntimeError as error:
+        raise RuleError(
+            "the parameter cannot be sharded now: something holds on to its old self",
+            {"torch says": str(error).splitlines()[0]},
+            "shard before the first forward pass, or drop its results (and compiled modules) first",
+        ) from error
+
+
+def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like `tensor` that has memory, of any content, on `device`: this rank's part of a sharded one."""
+    if not isinstance(tensor, ShardedTensor):
+        return _empty_twin(tensor, device)
+    spec = tensor._spec
+    placement = None if spec is None else placement_of(spec, tensor._group.rank)
+    if placement is not None and placement.device_type != device.type:
+        spec = moved(spec, device.type)
+    return wrap(_empty_twin(tensor._local, device), tensor._layout, spec, tensor._group)
+
+
+def _empty_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    memory = torch.empty_like(tensor.detach(), device=device)
+    return torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
+
+
+def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
+    """Let the modules that own `tensor` have `twin` there, and return what they have now.
+
+    The object stays, so names, ties and optimizers do. One with weak references (an LSTM keeps some) cannot be changed:
+    then its modules get the twin itself, as from ``Module.to_empty``.
+    """
+    if not weakref.getweakrefs(tensor):
+        become(tensor, twin)
+        return tensor
+    made = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    for owner, name in homes:
+        setattr(owner, name, made)
+    return made

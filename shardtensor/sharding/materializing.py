@@ -1,0 +1,160 @@
+"""`materialize`: memory and first values for a module that was built, and sharded, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError, PlanError, ShardTensorError
+from shardtensor.sharding.first_values import FIXES, Call, Init, calls_of_init, calls_of_resets
+from shardtensor.sharding.meta_tensors import MetaTensor, on_meta, owned
+from shardtensor.sharding.writes import Writes
+from shardtensor.tensor.drawing import agree_on_state
+from shardtensor.tensor.placing import device_for, own_device
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+
+
+def materialize(module: nn.Module, device: torch.device | str | None = None, init: Init | None = None) -> nn.Module:
+    """Give every tensor of a module that is on the meta device its memory and its first values, and return the module.
+
+    Each rank allocates its own parts only. Then the submodules set their values one after another, in the order in
+    which they are built: what a module holds before itself, each module once. What draws random numbers on a sharded
+    tensor draws those of the whole, in small pieces; so with one seed the numbers are those of the module built without
+    shards and reset in this order, bit for bit, and of stock layers those of building them at once. Beside its parts a
+    rank holds at most the largest single tensor for a moment. The generator states of the group's first rank count.
+
+    Parameters stay the same objects, tied ones stay tied (the last module that sets a tied one gives its values), and
+    tensors that have values keep them. If anything fails, the module is on the meta device as before.
+
+    Args:
+        module: built under ``torch.device("meta")`` and sharded there by `shard_module` or `shard_parameter`; parts of
+            it may have values. All ranks of the groups of its sharded tensors call this.
+        device: where the memory shall be. By default where the specs' placements say, else on the device that the
+            group uses.
+        init: gives a submodule its values, in place of its own ``reset_parameters()``; called as ``module.apply`` would
+            call it, but only for modules with meta tensors in or below them: ``model._init_weights``, for example. A
+            tensor that it sets anew, ``m.inv_freq = ...``, is taken for the values of the old one.
+
+    Raises:
+        PlanError: (a RuntimeError) tensors have nothing that sets their values: no ``reset_parameters`` in their module
+            or above it, or one that leaves them out. Names them all.
+        LayoutError: (a ValueError) `device` is the meta device, or one that is not there.
+        DisagreementError: (a ValueError) ranks brought different modules.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        >>> import shardtensor as st
+        >>> mlp = st.shard_module(mlp, {"0": "[tp, ...]", "2.weight": "[-, tp]"})
+        >>> _ = torch.manual_seed(0)
+        >>> mlp = materialize(mlp)
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(mlp[0].weight.full_tensor(), nn.Linear(4, 8).weight)
+        True
+    """
+    found = on_meta(module)
+    groups = _groups(module)
+    fault, calls, where = None, [], None
+    try:
+        where = _devices(found, device)
+        calls = calls_of_init(module, init) if init is not None else calls_of_resets(module, found)
+    except ShardTensorError as error:
+        fault = error
+    facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
+    _agree(groups, f"materialize({type(module).__name__})", facts, fault)
+    assert where is not None
+    try:
+        with torch.no_grad():
+            for each, place in zip(found, where, strict=True):
+                each.get_memory(place)
+            _fill(calls, found, groups, where)
+        _agree(groups, f"materialize({type(module).__name__}), values", {}, _without_values(found, init))
+    except BaseException:
+        for each in found:
+            each.undo()
+        raise
+    return module
+
+
+def _groups(module: nn.Module) -> list[Group]:
+    """The groups of all sharded tensors, in order; ranks that are not in one take no part in it."""
+    tensors = (tensor for owner in module.modules() for _, tensor in owned(owner))
+    groups = dict.fromkeys(tensor._group for tensor in tensors if isinstance(tensor, ShardedTensor))
+    return [group for group in groups if group.index >= 0]
+
+
+def _agree(groups: Sequence[Group], call: str, facts: dict[str, str], fault: ShardTensorError | None) -> None:
+    for group in groups:
+        agree(group, call, facts, fault)
+    if fault is not None:
+        raise fault
+
+
+def _devices(found: Sequence[MetaTensor], device: torch.device | str | None) -> list[torch.device]:
+    """Where each tensor shall be; plain ones are where the first sharded one is."""
+    for each in found:
+        if not isinstance(each.tensor, ShardedTensor) and is_traceable_wrapper_subclass(each.tensor):
+            raise LayoutError(
+                f"`{each.names[0]}` is a {type(each.tensor).__name__}, whose parts are not ours to make",
+                fix="let the library that made it give it memory first: Module.to_empty of its module, for example",
+            )
+    if device is not None:
+        return [_there(torch.device(device))] * len(found)
+    default = torch.get_default_device()
+    like = torch.device("cpu") if default.type == "meta" else default
+    places = [
+        device_for(each.tensor.sharding_spec(), each.tensor._group, like)
+        if isinstance(each.tensor, ShardedTensor)
+        else None
+        for each in found
+    ]
+    first = next((place for place in places if place is not None), like)
+    return [first if place is None else place for place in places]
+
+
+def _there(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise LayoutError("tensors on the meta device have no memory", fix='name another device, such as "cuda"')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LayoutError(f"there is no device {device} here", {"cuda devices": torch.cuda.device_count()})
+    return own_device("cuda") if device == torch.device("cuda") else device
+
+
+def _fill(
+    calls: Sequence[Call],
+    found: Sequence[MetaTensor],
+    groups: Sequence[Group],
+    where: Sequence[torch.device],
+) -> None:
+    """Let the modules set their values, one after another, and note which tensors have got some."""
+    device = where[0] if where else torch.device("cpu")
+    for group in groups:
+        for stream in dict.fromkeys((torch.device("cpu"), *where)):
+            agree_on_state(group, stream, None)  # plain tensors, too, are then drawn alike on every rank
+    mine = {id(each.tensor) for each in found}
+    with Writes() as writes, device:
+        for owner, call in calls:
+            kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in mine]
+            call()
+            for name, tensor, values in kept:
+                if getattr(owner, name, None) is not tensor:
+                    setattr(owner, name, tensor)
+                local_of(tensor).detach().copy_(values)
+        for each in found:
+            each.take(writes)
+
+
+def _without_values(found: Sequence[MetaTensor], init: Init | None) -> PlanError | None:
+    names = [name for each in found if not each.is_set for name in each.names]
+    if not names:
+        return None
+    return PlanError(
+        f"{'init' if init is not None else 'reset_parameters()'} left tensors without values",
+        {"tensors": ", ".join(names)},
+        FIXES if init is None else ("let init set them too: `module.name.copy_(...)`, or `module.name = ...`",),
+    )
