@@ -51,6 +51,7 @@ class CudaRecorder:
     def capture(self, function: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        torch.clear_autocast_cache()  # casts of weights that were made before would not be made again by a replay
         gc.collect()  # what were freed during the capture could be something that CUDA may not free then
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -63,6 +64,7 @@ class CudaRecorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        torch.clear_autocast_cache()
         self._graph = graph
         return result
 

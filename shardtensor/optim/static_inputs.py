@@ -22,14 +22,13 @@ class StaticInputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
         leaves, self._structure = _flatten(args, kwargs)
-        self._device = device
         self._buffers = [_buffer(x, device) for x in leaves]
+        self._memory = [local_of(x).detach() if isinstance(x, torch.Tensor) else None for x in self._buffers]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The buffers in the places of the arguments."""
         return _unflatten(self._buffers, self._structure)
 
-    @torch.no_grad()
     def fill(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the arguments of another call into the buffers.
 
@@ -42,9 +41,10 @@ class StaticInputs:
         for i, (buffer, x) in enumerate(zip(self._buffers, leaves, strict=True)):
             if not _is_alike(buffer, x):
                 raise _unlike(f"input {i}", _say(buffer), _say(x))
-        for buffer, x in zip(self._buffers, leaves, strict=True):
-            if isinstance(buffer, torch.Tensor):
-                local_of(buffer).copy_(local_of(x), non_blocking=True)
+        for memory, x in zip(self._memory, leaves, strict=True):
+            if memory is not None:
+                x = local_of(x)
+                memory.copy_(x.detach() if x.requires_grad else x, non_blocking=True)
 
 
 def on_device(
