@@ -10,6 +10,7 @@ from shardtensor.version import __version__
 _HOME = {
     "AbsentRankError": "errors",
     "CallMismatchError": "errors",
+    "CaptureError": "errors",
     "ChunkShardingSpec": "spec.devices",
     "Cut": "spec.nodes",
     "DevicePlacementSpec": "spec.devices",
@@ -52,6 +53,7 @@ _HOME = {
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
     "full": "tensor.factories",
+    "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
     "load_with_process_group": "comm.process_group",

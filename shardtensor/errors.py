@@ -11,7 +11,8 @@
     ├── AbsentRankError        (RuntimeError)    ranks did not come to a collective, or were lost in it
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
     ├── PlanError              (TypeError, KeyError, RuntimeError)  a sharding plan contradicts itself or its module
-    └── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
+    ├── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
+    └── CaptureError           (RuntimeError)    a step cannot be captured in a CUDA graph, or be replayed as called
 
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
 A message has three parts: the fault in the user's nouns, facts as aligned pairs, and the ways out.
@@ -114,3 +115,7 @@ class PlanError(ShardTensorError, TypeError, KeyError, RuntimeError):
 
 class StaleParameterError(ShardTensorError, RuntimeError):
     """An optimizer holds parameters that are no longer those of the module."""
+
+
+class CaptureError(ShardTensorError, RuntimeError):
+    """A step cannot be captured in a CUDA graph, or a captured one cannot be replayed as it was called."""

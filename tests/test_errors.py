@@ -19,6 +19,7 @@ from shardtensor.errors import LayoutError, ShardTensorError, SpecError, message
         ("DisagreementError", ValueError),
         ("MissingParameterError", AttributeError),
         ("StaleParameterError", RuntimeError),
+        ("CaptureError", RuntimeError),
     ],
 )
 def test_every_error_is_also_what_torch_raises_there(name, builtin):

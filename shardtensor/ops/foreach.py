@@ -140,19 +140,22 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size):
             groups.setdefault(id(x._group), (x._group, []))[1].append(i)
-    for group, places in groups.values():
-        if len(groups) == 1 and len(places) == len(tensors):
-            _reduce(sums, ord, group)
-        else:
-            index = torch.tensor(places, device=device)
-            sums[index] = _reduce(sums[index], ord, group)
+    alone = next(iter(groups.values())) if len(groups) == 1 else None
+    if alone is not None and len(alone[1]) == len(tensors):
+        _reduce(sums, ord, alone[0])
+    elif groups:  # places are picked on the host: an index would be a copy to the device, and a wait for it
+        each = list(sums.unbind())
+        for group, places in groups.values():
+            reduced = _reduce(torch.stack([each[i] for i in places]), ord, group).unbind()
+            for i, x in zip(places, reduced, strict=True):
+                each[i] = x
+        sums = torch.stack(each)
     return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(1 / ord)
 
 
 def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreach: bool) -> torch.Tensor:
     """What this rank adds: sums of powers (largest or smallest magnitudes), nothing for elements others count."""
     nothing = torch.inf if ord < 0 else 0.0  # to the power of ord: what adds nothing
-    sums = torch.full((len(tensors),), nothing, dtype=torch.float64, device=device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
@@ -160,6 +163,7 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
                 continue
             x = x._local
         kinds.setdefault((x.device, x.dtype), []).append(i)
+    stacks: list[tuple[torch.Tensor, list[int]]] = []
     for (_, kind), places in kinds.items():
         locals_ = [local_of(tensors[i]).detach() for i in places]
         wide = torch.promote_types(kind, torch.float32)  # a bfloat16 norm would be rounded before it is summed
@@ -167,11 +171,15 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
             norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
         else:
             norms = [torch.linalg.vector_norm(x, ord, dtype=wide) for x in locals_]
-        stacked = torch.stack(norms).to(device, torch.float64)
-        if len(places) == len(tensors):
-            sums = stacked
-        else:
-            sums[torch.tensor(places, device=device)] = stacked
+        stacks.append((torch.stack(norms).to(device, torch.float64), places))
+    if len(stacks) == 1 and len(stacks[0][1]) == len(tensors):
+        sums = stacks[0][0]
+    else:
+        each = [torch.full((), nothing, dtype=torch.float64, device=device)] * len(tensors)
+        for stacked, places in stacks:
+            for i, norm in zip(places, stacked.unbind(), strict=True):
+                each[i] = norm
+        sums = torch.stack(each)
     return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(ord)
 
 
