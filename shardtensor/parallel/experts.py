@@ -20,6 +20,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
+_UNCOMPILED = "how many rows an expert gets is data: a graph for each count would be compiled anew"
+
 
 class GatedExperts(nn.Module):
     """Experts ``down(activation(gate(x)) * up(x))`` without biases, in one stacked tensor for each projection.
@@ -66,7 +68,7 @@ class GatedExperts(nn.Module):
             bound = weight.shape[2] ** -0.5 if weight.shape[2] else 0.0
             nn.init.uniform_(weight, -bound, bound)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Give each token the weighted sum of what its experts make of it.
 
@@ -125,6 +127,9 @@ class ExpertList(nn.Module):
     over ``tp`` for one, is its own affair. Every expert is called, also with no rows at all, so that its parameters
     get zeros for gradients and its collectives, if any, meet.
 
+    The parameters are plain tensors that other ranks do not have. A norm over the gradients of all ranks' parameters,
+    as `clip_grad_norm_` takes it, does not see those of others: clip experts by themselves, or take `GatedExperts`.
+
     Args:
         num_experts: of all ranks together; dealt in order, as evenly as can be.
         make: gives the expert of a number; called for this rank's alone. ``dense.__getitem__`` of a ``ModuleList``
@@ -158,7 +163,7 @@ class ExpertList(nn.Module):
         for number in self.numbers:
             self.add_module(str(number), make(number))
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As of `GatedExperts`."""
         fault = find_fault(tokens, experts, weights)

@@ -21,7 +21,9 @@ rank's tokens alone: its gradient is summed over all data axes, like that of any
 are right as they are. `GatedExperts` does what its axes need by itself: tokens and weights go in, and results come out,
 as copies along ``tp``.
 
-`torch.compile` leaves the experts' forward out of its graph, for the sizes are data; what stands around it compiles.
+`torch.compile` leaves the experts' forward out of its graph, for the sizes are data: what stands around it compiles,
+counts do not recompile it, and ``fullgraph=True`` is refused. The modules of an `ExpertList` may be compiled by
+themselves.
 """
 
 from __future__ import annotations

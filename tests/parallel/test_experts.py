@@ -125,7 +125,7 @@ def listed_is_dense(cases):
     for num_experts, amounts, top_k in cases:
         parts = drawn(amounts[: group.size], num_experts, top_k)
         dense, of_module = listed(num_experts), listed(num_experts)
-        module = st.ExpertList(num_experts, of_module.__getitem__)
+        module = copy.deepcopy(st.ExpertList(num_experts, of_module.__getitem__))
         assert all(f"{number}.0.weight" in module.state_dict() for number in module.numbers)
         all_alike(module, lambda e, x, dense=dense: dense[e](x), dense, parts, group.rank)
         assert all(p.grad is not None for p in module.parameters())
@@ -206,6 +206,8 @@ def split_list():
     made = copy.deepcopy(dense)
     module = st.ExpertList(3, lambda e: ColumnRow(made[e], group.axis("tp")), process_group=group)
     all_alike(module, lambda e, x: dense[e](x), dense, parts, group.rank // 2)
+    with pytest.raises(st.LayoutError, match='the mesh has no axis "experts"'):
+        st.ExpertList(3, made.__getitem__, group, axis="experts")
 
 
 @pytest.mark.worlds("sim")
@@ -359,6 +361,8 @@ def compiled():
         x = torch.randn(n + group.rank, EMBED)
         with torch._dynamo.config.patch(error_on_recompile=n not in (4, 3)):
             torch.testing.assert_close(compiled_moe(x), moe(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="how many rows an expert gets is data"):
+        torch.compile(moe, backend="aot_eager", fullgraph=True)(x)
 
 
 @pytest.mark.parametrize("size", [2])
@@ -384,7 +388,8 @@ def told(size, call):
 
 def test_faults_are_one_error_on_all_ranks():
     ids = torch.zeros(2, 1, dtype=torch.long)
-    text = told(3, lambda rank: st.dispatch_tokens(torch.ones(2, 3), ids + 4 * (rank == 1), 4))
+    strays = torch.tensor([[-1], [9]])
+    text = told(3, lambda rank: st.dispatch_tokens(torch.ones(2, 3), strays if rank == 1 else ids, 4))
     assert text == (
         "dispatch_tokens: rank 1 has a fault, so nothing was done on any rank\n"
         "  rank 1  tokens ask for experts that do not exist\n"
