@@ -36,8 +36,8 @@ class GatedExperts(nn.Module):
         activation: of the gate, elementwise.
 
     Attributes:
-        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Cut ``[ep, -, -]``, evenly or not, over one
-            axis or several; inside of the experts ``[ep, tp blocks(2), -]``.
+        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Cut ``[ep, -, -]``, over one axis or several;
+            inside of the experts, too, ``[ep, tp blocks(2), -]``. What does not divide takes ``balanced`` or sizes.
         down_proj: (num_experts, embed, hidden). Cut alike: ``[ep, -, -]`` or ``[ep, -, tp]``.
 
     Example:
