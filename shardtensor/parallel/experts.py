@@ -1,0 +1,204 @@
+"""Experts dealt over ranks: stacked in two tensors (`GatedExperts`), or modules each (`ExpertList`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardtensor.comm import collectives
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError, RuleError
+from shardtensor.parallel.expert_places import place
+from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_UNCOMPILED = "how many rows an expert gets is data: a graph for each count would be compiled anew"
+
+
+class GatedExperts(nn.Module):
+    """Experts ``down(activation(gate(x)) * up(x))`` without biases, in one stacked tensor for each projection.
+
+    Born dense; what their specs say decides where the experts live. Names and shapes are those of newer Hugging Face
+    checkpoints, and so is the call.
+
+    Args:
+        num_experts: of all ranks together.
+        embed: width d of the tokens.
+        hidden: width inside of an expert.
+        activation: of the gate, elementwise.
+
+    Attributes:
+        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Cut ``[ep, -, -]``, over one axis or several;
+            inside of the experts, too, ``[ep, tp blocks(2), -]``. What does not divide takes ``balanced`` or sizes.
+        down_proj: (num_experts, embed, hidden). Cut alike: ``[ep, -, -]`` or ``[ep, -, tp]``.
+
+    Example:
+        >>> experts = GatedExperts(4, embed=3, hidden=5)
+        >>> experts(torch.ones(2, 3), torch.tensor([[0, 3], [1, 3]]), torch.full((2, 2), 0.5)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        embed: int,
+        hidden: int,
+        activation: Activation = F.silu,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * hidden, embed, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, embed, hidden, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `nn.Linear` draws those of each expert."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            bound = weight.shape[2] ** -0.5 if weight.shape[2] else 0.0
+            nn.init.uniform_(weight, -bound, bound)
+
+    @torch.compiler.disable(reason=_UNCOMPILED)
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Give each token the weighted sum of what its experts make of it.
+
+        All ranks over which the experts are dealt call it, each with tokens of its own; along ``tp`` with equal ones.
+
+        Args:
+            tokens: (n, embed); n differs from rank to rank.
+            experts: (n, k), integers below `num_experts`.
+            weights: (n, k).
+
+        Returns:
+            (n, embed), of the dtype of the tokens; under autocast of autocast's.
+        """
+        stacks: tuple[Any, Any] = self._parameters["gate_up_proj"], self._parameters["down_proj"]
+        team, held, inner = place(*stacks)
+        gate_up, down = (p._local if isinstance(p, ShardedTensor) else p for p in stacks)
+        fault = find_fault(tokens, experts, weights)
+        if fault is None:
+            if inner is not None:
+                tokens, weights = (collectives.sum_gradient(value, inner) for value in (tokens, weights))
+            tokens, gate_up, down = _cast(tokens, gate_up, down)
+        sent = dispatch(tokens, experts, held, team, fault)
+        out = sent.combine(self._computed(sent, gate_up, down), weights)
+        return out if inner is None else collectives.all_reduce(out, inner)
+
+    def _computed(self, sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        if _takes_grouped(sent.tokens, gate_up, down):
+            both = F.grouped_mm(sent.tokens, gate_up.transpose(1, 2), offs=sent.ends)
+            return F.grouped_mm(self._gated(both), down.transpose(1, 2), offs=sent.ends)
+        if not sent.counts:  # no expert here: no rows, but by way of the parameters, so that they get gradients
+            return sent.tokens + gate_up.sum() + down.sum()
+        parts = zip(sent.tokens.split(sent.counts), gate_up.unbind(), down.unbind(), strict=True)
+        return torch.cat([F.linear(self._gated(F.linear(x, a)), b) for x, a, b in parts])
+
+    def _gated(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.activation(gate) * up
+
+    def extra_repr(self) -> str:
+        num_experts, embed, hidden = self.down_proj.shape
+        return f"num_experts={num_experts}, embed={embed}, hidden={hidden}"
+
+
+def _takes_grouped(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether torch multiplies all experts at once: rows there, bfloat16 on cuda, rows of whole 16 bytes."""
+    if not (x.is_cuda and len(x) and x.dtype == gate_up.dtype == down.dtype == torch.bfloat16):
+        return False
+    return gate_up.shape[0] > 1 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0 and down.shape[2] > 0
+
+
+class ExpertList(nn.Module):
+    """Experts that are modules, each whole on one rank.
+
+    The experts of this rank stand under their number among all, so that names are those of a dense ``ModuleList``:
+    rank 1 of 4 with eight experts has ``experts.2`` and ``experts.3``. What an expert does inside, splitting its work
+    over ``tp`` for one, is its own affair. Every expert is called, also with no rows at all, so that its parameters
+    get zeros for gradients and its collectives, if any, meet.
+
+    The parameters are plain tensors that other ranks do not have. A norm over the gradients of all ranks' parameters,
+    as `clip_grad_norm_` takes it, does not see those of others: clip experts by themselves, or take `GatedExperts`.
+
+    Args:
+        num_experts: of all ranks together; dealt in order, as evenly as can be.
+        make: gives the expert of a number; called for this rank's alone. ``dense.__getitem__`` of a ``ModuleList``
+            takes its modules. An expert maps (m, d) to (m, d).
+        process_group: the ranks that hold the experts; of a DeviceMesh with several axes those along `axis`. None is
+            the default group.
+        axis: name of an axis.
+
+    Example:
+        >>> experts = ExpertList(4, lambda number: nn.Linear(3, 3))
+        >>> experts(torch.ones(2, 3), torch.tensor([[0], [3]]), torch.ones(2, 1)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self, num_experts: int, make: Callable[[int], nn.Module], process_group: Any = None, axis: str = "ep"
+    ) -> None:
+        super().__init__()
+        group = as_group(process_group)
+        if group.mesh is not None:
+            if axis not in group.mesh.names:
+                raise LayoutError(
+                    f'the mesh has no axis "{axis}"',
+                    {"mesh": str(group.mesh)},
+                    f"pass axis= as one of: {', '.join(group.mesh.names)}",
+                )
+            group = group.axis(axis)
+        self._team = _Team(group, dealt(num_experts, group.size))
+        start = sum(self._team.held[: group.index])
+        self.numbers = range(start, start + self._team.held[group.index])
+        for number in self.numbers:
+            self.add_module(str(number), make(number))
+
+    @torch.compiler.disable(reason=_UNCOMPILED)
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As of `GatedExperts`."""
+        fault = find_fault(tokens, experts, weights)
+        if fault is None:
+            (tokens,) = _cast(tokens)
+        sent = dispatch(tokens, experts, self._team.held, self._team.group, fault)
+        outputs = []
+        for number, rows in zip(self.numbers, sent.tokens.split(sent.counts), strict=True):
+            outputs.append(self._modules[str(number)](rows))  # type: ignore[misc]
+            if outputs[-1].shape != rows.shape:
+                raise RuleError(
+                    f"expert {number} must keep the shape of its tokens",
+                    {"tokens": tuple(rows.shape), "result": tuple(outputs[-1].shape)},
+                )
+        return sent.combine(torch.cat(outputs) if outputs else sent.tokens, weights)
+
+    def extra_repr(self) -> str:
+        return f"experts {self.numbers.start} to {self.numbers.stop - 1} of {sum(self._team.held)}" * bool(self.numbers)
+
+
+@attrs.frozen(eq=False)
+class _Team:
+    """The ranks that hold experts, and how many each; one object for all copies of a module."""
+
+    group: Group
+    held: tuple[int, ...]
+
+    def __deepcopy__(self, memo: Any) -> _Team:
+        return self
+
+
+def _cast(*tensors: Any) -> tuple[Any, ...]:
+    """As autocast would cast them for a product; before rows travel, so that fewer bytes do."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)

@@ -1,0 +1,266 @@
+"""`dispatch_tokens`: every token to the ranks that hold its experts, and back.
+
+How many rows go where is data, so no layout can say it: the ranks first exchange counts, then rows. The one message of
+counts carries what else the ranks must know of each other before rows move, so that a fault is one error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import attrs
+import torch
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.collectives import all_to_all
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.layout.pieces import balanced
+from shardtensor.parallel.rows import Order, Reorder, Spread
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+_FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
+_HEAD = 3  # what stands before the counts: a digest of the facts, the state, the number of ids that no expert has
+
+
+def dispatch_tokens(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int | Sequence[int],
+    process_group: Any = None,
+) -> DispatchedTokens:
+    """Send each of this rank's tokens to the ranks that hold its experts.
+
+    All ranks of the group call it, each with tokens of its own, any number of them. They first exchange counts, a few
+    integers for each rank and expert, and wait for them on the host (on cuda the one point where the host waits for
+    the device); then rows move. Nothing is dropped and nothing padded: an expert gets as many rows as chose it.
+
+    Differentiable. Where gradients are enabled all ranks take part in the backward of both ways, whether or not their
+    own tensors ask for gradients.
+
+    Args:
+        tokens: (n, d), of any dtype; n differs from rank to rank and may be zero, d and dtype are equal on all.
+        experts: (n, k), integers: the experts of each token, counted over all ranks.
+        num_experts: of all ranks together, dealt to them in order and as evenly as can be, the first ranks getting one
+            more; or how many each rank holds.
+        process_group: the ranks that hold the experts: a process group, a DeviceMesh, or None for the default group.
+
+    Raises:
+        LayoutError: (a ValueError) tokens, experts or an expert's number are not what they should be.
+        DisagreementError: (a ValueError) ranks brought tokens of another width or dtype. Either is one error on all
+            ranks, and no row has moved.
+
+    Example:
+        >>> sent = dispatch_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)
+        >>> sent.tokens.flatten().tolist(), sent.counts
+        ([2.0, 1.0, 3.0], (1, 2))
+        >>> sent.combine(10 * sent.tokens, weights=torch.ones(3, 1)).flatten().tolist()
+        [10.0, 20.0, 30.0]
+    """
+    group = as_group(process_group)
+    return dispatch(tokens, experts, dealt(num_experts, group.size), group)
+
+
+def dealt(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """How many experts each of `size` ranks holds."""
+    if isinstance(num_experts, int):
+        pieces = balanced(num_experts, size, 1)
+        return tuple(pieces.size(i) for i in range(size))
+    if len(num_experts) != size or any(count < 0 for count in num_experts):
+        raise LayoutError(
+            "num_experts must say for each rank how many experts it holds",
+            {"num_experts": list(num_experts), "ranks": size},
+            "give one count a rank, or the number of all experts",
+        )
+    return tuple(num_experts)
+
+
+@attrs.frozen(eq=False)
+class DispatchedTokens:
+    """Rows at the rank of their expert, and the way back.
+
+    Attributes:
+        tokens: (received, d), sorted by this rank's experts; the rows of one expert by the rank they came from, and
+            then as they stood there.
+        counts: rows of each of this rank's experts.
+        ends: (experts here,), int32, on the device of the tokens: where the rows of each expert end.
+    """
+
+    tokens: torch.Tensor
+    counts: tuple[int, ...]
+    ends: torch.Tensor
+    _group: Group
+    _sent: Sequence[int]  # rows to each rank
+    _received: Sequence[int]  # rows from each
+    _shape: torch.Size  # of the ids
+    _sorting: Order
+    _landing: Order | None  # from the order in which rows come to that of `tokens`; None where it is the same
+
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Send the experts' outputs back and sum, for each token, what its experts made of it.
+
+        All ranks call it, also those that received nothing.
+
+        Args:
+            outputs: (received, w), in the order of `tokens`; w is equal on all ranks, and may differ from d. They
+                travel in the dtype of the tokens.
+            weights: (n, k), of what each expert of a token is to be multiplied with. The products are made and summed
+                in the wider dtype of the two.
+
+        Returns:
+            (n, w), of the dtype of the tokens, in the order in which they were given.
+        """
+        if outputs.dim() != 2 or len(outputs) != len(self.tokens) or weights.shape != self._shape:
+            raise RuleError(
+                "combine takes a row for each token received, and a weight for each expert of a token sent",
+                {
+                    "outputs": f"{tuple(outputs.shape)} for {len(self.tokens)} rows",
+                    "weights": f"{tuple(weights.shape)} for {tuple(self._shape)}",
+                },
+            )
+        outputs = _asking(outputs.to(self.tokens.dtype))
+        width = outputs.shape[1]
+        if self._landing is not None:
+            outputs = Reorder.apply(outputs, self._landing.back())
+        rows = _moved(outputs, self._received, self._sent, self._group)
+        rows = Reorder.apply(rows, self._sorting.back()).view(*self._shape, width)
+        return (rows * weights.unsqueeze(-1)).sum(1).to(self.tokens.dtype)
+
+
+def dispatch(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    held: tuple[int, ...],
+    group: Group,
+    fault: ShardTensorError | None = None,
+) -> DispatchedTokens:
+    """As `dispatch_tokens`, where each rank holds as many experts as `held` says; `fault` is one found before."""
+    fault = fault or find_fault(tokens, experts)
+    facts = _facts(tokens, sum(held)) if fault is None else {}
+    slots, message = _counted(tokens, experts, held, fault, facts)
+    came = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
+    came = came.view(message.shape)
+    goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
+    if any(head[:_HEAD] != [goes[0][0], head[1] & ~_FAULT, 0] for head in comes):
+        strays = goes[0][2]
+        if strays:
+            fault = LayoutError(
+                "tokens ask for experts that do not exist",
+                {"experts": f"0 to {sum(held) - 1}", "other numbers": f"{strays} of {experts.numel()}"},
+                "give num_experts as the number of experts of all ranks together",
+            )
+        agree(group, "dispatch_tokens", facts, fault)
+    assert fault is None, "a rank's own fault comes back to it"
+    sent = [sum(row[_HEAD:]) for row in goes]
+    received = [sum(row[_HEAD:]) for row in comes]
+    here = held[group.index]
+    sorting = Order.sorting(slots)
+    if any(row[1] & _ASKS_GRADIENT for row in comes):
+        tokens = _asking(tokens)
+    rows = Spread.apply(tokens, sorting, experts.shape[1])
+    rows = _moved(rows, sent, received, group)
+    by_rank = came[:, _HEAD : _HEAD + here]
+    landing = None
+    if group.size > 1 and here > 1:
+        numbers = torch.arange(here, device=came.device).repeat(group.size)
+        numbers = numbers.repeat_interleave(by_rank.flatten(), output_size=sum(received))
+        landing = Order.sorting(numbers)
+        rows = Reorder.apply(rows, landing)
+    counts = tuple(sum(row[_HEAD + i] for row in comes) for i in range(here))
+    ends = by_rank.sum(0).cumsum(0).to(torch.int32)
+    return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, landing)
+
+
+# -- what is known before rows move ------------------------------------------------------------------------------------
+
+
+def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorError | None:
+    """What is wrong with what this rank brings, if anything; weights where there are some yet."""
+    if isinstance(tokens, ShardedTensor) or isinstance(experts, ShardedTensor):
+        return RuleError(
+            "experts take each rank's own tokens as plain tensors, and this is a ShardedTensor",
+            fix="pass local_tensor() where its rows are cut over the ranks of the experts",
+        )
+    brought = (tokens, experts) if weights is None else (tokens, experts, weights)
+    kinds = [type(value).__name__ for value in brought if not isinstance(value, torch.Tensor)]
+    if kinds:
+        return LayoutError("tokens, experts and weights must be tensors", {"found": ", ".join(kinds)})
+    fits = tokens.dim() == 2 and experts.dim() == 2 and len(tokens) == len(experts)
+    is_whole = experts.dtype != torch.bool and not experts.is_floating_point() and not experts.is_complex()
+    if fits and is_whole and tokens.device == experts.device:
+        if weights is None or weights.shape == experts.shape:
+            return None
+        shapes = {"experts": tuple(experts.shape), "weights": tuple(weights.shape)}
+        return LayoutError("each expert of a token needs a weight", shapes, "give weights of (n, k), too")
+    return LayoutError(
+        "tokens must be rows, and experts whole numbers, as many for each row",
+        {
+            "tokens": f"{tuple(tokens.shape)} {tokens.dtype} on {tokens.device}",
+            "experts": f"{tuple(experts.shape)} {experts.dtype} on {experts.device}",
+        },
+        "give tokens of (n, d) and experts of (n, k), on one device",
+    )
+
+
+def _facts(tokens: torch.Tensor, num_experts: int) -> dict[str, str]:
+    """What all ranks must have alike, in words."""
+    return {
+        "number of experts": str(num_experts),
+        "width of tokens": str(tokens.shape[1]),
+        "dtype": str(tokens.dtype),
+        "gradients": "enabled" if torch.is_grad_enabled() else "disabled",
+    }
+
+
+def _counted(
+    tokens: torch.Tensor, experts: torch.Tensor, held: tuple[int, ...], fault: Any, facts: dict[str, str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each token's experts, and what this rank tells the others: a row each, all of one length.
+
+    An expert's place is the rank that holds it times the most that any holds, plus its number there; numbers that no
+    expert has come last. So places sort as experts do, and counts by place are what each rank needs to know.
+    """
+    widest, total, last = max(held), sum(held), max(held) * len(held)
+    if fault is not None:
+        device = tokens.device if isinstance(tokens, torch.Tensor) else None
+        message = torch.zeros(len(held), _HEAD + widest, dtype=torch.int64, device=device)
+        message[:, 1] = _FAULT
+        return message, message
+    ids = experts.reshape(-1).long()
+    slots = ids.where((ids >= 0) & (ids < total), total)
+    if last != total:
+        slots = _places(held, ids.device)[slots]
+    counts = slots.new_zeros(last + 1).scatter_add_(0, slots, torch.ones_like(slots))
+    message = counts.new_empty(len(held), _HEAD + widest)
+    message[:, 0] = crc32(repr(facts).encode())
+    message[:, 1] = _ASKS_GRADIENT if tokens.requires_grad and torch.is_grad_enabled() else 0
+    message[:, 2] = counts[-1]
+    message[:, _HEAD:] = counts[:-1].view(len(held), widest)
+    return slots, message
+
+
+@lru_cache(maxsize=64)
+def _places(held: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    widest = max(held)
+    places = [rank * widest + i for rank, count in enumerate(held) for i in range(count)]
+    with torch.inference_mode(False):
+        return torch.tensor([*places, widest * len(held)], device=device)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _asking(x: torch.Tensor) -> torch.Tensor:
+    """`x` as one that asks for a gradient, so that this rank's backward meets those of the others."""
+    asks = x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex())
+    return x if asks else x.detach().requires_grad_()
+
+
+def _moved(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
+    width = rows.shape[1]
+    flat = all_to_all(rows, [count * width for count in sent], [count * width for count in received], group)
+    return flat.view(sum(received), width)
