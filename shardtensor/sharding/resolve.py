@@ -75,8 +75,11 @@ class Resolved:
         return settle(module, self.flows, tensors, binder)
 
 
-def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) -> Resolved:
+def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, has_flows: bool = True) -> Resolved:
     """Find what every rule of a plan stands for. Pure: reads the module, changes nothing, sends nothing.
+
+    Args:
+        has_flows: `in` and `out` stand for flows, which torch's own plans do not know.
 
     Raises:
         PlanError: an entry is no spec, rules contradict each other, a module has no place.
@@ -85,7 +88,7 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int) 
     """
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = {unwrapped(name): name for name in _tensor_names(module)}
-    plan_lines = list(lines(plan.plan))
+    plan_lines = list(lines(plan.plan)) if has_flows else [Line(pattern, value) for pattern, value in plan.plan.items()]
     sharders = {
         path: line.value
         for line in plan_lines

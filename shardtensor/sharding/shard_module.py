@@ -60,10 +60,11 @@ def shard_module(
         (torch.Size([2, 4]), '[-, tp]')
     """
     group = as_group(process_group)
+    has_flows = isinstance(plan, Mapping)
     plan = ShardingPlan(plan) if isinstance(plan, Mapping) else plan
     found, facts, fault = None, {"src_rank": str(src_rank)}, None
     try:
-        found = resolve(module, plan, group, src_rank)
+        found = resolve(module, plan, group, src_rank, has_flows)
         found.settled(module, Binder(group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:

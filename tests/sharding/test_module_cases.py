@@ -182,19 +182,19 @@ class Head(nn.Module):
 def vocabulary() -> None:
     x = torch.ones(1, 1, device=device())
     for cut in ("[tp balanced, -]", "replicate"):
-        module, _ = twins(Head([0.0, 1, 2, 3]), {"out": cut})
+        module, _ = twins(Head([0.0, 1, 2, 3]), {"{out}": cut})
         loss = module(x, torch.tensor([3], device=device()))
         assert math.isclose(whole(loss).item(), 0.4401897, rel_tol=1e-6)
         loss.backward()
         want = torch.tensor([0.0320586, 0.0871443, 0.2368828, -0.3560857], device=device())
         torch.testing.assert_close(whole(module.out.weight.grad)[:, 0], want)
-    module, dense = twins(Head([float(i) for i in range(7)]), {"out": "[tp balanced, -]"})
+    module, dense = twins(Head([float(i) for i in range(7)]), {"{out}": "[tp balanced, -]"})
     losses = [net(x, torch.tensor([6], device=device())) for net in (module, dense)]
     assert all(math.isclose(whole(loss).item(), 0.4577628, rel_tol=1e-6) for loss in losses)
     for loss in losses:
         loss.backward()
     assert_same_gradients(module, dense)
-    module, dense = twins(Head([0.0, 1e4, 2e4, 3e4]), {"out": "[tp balanced, -]"})
+    module, dense = twins(Head([0.0, 1e4, 2e4, 3e4]), {"{out}": "[tp balanced, -]"})
     for net in (module, dense):
         net(x, torch.tensor([2], device=device())).backward()
     assert whole(module.out.weight.grad).isfinite().all()
