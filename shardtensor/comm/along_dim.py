@@ -53,6 +53,8 @@ class Stretches(NamedTuple):
 
 def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """The stretches of all members, joined; no gradient. All members call it."""
+    if _leads(x, stretches):  # the usual case, at least cost
+        return group.all_gather(x).view(*x.shape[: stretches.dim], -1, *x.shape[stretches.dim + 1 :])
     return _joined(x, stretches, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
 
 
@@ -72,35 +74,58 @@ def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch
     return _part(x, stretches, group, lambda first, counts: collectives.reduce_scatter(first, counts, group))
 
 
+def scattered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+    """`reduce_scatter` without a gradient."""
+    return _part(x, stretches, group, lambda first, counts: group.reduce_scatter(first, _unless_even(counts)))
+
+
 class Scattering:
-    """`reduce_scatter` that has been started; no gradient."""
+    """`scattered`, started: other work may be done before `wait`."""
 
     def __init__(self, x: torch.Tensor, stretches: Stretches, group: Group) -> None:
         sizes = stretches.of_whole(x, group)
-        first = x.movedim(stretches.dim, 0).contiguous()
+        first = _first(x, stretches)
         rest = first.shape[1:]
-        self.dim, self.shape = stretches.dim, (sizes[group.index], *rest)
-        self.pending = group.reduce_scatter_async(first, [size * rest.numel() for size in sizes])
+        self.stretches, self.shape = stretches, (sizes[group.index], *rest)
+        self.pending = group.reduce_scatter_async(first, _unless_even([size * rest.numel() for size in sizes]))
 
     def wait(self) -> torch.Tensor:
-        return self.pending.wait().view(self.shape).movedim(0, self.dim).contiguous()
+        return _last(self.pending.wait().view(self.shape), self.stretches)
+
+
+def _leads(x: torch.Tensor, stretches: Stretches) -> bool:
+    """Whether stretches are equal and lie in memory one after the other."""
+    dim = stretches.dim
+    return stretches.sizes is None and not stretches.balanced and (dim == 0 or (dim == 1 and x.shape[0] == 1))
+
+
+def _first(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:
+    return (x if stretches.dim == 0 else x.movedim(stretches.dim, 0)).contiguous()
+
+
+def _last(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:
+    return x if stretches.dim == 0 else x.movedim(0, stretches.dim).contiguous()
+
+
+def _unless_even(counts: list[int]) -> list[int] | None:
+    return None if min(counts) == max(counts) else counts
 
 
 def _joined(
     x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
     sizes = stretches.of_own(x, group)
-    first = x.movedim(stretches.dim, 0).contiguous()
+    first = _first(x, stretches)
     rest = first.shape[1:]
-    whole = call(first, [size * rest.numel() for size in sizes])
-    return whole.view(sum(sizes), *rest).movedim(0, stretches.dim)
+    whole = call(first, [size * rest.numel() for size in sizes]).view(sum(sizes), *rest)
+    return whole if stretches.dim == 0 else whole.movedim(0, stretches.dim)
 
 
 def _part(
     x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
     sizes = stretches.of_whole(x, group)
-    first = x.movedim(stretches.dim, 0).contiguous()
+    first = _first(x, stretches)
     rest = first.shape[1:]
-    part = call(first, [size * rest.numel() for size in sizes])
-    return part.view(sizes[group.index], *rest).movedim(0, stretches.dim).contiguous()
+    part = call(first, [size * rest.numel() for size in sizes]).view(sizes[group.index], *rest)
+    return _last(part, stretches)

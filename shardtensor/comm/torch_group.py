@@ -70,6 +70,9 @@ class TorchGroup(Parted):
         return result
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        if counts is None and (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous():
+            assert flat.numel() % self.size == 0, "an uneven split needs its counts"
+            return primitives.reduce_scatter(self.process_group, flat.detach().view(-1))
         check_reduction("sum", flat.dtype)
         sent = self.wire.to_reduce(flat)
         assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
@@ -91,16 +94,17 @@ class TorchGroup(Parted):
         return self.wire.from_reduce(out[: counts[self.index] * scale].clone(), flat)
 
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        is_even = counts is None or min(counts) == max(counts)
         as_is = (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous()
-        if torch.compiler.is_compiling() or not (is_even and as_is):
+        if counts is not None or not as_is or torch.compiler.is_compiling():
             return Done(self.reduce_scatter(flat, counts))
-        work, out = primitives.reduce_scatter_async(self.process_group, flat.view(-1))
+        work, out = primitives.reduce_scatter_async(self.process_group, flat.detach().view(-1))
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
 
     # -- moves --------------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        if counts is None and (t.is_cuda, t.dtype) in self.wire.moved_as_is and t.is_contiguous():
+            return primitives.all_gather(self.process_group, t.detach().view(-1))
         sent = self.wire.to_move(t)
         assert counts is None or counts[self.index] == t.numel(), "this rank brings other than its count"
         scale = self.wire.elements_per_item(t.dtype)

@@ -21,6 +21,7 @@ from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.collectives import alias
 from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
 
 
 def cast(
@@ -40,6 +41,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight ``(n, k)``: grad ``(..., n)``, x ``(..., k)``."""
     return _rows(grad).t() @ _rows(x)
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise RuleError(
+            "gradients of gradients through a stream that is cut are not recorded",
+            fix="let the stream be `replicate`, whose layers record them",
+        )
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -129,9 +138,9 @@ class GatheredColumnLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        _refuse_second_order()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
         grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
@@ -170,12 +179,12 @@ class ScatteredRowLinear(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         ctx.group, ctx.stream = group, stream
-        return alias(along_dim.Scattering(F.linear(x, weight), stream, group).wait())
+        return alias(along_dim.scattered(F.linear(x, weight), stream, group))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        _refuse_second_order()
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         grad = along_dim.gathered(grad, ctx.stream, ctx.group)
         grad_weight = _of_weight(grad, x) if wants_weight else None
