@@ -42,11 +42,14 @@ class Classes:
         """What is wrong with logits of so many columns on this rank."""
         if width in (self.held, self.padded):
             return None
-        found = f"{self.padded} columns, with padding" if self.padded != self.held else f"classes from {self.start}"
+        span = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
+        facts = {"spec": self.text, "classes here": span}
+        if self.padded != self.held:
+            facts["with padding"] = f"{self.padded} columns"
         return LayoutError(
-            f"the logits have {width} columns here, where {self.held} of the {self.count} classes are",
-            {"spec": self.text, "rank": f"{self.team.index} of {self.team.size}", "or": found},
-            "give num_classes and the spec that the head leaves its logits in",
+            f"the logits have {width} columns where {self.held} of the {self.count} classes are",
+            facts,
+            "give num_classes and the spec in which the head leaves its logits",
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Classes:
