@@ -9,7 +9,7 @@ from torch import nn
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.ops.ids import strays_of
+from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.classes import Classes, classes_of
 from shardtensor.parallel.cut_cross_entropy import CutCrossEntropy
 from shardtensor.spec.nodes import ShardingSpec
@@ -48,7 +48,8 @@ def parallel_cross_entropy(
         process_group: a process group, a DeviceMesh that has the axes, or None for the default group.
         data_axes: axes of that mesh along which targets differ. A mean then divides by the mean number (or weight) of
             live targets over these axes, for one more all-reduce of a number: the mean of all ranks' losses, which is
-            what averaging their gradients belongs to, is the mean over all targets, however many each rank has.
+            what averaging their gradients belongs to, is the mean over all targets, however many each rank has. All
+            ranks along them call it then, too.
         ignore_index: targets of this value count for nothing.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no live target is nan, as in torch.
         label_smoothing: from 0 to 1; that share of each target is spread over all classes.
@@ -145,8 +146,10 @@ def _loss(
 ) -> torch.Tensor:
     _check(logits, target, weight, classes)
     if logits.is_cpu and not torch.compiler.is_compiling():  # elsewhere `gather` asserts that targets are in bounds
-        strays = strays_of(target, 0, classes.count, ignore_index)
-        if strays:  # all ranks have the same targets, and so the same strays
+        strays = strays_of(target, 0, classes.count, ignore_index)  # the same on all ranks that have these targets
+        if classes.data is not None and reduction == "mean":  # others would wait for this rank's count
+            strays = widest(strays, classes.data)
+        if strays:
             raise IndexError(f"Target {strays[0]} is out of bounds.")
     return CutCrossEntropy.apply(
         logits, target, weight, classes, ignore_index, reduction, float(label_smoothing), float(z_loss)

@@ -91,7 +91,7 @@ def check_all(cuts, every=1) -> None:
 @pytest.mark.worlds("sim")
 @every_size
 def test_it_equals_torch_under_every_option(world, size):
-    world(check_all, size, cuts=CUTS)
+    world(check_all, size, cuts=CUTS, every=1 if size == 3 else 5)
 
 
 @pytest.mark.worlds("gloo")
@@ -185,6 +185,20 @@ def test_half_logits_are_summed_in_float32(world, dtype):
     world(check_halves, 4, dtype=dtype)
 
 
+def check_integer_kinds() -> None:
+    whole, target, _ = draw(200)
+    local = columns(whole, 200, "[..., tp]")
+    target.view(-1)[1] = 156  # -100 modulo 256
+    expected = parallel_cross_entropy(local, target, num_classes=200)
+    assert parallel_cross_entropy(local, target.int(), num_classes=200) == expected
+    assert parallel_cross_entropy(local, target.to(torch.uint8), num_classes=200) == expected
+
+
+@pytest.mark.worlds("sim")
+def test_targets_of_any_integer_dtype(world):
+    world(check_integer_kinds, 4)
+
+
 def check_turns() -> None:
     for options in OPTIONS[::7]:
         check_one(11, "[..., tp balanced]", **options)
@@ -267,6 +281,19 @@ def check_data_axes() -> None:
 
 def test_a_mean_over_data_axes_is_the_mean_over_all_targets():
     st.simulate("dp=2, tp=2", check_data_axes)
+
+
+def stray_on_one_coordinate() -> list[tuple[str, str]]:
+    group = as_group()
+    whole, target, _ = draw(12)
+    target = target + 12 * group.mesh.coordinate(group.rank)[0]
+    local = columns(whole, 12, "[..., tp]")
+    return errors_of(lambda: parallel_cross_entropy(local, target, num_classes=12, data_axes="dp"))
+
+
+def test_a_target_out_of_bounds_on_one_data_coordinate_is_said_on_all():
+    found = st.simulate("dp=2, tp=2", stray_on_one_coordinate)
+    assert len(set(map(str, found))) == 1 and "is out of bounds" in str(found[0])
 
 
 def check_behind_a_head() -> None:
