@@ -34,6 +34,14 @@ def cast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
+BESIDE_BYTES = 16 << 20
+"""From this size on a sum runs on a stream of its own, beside the next product; below, NCCL's hand-over costs more."""
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() * x.element_size() < BESIDE_BYTES
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -91,10 +99,13 @@ class ColumnLinear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
             grad_x = grad @ weight
-            pending = ctx.group.all_reduce_async(grad_x)
+            if _is_small(grad_x):
+                grad_x, pending = ctx.group.all_reduce(grad_x), None
+            else:
+                pending = ctx.group.all_reduce_async(grad_x)
             grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the all-reduce
             grad_bias = _rows(grad).sum(0) if wants_bias else None
-            return pending.wait(), grad_weight, grad_bias, None, None
+            return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         grad = grad.reshape(rows, here)
         flat_x: Any = x.reshape(rows, k) if wants_weight else None
@@ -142,10 +153,16 @@ class GatheredColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _refuse_second_order()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
+        grad_x, started = None, None
+        if wants_x:
+            grad_x = grad @ weight
+            if _is_small(grad_x):
+                grad_x = along_dim.scattered(grad_x, ctx.stream, ctx.group)
+            else:
+                started = along_dim.Scattering(grad_x, ctx.stream, ctx.group)
         grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
         grad_bias = _rows(grad).sum(0) if wants_bias else None
-        return None if started is None else started.wait(), grad_weight, grad_bias, None, None
+        return grad_x if started is None else started.wait(), grad_weight, grad_bias, None, None
 
 
 class RowLinear(torch.autograd.Function):
