@@ -107,6 +107,23 @@ def local(module: Any, name: str) -> torch.Tensor | None:
     return param
 
 
+def refuse_shell(module: object, x: Any) -> None:
+    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product.
+
+    Raises:
+        RuleError: `x` is one.
+    """
+    if isinstance(x, ShardedTensor):
+        raise RuleError(
+            f"{type(module).__name__}: a ShardedTensor came where the plan says that plain local values pass",
+            {"found": f"{tuple(x.shape)} as {x._layout}"},
+            [
+                "give the module that it comes from an `out` in the plan",
+                "leave `in` and `out` of this layer out of the plan: then ShardedTensors pass",
+            ],
+        )
+
+
 class Flowing:
     """What the layers below share.
 
@@ -125,6 +142,8 @@ class LinearFlow(Flowing):
     """The forward of a linear layer cut along rows or columns: local values in, local values out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is not torch.Tensor:
+            refuse_shell(self, x)
         flow = self.flow
         weight, bias = local(self, "weight"), local(self, "bias")
         assert weight is not None
@@ -154,6 +173,7 @@ class ParallelEmbedding(Flowing, nn.Embedding):
     """`nn.Embedding` with its rows (vocabulary) or columns cut."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        refuse_shell(self, input)
         flow = self.flow
         table = local(self, "weight")
         assert table is not None
@@ -167,6 +187,7 @@ class ParallelLayerNorm(Flowing, nn.LayerNorm):
     """`nn.LayerNorm` of a stream that is cut along tokens: whole parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        refuse_shell(self, input)
         weight, bias = _summed(self, "weight"), _summed(self, "bias")
         x = moved(input, self.flow.enter)
         return moved(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), self.flow.leave)
@@ -176,6 +197,7 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
     """`nn.RMSNorm` of a stream that is cut along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        refuse_shell(self, x)
         weight = _summed(self, "weight")
         return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
 

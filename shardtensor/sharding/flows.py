@@ -163,8 +163,8 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     enters = _the_one_in(stated)
     came = enters if enters is not None else _natural(in_axes, in_cut)
     leaves = stated.out if stated.out is not None else _natural(out_axes, out_cut, in_axes)
-    _same(binder, "in", came.after, in_axes, (), "weight", "in")
-    _same(binder, "out", leaves.before, out_axes, in_axes, "weight", "out")
+    _same(binder, "in", came, came.after, in_axes, (), _weight(module, tensors))
+    _same(binder, "out", leaves, leaves.before, out_axes, in_axes, _weight(module, tensors))
     addends = addend_axes(module, stated, tensors)
     sizes = {}
     for axes, dim in ((out_axes, "out"), (in_axes, "in")):
@@ -223,7 +223,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
     rows, _ = tensors.cut(module, "weight", "vocab")
     columns, columns_cut = tensors.cut(module, "weight", "embed")
     leaves = stated.out if stated.out is not None else _natural(columns, columns_cut, rows)
-    _same(binder, "out", leaves.before, columns, rows, "weight", "embed")
+    _same(binder, "out", leaves, leaves.before, columns, rows, _weight(module, tensors))
     came = _the_one_in(stated) or REPLICATE
     start = None
     if rows:
@@ -268,17 +268,21 @@ def _natural(cut_axes: Axes, cut: Cut | None, partial: Axes = ()) -> Flow:
     return Flow(after.partial(*partial) if partial else after, after)
 
 
-def _same(binder: Binder, side: str, said: Spec, last: Axes, partial: Axes, tensor: str, dim: str) -> None:
-    """Refuse a value layout that contradicts a weight's."""
-    found = last_cut(said)
+def _weight(module: Any, tensors: Tensors) -> str:
+    return f"{' x '.join(map(str, module.weight.shape))} as {tensors.specs.get('weight', 'it is, whole')}"
+
+
+def _same(binder: Binder, side: str, flow: Flow, met: Spec, last: Axes, partial: Axes, weight: str) -> None:
+    """Refuse a flow whose side that meets the weight contradicts the weight's layout."""
+    found = last_cut(met)
     axes = found.axes if found is not None else ()
-    if _are_same(binder, axes, last) and _are_same(binder, partial_axes(said), partial):
+    if _are_same(binder, axes, last) and _are_same(binder, partial_axes(met), partial):
         return
     wanted = str(Spec(..., last)) if last else "replicate"
     wanted = f"partial({'*'.join(partial)})" if partial and not last else wanted
     raise PlanError(
-        f"`{side}` contradicts the layout of `{tensor}`",
-        {side: str(said), f"the {dim} dim of {tensor}": f"cut over {'*'.join(last)}" if last else "whole"},
+        f"`{side}` contradicts the layout of `weight`",
+        {side: str(flow), "weight": weight},
         f"write `{side}: {wanted}{' -> replicate' if partial else ''}`",
     )
 

@@ -71,7 +71,6 @@ def settle(
     none = Tensors({}, {})
     found = []
     addends = {path: _addends_at(path, root, stated, tensors) for path in stated}
-    _refuse_forgotten(root, stated, addends, tensors)
     for path, flows in stated.items():
         module = root.get_submodule(path)
         own = tensors.get(path, none)
@@ -85,6 +84,7 @@ def settle(
         except PlanError as error:
             fault, *facts = str(error).splitlines()
             raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
+    _refuse_forgotten(root, stated, addends, tensors)
     return found
 
 

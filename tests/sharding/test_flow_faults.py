@@ -1,0 +1,212 @@
+"""What a plan with flows can get wrong is told when it is sharded, on every rank; the module is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from decoder import Decoder, rules
+from torch import nn
+from torch.func import functional_call
+
+import shardtensor as st
+from shardtensor.parallel.layers import Flowing
+
+PlanError, LayoutError = st.PlanError, st.LayoutError
+
+
+class Branches(nn.Module):
+    """A column-parallel product beside a plain one, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.down(self.up(x) * scale)
+
+
+def told(module: nn.Module, plan: dict[str, Any], kind: type[Exception]) -> str:
+    before = copy.deepcopy(module.state_dict())
+    classes = [type(m) for m in module.modules()]
+    with pytest.raises(kind) as caught:
+        st.shard_module(module, plan)
+    assert [type(m) for m in module.modules()] == classes, "the module is as it was"
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+    assert not any(isinstance(param, st.ShardedTensor) for param in module.parameters())
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    return "\n".join(line for line in str(caught.value).splitlines() if "raised this" not in line)
+
+
+FAULTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "a head cut in half": (
+        lambda: Decoder(heads=3, kv_heads=3),
+        rules(),
+        LayoutError,
+        """layers.0.attn.q.weight: 3 units of 4 of dim 0 cannot be cut evenly over tp=2
+  spec    [out: tp unit(4)]
+  shape   12 x 12
+  mesh    (tp=2)
+  either  write `balanced` or `sizes(...)` or `pad(n)` after the axis
+  or      choose another axis
+  rule  layers.*.attn.q.weight: [out: tp unit(4)]""",
+    ),
+    "a layer that takes what it cannot": (
+        Branches,
+        {"up": st.colwise(), "down": {**st.rowwise(), "in": "replicate"}},
+        PlanError,
+        """down: `in` contradicts the layout of `weight`
+  in      replicate
+  weight  4 x 8 as [in: tp]
+  fix     write `in: [..., tp]`""",
+    ),
+    "a sum that is not said": (
+        Branches,
+        {"up": st.colwise(), "down": {**st.rowwise(), "out": "replicate"}},
+        PlanError,
+        """down: `out` contradicts the layout of `weight`
+  out     replicate
+  weight  4 x 8 as [in: tp]
+  fix     write `out: partial(tp) -> replicate`""",
+    ),
+    "a bias cut where the weight is not": (
+        Branches,
+        {"up": {**st.colwise(), "optional bias": "replicate"}, "down": {**st.rowwise(), "bias": "[tp]"}},
+        PlanError,
+        """down: the bias is cut over other axes than the weight
+  weight  [in: tp]
+  bias    [tp]
+  fix     cut the bias as the weight's `out` is cut, or leave it whole""",
+    ),
+    "slices that nobody takes": (
+        Branches,
+        {"up": st.colwise()},
+        PlanError,
+        """up: its local slices reach no module that expects them
+  out     [..., tp]
+  layer   Linear
+  either  declare who takes them: `in: [..., tp]` there, or such an `out` on the module around
+  or      gather them: `out: [..., tp] -> replicate`""",
+    ),
+    "a layer between addends": (
+        Branches,
+        {"in": "replicate", "up": st.colwise(), "down": st.rowwise()},
+        PlanError,
+        """side: the gradients of its parameters along tp are not known
+  in of the module  sums what comes back along tp
+  why               a sibling is cut
+  fix               give `side` a flow: along("replicate"), or an `in` and an `out`""",
+    ),
+    "a norm that a stream forgot": (
+        lambda: Decoder(heads=2, kv_heads=2),
+        {key: value for key, value in rules("[-, tp, ...]").items() if key != "norm"},
+        PlanError,
+        """norm: it may meet values that are cut along tp, and its gradients would be addends
+  flow of embed  replicate partial(tp) -> [-, tp, ...]
+  fix            give `norm` a flow: along("[-, tp, ...]") if values come so, along("replicate") if not""",
+    ),
+    "an argument that is not there": (
+        Branches,
+        {"in y": "replicate", "up": st.colwise(), "down": st.rowwise(), "side": st.along("replicate")},
+        PlanError,
+        """Branches: forward has no argument `y`
+  arguments  x, scale
+  fix        name one of them, or write `in`""",
+    ),
+    "two flows of one value": (
+        Branches,
+        {"{up,side}": st.colwise(), "up": {"out": "[..., tp] -> replicate"}, "down": st.rowwise()},
+        PlanError,
+        """two rules say how values pass `up`
+  out  [..., tp], and [..., tp] -> replicate
+  fix  narrow one of the patterns""",
+    ),
+    "a flow with two arrows": (
+        Branches,
+        {"up": {"in": "replicate -> replicate -> replicate"}},
+        PlanError,
+        """up.in: a flow has one arrow
+  found  replicate -> replicate -> replicate
+  fix    write `LAYOUT -> LAYOUT`""",
+    ),
+    "a copy that shall become addends": (
+        Branches,
+        {"up": {**st.colwise(), "in": "replicate -> replicate partial(tp)"}, "down": st.rowwise()},
+        PlanError,
+        """up: `in` contradicts the layout of `weight`
+  in      replicate -> replicate partial(tp)
+  weight  8 x 4 as [out: tp]
+  fix     write `in: replicate`""",
+    ),
+}
+
+
+def is_told(name: str) -> None:
+    make, plan, kind, text = FAULTS[name]
+    torch.manual_seed(0)
+    assert told(make(), plan, kind) == text
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_is_told_when_the_module_is_sharded(world, name):
+    world(is_told, 2, name=name)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return st.shard_module(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": st.colwise(), "1": st.rowwise()})
+
+
+def wrong_values() -> None:
+    module = mlp()
+    with pytest.raises(st.RuleError, match="a ShardedTensor came where the plan says that plain local values pass"):
+        module(st.distribute(torch.ones(2, 4), "[tp, -]"))
+    plain = {"0.weight": torch.ones(8, 4)}
+    with pytest.raises(st.RuleError) as caught:
+        functional_call(module, plain, torch.ones(2, 4))
+    assert str(caught.value).splitlines() == [
+        "ParallelLinear: its `weight` is sharded, and was called with a plain tensor in its place",
+        "  found  Tensor of (8, 4)",
+        "  fix    lay it out alike: shardtensor.distribute(tensor, module.weight.sharding_spec())",
+    ]
+    shell = st.distribute(torch.ones(8, 4), "[tp, -]")
+    x = torch.ones(2, 4)
+    found = functional_call(module, {"0.weight": shell}, x)
+    with torch.no_grad():
+        module[0].weight.fill_(1)
+    assert torch.equal(found, module(x))
+
+
+@pytest.mark.worlds("sim")
+def test_what_is_no_local_value_is_refused(world):
+    world(wrong_values, 2)
+
+
+def comes_and_goes() -> None:
+    dense = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    module = copy.deepcopy(dense)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    st.shard_module(module, {"0": st.colwise(), "1": st.rowwise()})
+    assert isinstance(module[0], nn.Linear) and isinstance(module[0], Flowing)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+        twin[0].bias.zero_()
+        twin[1].bias.zero_()
+    torch.testing.assert_close(module(x), dense(x))
+    assert torch.equal(twin(x), torch.zeros(3, 4)), "a copy has weights of its own"
+    state = {name: value + 1 for name, value in dense.state_dict().items()}
+    module.load_state_dict(state)
+    dense.load_state_dict(state)
+    torch.testing.assert_close(module(x), dense(x))
+    st.unshard_module(module)
+    assert type(module[0]) is nn.Linear and "flow" not in vars(module[0])
+    torch.testing.assert_close(module(x), dense(x))
+
+
+@pytest.mark.worlds("sim", "gloo")
+def test_copies_loads_and_the_way_back(world):
+    world(comes_and_goes, 2)
