@@ -79,17 +79,18 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
 implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"))
 
 
-def _rows(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+def look_up(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """``F.embedding`` of plain tensors, also of an empty table or of no ids."""
     if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
         return table.sum(0).expand(*ids.shape, table.shape[1]).clone(memory_format=torch.contiguous_format)
     return F.embedding(ids, table, padding_idx)
 
 
-_by_rule = by_rule(_rows, "embedding")
+_by_rule = by_rule(look_up, "embedding")
 
 
 @joins("own_rows")
-def own_rows(cut: Cut) -> torch.Tensor:
+def ownlook_up(cut: Cut) -> torch.Tensor:
     """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
     ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
@@ -103,7 +104,7 @@ def looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: i
     elsewhere = (here < 0) | (here >= count)
     here = here.masked_fill(elsewhere, 0)
     pad = None if padding_idx is None or not start <= padding_idx < start + count else padding_idx - start
-    return _rows(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return look_up(here, table, pad).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def _renormalize(ids: torch.Tensor, weight: torch.Tensor, max_norm: float, norm_type: float) -> None:

@@ -18,8 +18,9 @@ from torch import nn
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.ops.embedding import looked_up
+from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, RowLinear, ScatteredRowLinear, caller, cast
+from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, Sum, SumGradient, SumScatter, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -175,11 +176,12 @@ class ParallelEmbedding(Flowing, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, input)
         flow = self.flow
-        table = local(self, "weight")
+        table = _summed(self, "weight")
         assert table is not None
         ids = moved(input, flow.enter)
         if flow.start is None:
-            return moved(F.embedding(ids, table, self.padding_idx), flow.leave)
+            return moved(look_up(ids, table, self.padding_idx), flow.leave)
+        _refuse_strays(ids, self.num_embeddings, flow.sums)
         return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
 
 
@@ -200,6 +202,18 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
         refuse_shell(self, x)
         weight = _summed(self, "weight")
         return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
+
+
+def _refuse_strays(ids: torch.Tensor, count: int, team: Group | None) -> None:
+    """Refuse ids outside the vocabulary, which no rank has; `team`: the ranks that have ids of their own."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(((ids >= 0) & (ids < count)).all(), "index out of range in self")
+        return
+    strays = strays_of(ids, 0, count)
+    if team is not None and ids.is_cpu:
+        strays = widest(strays, team)
+    if strays:
+        raise IndexError("index out of range in self")
 
 
 def _summed(module: Any, name: str) -> torch.Tensor | None:

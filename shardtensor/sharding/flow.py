@@ -160,6 +160,12 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
     if open_axes:
         steps.append(Change("sum", tuple(open_axes)))
     for dim, cut in leaving.items():
+        if 0 < len(set(cut.axes) & set(addends)) < len(cut.axes):
+            raise PlanError(
+                f"what comes back is an addend along {', '.join(axis for axis in cut.axes if axis in addends)} only",
+                {"flow": str(flow), "cut over": "*".join(cut.axes)},
+                "say the others, too: `grad partial(...)` where the copies differ",
+            )
         steps.append(Change("gather", cut.axes, dim, cut, set(cut.axes) <= set(addends)))
     for dim, cut in coming.items():
         steps.append(Change("take", cut.axes, dim, cut))

@@ -36,10 +36,14 @@ class Stated:
 
 @attrs.frozen(eq=False)
 class Tensors:
-    """The layouts of a module's own parameters, by name; nothing for those that stay plain."""
+    """The layouts of a module's own parameters, by name; nothing for those that stay plain.
+
+    `axis` is what the plan calls the one axis of a group without a mesh.
+    """
 
     specs: Mapping[str, ShardingSpec]
     layouts: Mapping[str, Layout]
+    axis: str = "*"
 
     def cut(self, module: nn.Module, name: str, dim: str) -> tuple[Axes, Cut | None]:
         """The axes over which a named dim of a parameter is cut, and the cut as it was written."""
@@ -56,7 +60,7 @@ class Tensors:
         if layout.dims[d] is None:
             return (), None
         if not isinstance(spec, Spec):
-            return ("*",), None
+            return (self.axis,), None
         written = dict(spec.named).get(dim) if spec.named else _entries(spec, len(layout.shape))[d]
         assert isinstance(written, Cut)
         return written.axes, written
@@ -163,8 +167,8 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     enters = _the_one_in(stated)
     came = enters if enters is not None else _natural(in_axes, in_cut)
     leaves = stated.out if stated.out is not None else _natural(out_axes, out_cut, in_axes)
-    _same(binder, "in", came, came.after, in_axes, (), _weight(module, tensors))
-    _same(binder, "out", leaves, leaves.before, out_axes, in_axes, _weight(module, tensors))
+    _same("in", came, came.after, in_axes, (), _weight(module, tensors))
+    _same("out", leaves, leaves.before, out_axes, in_axes, _weight(module, tensors))
     addends = addend_axes(module, stated, tensors)
     sizes = {}
     for axes, dim in ((out_axes, "out"), (in_axes, "in")):
@@ -181,7 +185,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
         if in_axes:
             left = tuple(axis for cut in cuts(leaves.after).values() for axis in cut.axes if axis not in out_axes)
             sums_bias = tuple(dict.fromkeys((*left, *leaves.addends)))
-        if bias_axes and not _are_same(binder, bias_axes, out_axes):
+        if bias_axes and bias_axes != out_axes:
             raise PlanError(
                 "the bias is cut over other axes than the weight",
                 {"weight": str(tensors.specs["weight"]), "bias": str(tensors.specs["bias"])},
@@ -223,7 +227,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
     rows, _ = tensors.cut(module, "weight", "vocab")
     columns, columns_cut = tensors.cut(module, "weight", "embed")
     leaves = stated.out if stated.out is not None else _natural(columns, columns_cut, rows)
-    _same(binder, "out", leaves, leaves.before, columns, rows, _weight(module, tensors))
+    _same("out", leaves, leaves.before, columns, rows, _weight(module, tensors))
     came = _the_one_in(stated) or REPLICATE
     start = None
     if rows:
@@ -272,11 +276,11 @@ def _weight(module: Any, tensors: Tensors) -> str:
     return f"{' x '.join(map(str, module.weight.shape))} as {tensors.specs.get('weight', 'it is, whole')}"
 
 
-def _same(binder: Binder, side: str, flow: Flow, met: Spec, last: Axes, partial: Axes, weight: str) -> None:
+def _same(side: str, flow: Flow, met: Spec, last: Axes, partial: Axes, weight: str) -> None:
     """Refuse a flow whose side that meets the weight contradicts the weight's layout."""
     found = last_cut(met)
     axes = found.axes if found is not None else ()
-    if _are_same(binder, axes, last) and _are_same(binder, partial_axes(met), partial):
+    if axes == last and partial_axes(met) == partial:
         return
     wanted = str(Spec(..., last)) if last else "replicate"
     wanted = f"partial({'*'.join(partial)})" if partial and not last else wanted
@@ -285,12 +289,6 @@ def _same(binder: Binder, side: str, flow: Flow, met: Spec, last: Axes, partial:
         {side: str(flow), "weight": weight},
         f"write `{side}: {wanted}{' -> replicate' if partial else ''}`",
     )
-
-
-def _are_same(binder: Binder, axes: Axes, others: Axes) -> bool:
-    if binder.group.mesh is None:  # it has one axis, whatever it is called
-        return bool(axes) == bool(others)
-    return axes == others
 
 
 def _dim(module: nn.Module, dim: str) -> int:

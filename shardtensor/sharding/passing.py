@@ -12,6 +12,7 @@ from torch import nn
 
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
 from shardtensor.parallel.moves import Move, moved
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.binding import bind_named
@@ -49,9 +50,12 @@ class Entering:
     moves: Mapping[str, Move]
     places: Mapping[str, int]
     wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
+    sums: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args_found = list(args)
+        if self.sums and torch.is_grad_enabled():
+            self._refuse_unnamed(module, args, kwargs)
         for name, move in self.moves.items():
             place = self.places[name]
             if name in kwargs:
@@ -59,6 +63,17 @@ class Entering:
             elif place < len(args_found):
                 args_found[place] = self._brought(name, args_found[place], move)
         return tuple(args_found), kwargs
+
+    def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse another argument that wants a gradient: it may meet cut products, and would get one rank's addend."""
+        named = {name: args[place] for name, place in self.places.items() if place < len(args)} | kwargs
+        for name, x in named.items():
+            if isinstance(x, torch.Tensor) and x.requires_grad and name not in self.moves:
+                raise RuleError(
+                    f"{type(module).__name__}: it is not said how `{name}` enters, and it wants a gradient",
+                    {"said": ", ".join(f"in {name}" for name in self.moves)},
+                    [f"write `in {name}: replicate` in the plan", "give it without a gradient: detach()"],
+                )
 
     def _brought(self, name: str, x: Any, move: Move) -> Any:
         if not isinstance(x, torch.Tensor):

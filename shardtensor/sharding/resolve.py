@@ -19,7 +19,7 @@ from shardtensor.sharding.flows import Binder, Stated, Tensors
 from shardtensor.sharding.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Settled, settle
-from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import device_for
 
@@ -71,8 +71,22 @@ class Resolved:
                 if target.layout is not None:
                     specs.setdefault(owner, {})[own] = target.spec
                     layouts.setdefault(owner, {})[own] = target.layout
-        tensors = {owner: Tensors(specs[owner], layouts[owner]) for owner in specs}
+        axis = self._the_axis() if binder.group.mesh is None and self.flows else "*"
+        tensors = {owner: Tensors(specs[owner], layouts[owner], axis) for owner in specs}
         return settle(module, self.flows, tensors, binder)
+
+    def _the_axis(self) -> str:
+        """What the plan calls the one axis of a group that has no mesh."""
+        flows = [flow for stated in self.flows.values() for flow in (*stated.ins.values(), stated.out) if flow]
+        names = {axis for flow in flows for side in (flow.before, flow.after) for axis in side.axis_names}
+        names |= {axis for target in self.targets if isinstance(target.spec, Spec) for axis in target.spec.axis_names}
+        if len(names) > 1:
+            raise PlanError(
+                "the ranks have one axis, and the plan has several names for it",
+                {"names": ", ".join(sorted(names))},
+                ["use one name", "pass a DeviceMesh with these axes as process_group"],
+            )
+        return names.pop() if names else "*"
 
 
 def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, has_flows: bool = True) -> Resolved:

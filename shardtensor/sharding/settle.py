@@ -107,7 +107,7 @@ def _container(
                 if (team := binder.team(cut.axes)) is not None
             )
             wraps[name] = Wrapping(flow.after, stretches, binder.group)
-    entering = Entering(moves, names, wraps) if moves else None
+    entering = Entering(moves, names, wraps, bool(addends) and not has_tensors) if moves else None
     leaving = None
     if flows.out is not None:
         leaving = Leaving(binder.move(changes(flows.out)), flows.out.before if has_tensors else None)
