@@ -73,12 +73,14 @@ def data_parallel(
         [1.0, 2.0, 1.0, 2.0]
     """
     old = reducer_of(module)
+    reducer = Reducer(axes, process_group, bucket_mib * 2**20, init_sync)
+    reducer.build(module, instead_of=old)
     if old is not None:
         old.remove()
-    reducer = Reducer(axes, process_group, bucket_mib * 2**20, init_sync)
-    reducer.build(module)
-    handles = [module.register_forward_pre_hook(reducer, prepend=True), module.register_forward_hook(reducer.after)]
-    reducer.handles = handles
+    reducer.handles = [
+        module.register_forward_pre_hook(reducer, prepend=True),
+        module.register_forward_hook(reducer.after),
+    ]
     return module
 
 

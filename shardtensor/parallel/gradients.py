@@ -47,11 +47,15 @@ def gradients_of(module: nn.Module, axes: DataAxes) -> list[Gradient]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """Parameters, and ShardedTensors that are plain attributes, with the module that holds them."""
+    """Parameters, and sharded leaves that are plain attributes, with the module that holds them."""
     for path, owner in module.named_modules():
-        for name, value in (*owner._parameters.items(), *vars(owner).items()):
-            if isinstance(value, nn.Parameter | ShardedTensor):
-                yield (f"{path}.{name}" if path else name), owner, value
+        prefix = f"{path}." if path else ""
+        for name, param in owner._parameters.items():
+            if param is not None:
+                yield prefix + name, owner, param
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor) and value._local.requires_grad and value._local.is_leaf:
+                yield prefix + name, owner, value
 
 
 def each_gradient(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes) -> list[Gradient]:

@@ -39,6 +39,7 @@ class Reducer:
         self._nodes: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._leaves: list[tuple[Any, torch.Tensor, Any]] = []
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
         self._start_round()
 
     def __reduce__(self) -> Any:
@@ -46,14 +47,14 @@ class Reducer:
 
     # -- what there is to reduce ------------------------------------------------------------------------------------
 
-    def build(self, module: nn.Module) -> None:
+    def build(self, module: nn.Module, instead_of: Reducer | None = None) -> None:
         """Find the gradients, agree on them with the other ranks, and hook their leaves. Collective."""
         whole, data = self.axes.whole, self.axes.data
         gradients: list[Gradient] = []
         fault: ShardTensorError | None = None
         try:
             gradients = gradients_of(module, self.axes)
-            self._refuse_second(gradients)
+            self._refuse_second(gradients, instead_of)
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"
@@ -74,10 +75,10 @@ class Reducer:
             fresh = [(name, tensor) for name, tensor in _values(module) if id(local_of(tensor)) not in known]
             take_first_copies(fresh, self.axes)
 
-    def _refuse_second(self, gradients: list[Gradient]) -> None:
+    def _refuse_second(self, gradients: list[Gradient], instead_of: Reducer | None) -> None:
         for gradient in gradients:
             for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
-                if isinstance(hook, _Arrival) and hook.reducer() not in (None, self):
+                if isinstance(hook, _Arrival) and hook.reducer() not in (None, self, instead_of):
                     raise LayoutError(
                         f"the gradient of `{gradient.name}` is averaged by another data_parallel already",
                         fix="call data_parallel once, on the whole model",
@@ -107,18 +108,20 @@ class Reducer:
     # -- whether it is still so -------------------------------------------------------------------------------------
 
     def _remember(self, module: nn.Module) -> None:
-        self._structure = [
-            (place, tuple(place.values()))
-            for owner in module.modules()
-            for place in (owner._parameters, owner._modules)
-        ]
-        self._leaves = [(tensor, local_of(tensor), _state(local_of(tensor))) for _, _, tensor in named_tensors(module)]
+        owners = list(module.modules())
+        self._structure = [(x, tuple(x.values())) for owner in owners for x in (owner._parameters, owner._modules)]
+        named = list(named_tensors(module))
+        self._leaves = [(tensor, local_of(tensor), _state(local_of(tensor))) for _, _, tensor in named]
+        ends = ((vars(owner), name.rpartition(".")[2], tensor) for name, owner, tensor in named)
+        self._attributes = [(place, name, tensor) for place, name, tensor in ends if name in place]
 
     def _is_current(self) -> bool:
         """Whether the module still holds the leaves that are hooked; 0.3 microseconds a parameter."""
-        return all(
-            len(place) == len(values) and all(map(is_, place.values(), values)) for place, values in self._structure
-        ) and all(local_of(tensor) is leaf and _state(leaf) == state for tensor, leaf, state in self._leaves)
+        return (
+            all(len(place) == len(held) and all(map(is_, place.values(), held)) for place, held in self._structure)
+            and all(place.get(name) is tensor for place, name, tensor in self._attributes)
+            and all(local_of(tensor) is leaf and _state(leaf) == state for tensor, leaf, state in self._leaves)
+        )
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Before the module's forward: see that its leaves are the ones that are hooked."""

@@ -95,8 +95,9 @@ def _refuse_ddp(parent: nn.Module, name: str, module: nn.Module) -> None:
             "DistributedDataParallel cannot hold sharded parameters; nothing was sent",
             {"sharded": shown},
             [
-                'shardtensor.data_parallel(module, "dp", mesh) averages gradients over the other ranks of the mesh',
-                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before it is made",
+                'shardtensor.data_parallel(module, "dp", mesh) averages gradients over the data ranks of a mesh',
+                "before it is made: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(\n"
+                "    module, names)",
             ],
         )
 

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness import device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +68,7 @@ def model(mesh, plan=PLAN, **options):
     return st.data_parallel(made, "dp", mesh, **options), dense()
 
 
-# -- the law -------------------------------------------------------------------------------------------------------------
+# -- the law
 
 
 def train(dp, tp, bucket_mib):
@@ -130,7 +129,7 @@ def test_gradients_add_up_and_are_averaged_once(world, reduce):
     world(accumulate, 4, reduce=reduce)
 
 
-# -- who has which gradients -----------------------------------------------------------------------------------------------
+# -- who has which gradients
 
 
 class Branches(nn.Module):
@@ -244,7 +243,7 @@ def test_reduce_gradients_divides_what_is_cut(world):
     world(cut_experts_reduced, 2)
 
 
-# -- parameters that change ------------------------------------------------------------------------------------------------
+# -- parameters that change
 
 
 CHANGES = {
@@ -362,7 +361,7 @@ def test_gradients_of_any_dtype(world):
     world(dtypes, 2)
 
 
-# -- kinds of backward -----------------------------------------------------------------------------------------------------
+# -- kinds of backward
 
 
 def checkpointed(use_reentrant, bucket_mib):
@@ -524,7 +523,7 @@ def test_tied_parameters_and_sharded_attributes(world):
     world(tied_and_attributes, 4)
 
 
-# -- real groups -----------------------------------------------------------------------------------------------------------
+# -- real groups
 
 
 def device_mesh():
@@ -558,7 +557,7 @@ def test_a_compiled_module_is_averaged_in_one_graph(world):
     world(compiled, 2)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals
 
 
 def refusals():
