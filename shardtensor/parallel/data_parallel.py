@@ -38,7 +38,8 @@ def data_parallel(
     and summed over none of it.
 
     Gradients travel in buckets, each as soon as backward has filled it. A parameter without a gradient on some ranks
-    counts as zero there; one without a gradient on all ranks keeps None. Gradients that hooks of ``backward`` see are
+    counts as zero there; one without a gradient on all ranks keeps None; only a rank whose backward reaches no
+    parameter at all lets the others wait. Gradients that hooks of ``backward`` see are
     not averaged yet, nor are those of ``torch.autograd.grad``; averages have no graph (``create_graph=True``).
     Buffers are not averaged. Parameters that are replaced (``to_empty``, ``load_state_dict(assign=True)``, sharding
     after this call) are noticed in the next forward of `module`, if it is not compiled. A copy of the module

@@ -86,7 +86,7 @@ class Reducer:
 
     def _hook(self, index: int, gradient: Gradient) -> None:
         leaf = gradient.leaf
-        if gradient.group.size > 1:
+        if self.buckets:
             self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(_Arrival(self, index)))
         if gradient.share != 1.0:  # before it is added to what is there: that has been divided
             with torch.enable_grad():
@@ -116,7 +116,7 @@ class Reducer:
         self._attributes = [(place, name, tensor) for place, name, tensor in ends if name in place]
 
     def _is_current(self) -> bool:
-        """Whether the module still holds the leaves that are hooked; 0.3 microseconds a parameter."""
+        """Whether the module still holds the leaves that are hooked; half a microsecond a parameter."""
         return (
             all(len(place) == len(held) and all(map(is_, place.values(), held)) for place, held in self._structure)
             and all(place.get(name) is tensor for place, name, tensor in self._attributes)
@@ -162,12 +162,13 @@ class Reducer:
 
     def arrived(self, index: int) -> None:
         """Take note of a gradient that has been accumulated, and start the buckets that are full, in order."""
-        bucket = self._bucket_of[index]
-        if not self.is_on or bucket is None:
+        if not self.is_on:
             return
         self.begin()
-        if self._is_here[index]:
-            if bucket.is_started:
+        bucket = self._bucket_of[index]
+        if bucket is None or self._is_here[index]:
+            self._is_here[index] = True
+            if bucket is not None and bucket.is_started:
                 raise RuleError(
                     f"a gradient came to `{self.gradients[index].name}` after its bucket had been sent",
                     {"because": "the parameter is used in several checkpoints whose backward runs apart"},

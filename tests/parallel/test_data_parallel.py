@@ -227,6 +227,25 @@ def test_what_is_cut_along_a_data_axis_is_divided_and_not_summed_along_it(world,
     world(experts, 4, axes=axes, spec=spec)
 
 
+def experts_alone():
+    mesh = grid(2, 1)
+    module = nn.ModuleDict({"shared": nn.Linear(1, 1), "experts": Experts()})
+    st.shard_module(module, {"experts.weight": "[dp, -]"}, process_group=mesh)
+    st.data_parallel(module, "dp", mesh)
+    loss = module["experts"].weight._local.sum()
+    if mesh.rank == 0:
+        loss = loss + module["shared"](torch.ones(1, 1)).sum()
+    loss.backward()
+    assert module["shared"].weight.grad.tolist() == [[0.5]]
+    assert module["experts"].weight.grad._local.unique().tolist() == [0.5]
+    assert module["experts"].router.grad is None
+
+
+@sim
+def test_a_rank_that_reaches_only_its_own_parts_takes_part(world):
+    world(experts_alone, 2)
+
+
 def cut_experts_reduced():
     mesh = grid(2, 1)
     module, oracle = Experts(), Experts()
