@@ -21,9 +21,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardtensor.comm.lost import told
+from shardtensor.errors import RuleError
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # 0 in all but traces, counters and the like: 50 ns
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
 # Names, not unbound methods: a process group may be written in Python.
 _GATHER_NAME = "all_gather_single" if _NEW_NAMES else "_allgather_base"
@@ -62,6 +65,19 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+def _refuse_recording() -> None:
+    """Refuse to be recorded call by call, as `make_fx` does: the graph would never wait for what it started.
+
+    Raises:
+        RuleError: such a recorder is at work.
+    """
+    if get_proxy_mode() is not None:
+        raise RuleError(
+            "a collective was met by make_fx, or an export through it, which would record its start and not its end",
+            fix=["torch.compile(module) records both", "unshard_module(module) first"],
+        )
+
+
 def _graph_result(result: torch.Tensor) -> torch.Tensor:
     """A new tensor for what a functional collective returned.
 
@@ -77,6 +93,8 @@ def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
         result = _graph_result(functional.all_reduce(t, _FUNCTIONAL_NAMES.get(op, op), process_group))
         t.copy_(result)
         return result
+    if _dispatch_modes():
+        _refuse_recording()
     try:
         _wait(process_group.allreduce([t], _REDUCE[op]))
     except RuntimeError as error:
@@ -86,6 +104,8 @@ def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
     """Start reducing `t` in place; return torch's handle, for `finish`."""
+    if _dispatch_modes():
+        _refuse_recording()
     return process_group.allreduce([t], _REDUCE_ASYNC[op])
 
 
@@ -93,6 +113,8 @@ def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
     """Return every member's flat `t`, all of one size, one after the other."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_gather(t, 0, process_group))
+    if _dispatch_modes():
+        _refuse_recording()
     out = t.new_empty(process_group.size() * t.numel())
     try:
         _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
@@ -105,6 +127,8 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     """Return this member's equal part of the sum of `flat`."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
+    if _dispatch_modes():
+        _refuse_recording()
     out = flat.new_empty(flat.numel() // process_group.size())
     try:
         _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
@@ -131,6 +155,8 @@ def all_to_all(
     if torch.compiler.is_compiling():
         result = _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
         return result if out is None else out.copy_(result)
+    if _dispatch_modes():
+        _refuse_recording()
     out = flat.new_empty(sum(recv_counts)) if out is None else out
     try:
         _wait(process_group.alltoall_base(out, flat, *sizes, _ALL_TO_ALL))

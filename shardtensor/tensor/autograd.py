@@ -41,8 +41,10 @@ def backward(
 @implements(torch.autograd.grad)
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return the gradients of `inputs`, each laid out as its input is; any of the tensors may be sharded."""
-    outputs, grad_outputs = _roots(outputs, grad_outputs, batched=kwargs.get("is_grads_batched", False))
-    inputs = _listed(inputs)
+    batched, inputs = kwargs.get("is_grads_batched", False), _listed(inputs)
+    if batched and any(isinstance(x, ShardedTensor) for x in inputs):
+        raise _batched_error()
+    outputs, grad_outputs = _roots(outputs, grad_outputs, batched)
     found = torch.autograd.grad(outputs, [local_of(x) for x in inputs], grad_outputs, *args, **kwargs)
     return tuple(
         gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
@@ -72,7 +74,7 @@ def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[to
             starts.append(gradient._local)
             continue
         if batched:
-            raise RuntimeError("is_grads_batched=True is not supported for ShardedTensor!")
+            raise _batched_error()
         tensor = settled(tensor)
         roots.append(tensor._local)
         if gradient is not None and tuple(gradient.shape) != tuple(tensor.shape):
@@ -87,6 +89,10 @@ def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[to
         else:
             starts.append(local_as(gradient, tensor._layout, tensor._group))
     return roots, starts
+
+
+def _batched_error() -> RuntimeError:
+    return RuntimeError("is_grads_batched=True is not supported for ShardedTensor!")
 
 
 def _listed(x: Any) -> list[Any]:

@@ -24,7 +24,7 @@ SHOWS_MEMORY = frozenset(
     """
     data_ptr const_data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage
     resize_ resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
-    _make_subclass _base _is_view rename rename_ refine_names align_to align_as unflatten_
+    _make_subclass _base rename rename_ refine_names align_to align_as unflatten_
     sparse_resize_ set_ to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
     __array__ __array_wrap__ __dlpack__ __dlpack_device__ __cuda_array_interface__
     """.split()

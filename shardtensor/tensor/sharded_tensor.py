@@ -276,23 +276,14 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
             return dispatch.fall_back(func, args, kwargs or {})
         except (RuntimeError, TypeError) as error:
             dispatch.tell_of_dtensors(error, func, (args, kwargs))
+            bypasses.tell_of_bypass(error, func)
             raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> NoReturn:
-        raise RuleError(
-            f"{func} reached a ShardedTensor below the level where operations are sharded",
-            {
-                "usual causes": "torch.func transforms, vmap, torch.export, torch.compile over sharded operands,\n"
-                "DistributedDataParallel's first broadcast, code that disables __torch_function__"
-            },
-            [
-                "call full_tensor() first and work on the plain tensor",
-                "keep sharded parameters out of DDP with _set_params_and_buffers_to_ignore_for_model(module, names)",
-            ],
-        )
+        raise bypasses.refusal_below(func)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = self._layout.boxes(self._group.rank)
@@ -395,4 +386,4 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
     return wrap(local, tensor._layout.reduced(), None, tensor._group)
 
 
-from shardtensor.tensor import convert, copied  # noqa: E402  (they need the class)
+from shardtensor.tensor import bypasses, convert, copied  # noqa: E402  (they need the class)
