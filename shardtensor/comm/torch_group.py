@@ -14,7 +14,6 @@ import torch.distributed as dist
 from shardtensor.comm import primitives
 from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
 from shardtensor.comm.parted import Parted
-from shardtensor.comm.peer_memory import MOST_RANKS, PeerMemory
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -36,8 +35,6 @@ class TorchGroup(Parted):
         self.mesh: Mesh | None = None
         self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.wire.device_type
-        may_share = self.wire.backends.get("cuda") == "nccl" and self.size <= MOST_RANKS
-        self.peer_memory = PeerMemory() if may_share else None
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
@@ -136,6 +133,9 @@ class TorchGroup(Parted):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
+        is_as_is = (flat.is_cuda, flat.dtype) in self.wire.moved_as_is and flat.is_contiguous()
+        if is_as_is and out is not None and out.dtype == flat.dtype and out.device == flat.device:
+            return primitives.all_to_all(self.process_group, flat.detach().view(-1), recv_counts, send_counts, out)
         sent = self.wire.to_move(flat)
         scale = self.wire.elements_per_item(flat.dtype)
         if scale != 1:
@@ -207,7 +207,7 @@ class TorchGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
-        group.mesh, group._axes, group.peer_memory = mesh, axes, self.peer_memory
+        group.mesh, group._axes = mesh, axes
         return group
 
     def __repr__(self) -> str:

@@ -1,12 +1,11 @@
 """The exchange of pieces between ranks: one all-to-all, from and to where the pieces lie wherever they lie in order.
 
-What is to be copied is settled once for each step, as strides; a call then costs the host little more than the copies
-and the collective themselves. Where ranks can write into each other's memory, large pieces go there without it.
+What is to be copied is settled once for each step and form of the local tensor, as strides; a call then costs the host
+little more than the copies and the collective themselves.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,11 +13,12 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.steps import Step
 from shardtensor.layout.transfer import transfer
-from shardtensor.mesh import Ranks
 from shardtensor.tensor.memory import follow_one_another, see
-from shardtensor.tensor.push import peer_memory_for, push
 from shardtensor.tensor.staging import staging
 from shardtensor.tensor.strided import WIDEST, Copies, copies, end_to_end, misplacement
+
+MOST = 1024
+"""Exchanges kept for one group; when there are more, all are forgotten."""
 
 
 class Side(NamedTuple):
@@ -37,6 +37,17 @@ class Side(NamedTuple):
     copies: Copies
 
 
+class Plan(NamedTuple):
+    """One rank's part of an exchange; `step` is kept, so that no other gets its identity."""
+
+    step: Step
+    shape: tuple[int, ...]
+    leaving: Side
+    coming: Side
+    first: int
+    buffered: int
+
+
 def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
     """Return this rank's new local tensor; no gradient. All ranks of `team` call it.
 
@@ -46,22 +57,17 @@ def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    memory = peer_memory_for(step, team, local)
-    if memory is not None:
-        return push(local, step, team.ranks, rank, memory)
-    out = local.new_empty(step.target.local_shape(rank))
-    item = local.element_size()
-    leaving, coming = _sides(step, rank, team.ranks, local.stride(), item, misplacement(local), misplacement(out))
-    # What comes starts with a whole word.
-    first = 0 if leaving.in_order else leaving.total + -leaving.total % WIDEST
-    with staging(first + (0 if coming.in_order else coming.total), local) as buffer:
+    plan = _plan(local, step, team, rank)
+    leaving, coming = plan.leaving, plan.coming
+    out = local.new_empty(plan.shape)
+    with staging(plan.buffered, local) as buffer:
         if leaving.in_order:
             sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
         else:
             sent = buffer[: leaving.total]
             for apart, together in leaving.copies.between(local, sent):
                 together.copy_(apart)
-        received = out.view(-1) if coming.in_order else buffer[first:]
+        received = out.view(-1) if coming.in_order else buffer[plan.first :]
         team.all_to_all(sent, leaving.counts, coming.counts, received)
         if not coming.in_order:
             for apart, together in coming.copies.between(out, received):
@@ -69,29 +75,38 @@ def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
     return out
 
 
-@lru_cache(maxsize=1024)
-def _sides(
-    step: Step,
-    rank: int,
-    members: Ranks,
-    stride: tuple[int, ...],
-    item: int,
-    misplaced: int | None,
-    misplaced_out: int | None,
-) -> tuple[Side, Side]:
-    """What leaves a local tensor of these strides, and what comes."""
+def _plan(local: torch.Tensor, step: Step, team: Group, rank: int) -> Plan:
+    kept = team.__dict__.get("_exchanges")
+    if kept is None:
+        kept = team.__dict__["_exchanges"] = {}
+    misplaced = misplacement(local)
+    key = (id(step), rank, local.stride(), local.element_size(), misplaced)
+    plan = kept.get(key)
+    if plan is None:
+        if len(kept) >= MOST:
+            kept.clear()
+        plan = kept[key] = _settle(local, step, team, rank, misplaced)
+    return plan
+
+
+def _settle(local: torch.Tensor, step: Step, team: Group, rank: int, misplaced: int | None) -> Plan:
+    members = team.ranks
     moves = transfer(step.source, step.target, rank, members)
     sends, receives = list(moves.sends), list(moves.receives)
     if moves.keeps:
         own = members.index(rank)
         sends[own], receives[own] = zip(*moves.keeps, strict=True)
-    old = torch.empty_strided(step.source.local_shape(rank), stride, device="meta")
-    new = torch.empty(step.target.local_shape(rank), device="meta")
-    found = []
-    for local, regions_by_peer, at in ((old, sends, misplaced), (new, receives, misplaced_out)):
-        views = [see(local, region) for regions in regions_by_peer for region in regions]
+    shape = step.target.local_shape(rank)
+    old = torch.empty_strided(step.source.local_shape(rank), local.stride(), device="meta")
+    new = torch.empty(shape, device="meta")
+    sides = []
+    # A new tensor starts with a whole word.
+    for x, regions_by_peer, at in ((old, sends, misplaced), (new, receives, 0 if local.is_cuda else None)):
+        views = [see(x, region) for regions in regions_by_peer for region in regions]
         counts = [sum(region.numel for region in regions) for regions in regions_by_peer]
         start = int(views[0].storage_offset()) if views else 0
-        settled = copies(end_to_end(views), item, at)
-        found.append(Side(counts, sum(counts), follow_one_another(views), start, settled))
-    return found[0], found[1]
+        settled = copies(end_to_end(views), local.element_size(), at)
+        sides.append(Side(counts, sum(counts), follow_one_another(views), start, settled))
+    leaving, coming = sides
+    first = 0 if leaving.in_order else leaving.total + -leaving.total % WIDEST  # what comes starts with a whole word
+    return Plan(step, shape, leaving, coming, first, first + (0 if coming.in_order else coming.total))

@@ -114,8 +114,11 @@ def test_columns_of_padding_count_for_nothing_whatever_is_in_them(world, size):
 def check_extremes() -> None:
     whole, target, _ = draw(12)
     at_target = F.one_hot(target, 12).bool()
+    lower = torch.arange(12, device=device()) < 6
     cases = {
-        "a rank has no class that may be chosen": (whole.masked_fill((torch.arange(12) < 6) & ~at_target, -math.inf)),
+        "a rank has no class that may be chosen": (
+            whole.masked_fill(lower & ~at_target, -math.inf)
+        ),
         "large logits": whole + 1e6,
         "one logit stands out": whole.masked_fill(at_target, 1e4),
         "the target is out of the question": whole.masked_fill(at_target, -math.inf),
