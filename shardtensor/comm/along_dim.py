@@ -6,11 +6,13 @@ Each has a form with gradients (on `collectives`) and, for functions that write 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.collectives import alias
+from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 
@@ -60,8 +62,9 @@ def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tenso
 
 def gather(x: torch.Tensor, stretches: Stretches, group: Group, sums: bool = False) -> torch.Tensor:
     """`gathered` with gradients: the result's own stretch or, where work on it is split (`sums`), the summed one."""
-    call = collectives.all_gather_sum_gradient if sums else collectives.all_gather
-    return _joined(x, stretches, group, lambda first, counts: call(first, counts, group))
+    if sums and _differentiates(x, group):
+        return _do_gather_sum_gradient(x, _known(x, stretches, group), group)
+    return _joined(x, stretches, group, lambda first, counts: collectives.all_gather(first, counts, group))
 
 
 def take(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
@@ -71,7 +74,10 @@ def take(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """This member's stretch of the sum of `x` over the members; the gradients of all are gathered."""
-    return _part(x, stretches, group, lambda first, counts: collectives.reduce_scatter(first, counts, group))
+    if not _differentiates(x, group):
+        return scattered(x, stretches, group)
+    sizes = tuple(stretches.of_whole(x, group)) if stretches.balanced else stretches.sizes
+    return _do_scatter_sum(x, stretches._replace(sizes=sizes), group)
 
 
 def scattered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
@@ -137,3 +143,39 @@ def _part(
     rest = first.shape[1:]
     part = call(first, [size * rest.numel() for size in sizes]).view(sizes[group.index], *rest)
     return _last(part, stretches)
+
+
+def _differentiates(x: torch.Tensor, group: Group) -> bool:
+    return group.size > 1 and x.requires_grad and torch.is_grad_enabled()
+
+
+def _known(x: torch.Tensor, stretches: Stretches, group: Group) -> Stretches:
+    """The stretches with their sizes, where they may differ: the way back then asks nobody."""
+    return stretches._replace(sizes=tuple(stretches.of_own(x, group))) if stretches.balanced else stretches
+
+
+class _GatherSumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+        ctx.stretches, ctx.group = stretches, group
+        return alias(gathered(x, stretches, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return reduce_scatter(grad, ctx.stretches, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
+        ctx.stretches, ctx.group = stretches, group
+        return alias(scattered(x, stretches, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if _differentiates(grad, ctx.group):
+            return gather(grad, ctx.stretches, ctx.group, sums=True), None, None
+        return gathered(grad, ctx.stretches, ctx.group), None, None
+
+
+_do_gather_sum_gradient, _do_scatter_sum = caller(_GatherSumGradient), caller(_ScatterSum)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 
 Counts = Sequence[int]
@@ -56,7 +57,7 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if group.size == 1 or not _differentiates(x):
         return x
-    return _SumGradient.apply(x, group)
+    return _do_sum_gradient(x, group)
 
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -71,7 +72,7 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x
-    return _AllReduce.apply(x, group) if _differentiates(x) else _sum(x, group)
+    return _do_all_reduce(x, group) if _differentiates(x) else _sum(x, group)
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -125,7 +126,7 @@ def take(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _Take.apply(x, counts, group) if _differentiates(x) else _part(x, counts, group.index)
+    return _do_take(x, counts, group) if _differentiates(x) else _part(x, counts, group.index)
 
 
 def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
@@ -141,7 +142,7 @@ def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _AllGather.apply(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
+    return _do_all_gather(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
 
 
 def _part(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
@@ -188,7 +189,7 @@ def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> to
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _AllGatherSumGradient.apply(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
+    return _do_all_gather_sum_gradient(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
 
 
 def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
@@ -204,7 +205,7 @@ def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tenso
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _ReduceScatter.apply(x, counts, group) if _differentiates(x) else group.reduce_scatter(x, counts)
+    return _do_reduce_scatter(x, counts, group) if _differentiates(x) else group.reduce_scatter(x, counts)
 
 
 class _AllGatherSumGradient(_AllGather):
@@ -242,7 +243,7 @@ def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group:
     if group.size == 1:
         return x.reshape(-1)
     if _differentiates(x):
-        return _AllToAll.apply(x, send_counts, recv_counts, group)
+        return _do_all_to_all(x, send_counts, recv_counts, group)
     return group.all_to_all(x, send_counts, recv_counts)
 
 
@@ -256,3 +257,9 @@ class _AllToAll(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         back = all_to_all(grad, ctx.recv_counts, ctx.send_counts, ctx.group)
         return back.view(ctx.shape), None, None, None
+
+
+_do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
+_do_take, _do_all_gather = caller(_Take), caller(_AllGather)
+_do_all_gather_sum_gradient, _do_reduce_scatter = caller(_AllGatherSumGradient), caller(_ReduceScatter)
+_do_all_to_all = caller(_AllToAll)

@@ -1,8 +1,8 @@
-"""A product on this rank's part of a weight, fused with its one collective: no collective is waited for idly.
+"""A product on this rank's part of a weight, fused with its one collective.
 
 Column-parallel: the input's gradient is summed over the ranks beside the weight's gradient. Row-parallel: the products
-are summed. Where the stream between products is cut along a dim (sequence parallelism), the sums are scattered along it
-and the stretches gathered before.
+are summed. Where the stream between products is cut along a dim (sequence parallelism), its stretches are gathered
+before, and the gradients' sums scattered.
 
 References:
     Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
@@ -11,7 +11,6 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +33,6 @@ def cast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-BESIDE_BYTES = 16 << 20
-"""From this size on a sum runs on a stream of its own, beside the next product; below, NCCL's hand-over costs more."""
-
-
-def _is_small(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.numel() * x.element_size() < BESIDE_BYTES
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -57,21 +48,6 @@ def _refuse_second_order() -> None:
             "gradients of gradients through a stream that is cut are not recorded",
             fix="let the stream be `replicate`, whose layers record them",
         )
-
-
-def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for plain tensors, without what torch's Python does around it: 2 of its 5 microseconds.
-
-    Under torch.compile, and inside the transforms of torch.func, it is ``function.apply``.
-    """
-    plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return function.apply(*args)
-        return plain(*args)
-
-    return call
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -98,14 +74,10 @@ class ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
-            grad_x = grad @ weight
-            if _is_small(grad_x):
-                grad_x, pending = ctx.group.all_reduce(grad_x), None
-            else:
-                pending = ctx.group.all_reduce_async(grad_x)
+            pending = ctx.group.all_reduce_async(grad @ weight)
             grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the all-reduce
             grad_bias = _rows(grad).sum(0) if wants_bias else None
-            return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
+            return pending.wait(), grad_weight, grad_bias, None, None
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         grad = grad.reshape(rows, here)
         flat_x: Any = x.reshape(rows, k) if wants_weight else None
@@ -153,16 +125,10 @@ class GatheredColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _refuse_second_order()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_x, started = None, None
-        if wants_x:
-            grad_x = grad @ weight
-            if _is_small(grad_x):
-                grad_x = along_dim.scattered(grad_x, ctx.stream, ctx.group)
-            else:
-                started = along_dim.Scattering(grad_x, ctx.stream, ctx.group)
+        started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
         grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
         grad_bias = _rows(grad).sum(0) if wants_bias else None
-        return grad_x if started is None else started.wait(), grad_weight, grad_bias, None, None
+        return None if started is None else started.wait(), grad_weight, grad_bias, None, None
 
 
 class RowLinear(torch.autograd.Function):
@@ -186,23 +152,3 @@ class RowLinear(torch.autograd.Function):
         grad_weight = _of_weight(terms, x) if wants_weight else None
         grad_bias = _rows(grad).sum(0) if wants_bias else None
         return terms @ weight if wants_x else None, grad_weight, grad_bias, None
-
-
-class ScatteredRowLinear(torch.autograd.Function):
-    """`RowLinear` that leaves a stream: each rank has its stretch of the sums, without a bias."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, stream: Stretches) -> torch.Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        ctx.group, ctx.stream = group, stream
-        return alias(along_dim.scattered(F.linear(x, weight), stream, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _refuse_second_order()
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        grad = along_dim.gathered(grad, ctx.stream, ctx.group)
-        grad_weight = _of_weight(grad, x) if wants_weight else None
-        return grad @ weight if wants_x else None, grad_weight, None, None

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
+from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, RowLinear, ScatteredRowLinear, caller, cast
+from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, cast
 from shardtensor.ops.ids import strays_of, widest
-from shardtensor.parallel.moves import Gather, Move, Sum, SumGradient, SumScatter, moved
+from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -35,7 +36,7 @@ class LayerFlow:
         copies: along which the gradients of the layer's parameters are addends: of all of them, and of a bias beside.
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
-        call: does the fused forms: of x, weight and bias; None where the steps are taken one by one.
+        call: does large products fused with their collective: of x, weight and bias; None where there is no such form.
     """
 
     enter: Move
@@ -52,23 +53,20 @@ class LayerFlow:
 
 
 _column_linear, _gathered_column_linear = caller(ColumnLinear), caller(GatheredColumnLinear)
-_row_linear, _scattered_row_linear = caller(RowLinear), caller(ScatteredRowLinear)
+
+BESIDE_BYTES = 16 << 20
+"""From this size of the input on its gradient is summed beside the weight's; below, the host would pay for more."""
 
 
 def fused(flow: LayerFlow) -> LayerFlow:
-    """The same flow by a product that is fused with its collective, where there is such a one."""
-    if flow.adds_bias_last and not flow.enter and len(flow.leave) == 1:
-        step = flow.leave[0]
-        if isinstance(step, Sum):
-            return attrs.evolve(flow, call=_rows(step.team))
-        if isinstance(step, SumScatter):
-            return attrs.evolve(flow, call=_rows_to_stream(step))
-    if not flow.adds_bias_last and not flow.leave and len(flow.enter) == 1:
-        step = flow.enter[0]
-        if isinstance(step, SumGradient):
-            return attrs.evolve(flow, call=_columns(step.team, flow.start))
-        if isinstance(step, Gather) and step.sums and flow.start is None:
-            return attrs.evolve(flow, call=_columns_of_stream(step))
+    """The same flow with a product that is fused with its collective, where there is such a one."""
+    if flow.adds_bias_last or flow.leave or len(flow.enter) != 1:
+        return flow
+    step = flow.enter[0]
+    if isinstance(step, SumGradient):
+        return attrs.evolve(flow, call=_columns(step.team, flow.start))
+    if isinstance(step, Gather) and step.sums and flow.start is None:
+        return attrs.evolve(flow, call=_columns_of_stream(step))
     return flow
 
 
@@ -78,18 +76,6 @@ def _columns(team: Group, start: int | None) -> Callable[..., torch.Tensor]:
 
 def _columns_of_stream(step: Gather) -> Callable[..., torch.Tensor]:
     return lambda x, weight, bias: _gathered_column_linear(x, weight, bias, step.team, step.stretches)
-
-
-def _rows(team: Group) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: _row_linear(x, weight, bias, team)
-
-
-def _rows_to_stream(step: SumScatter) -> Callable[..., torch.Tensor]:
-    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = _scattered_row_linear(x, weight, step.team, step.stretches)
-        return y if bias is None else y + bias
-
-    return call
 
 
 def local(module: Any, name: str) -> torch.Tensor | None:
@@ -155,7 +141,7 @@ class LinearFlow(Flowing):
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
         x, weight, bias = cast(x, weight, bias)
-        if flow.call is not None:
+        if flow.call is not None and (flow.start is not None or x.numel() * x.element_size() >= BESIDE_BYTES):
             return flow.call(x, weight, bias)
         x = moved(x, flow.enter)
         if flow.adds_bias_last:

@@ -116,9 +116,7 @@ def check_extremes() -> None:
     at_target = F.one_hot(target, 12).bool()
     lower = torch.arange(12, device=device()) < 6
     cases = {
-        "a rank has no class that may be chosen": (
-            whole.masked_fill(lower & ~at_target, -math.inf)
-        ),
+        "a rank has no class that may be chosen": (whole.masked_fill(lower & ~at_target, -math.inf)),
         "large logits": whole + 1e6,
         "one logit stands out": whole.masked_fill(at_target, 1e4),
         "the target is out of the question": whole.masked_fill(at_target, -math.inf),
