@@ -75,6 +75,15 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _do_all_reduce(x, group) if _differentiates(x) else _sum(x, group)
 
 
+def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`all_reduce` of what nobody else uses, such as a product: the sum takes its memory, and nothing is copied."""
+    if group.size == 1:
+        return x
+    if _differentiates(x):
+        return _do_all_reduce_fresh(x, group)
+    return group.all_reduce(x.contiguous())
+
+
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format))
 
@@ -108,6 +117,13 @@ class _AllReduce(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return sum_gradient(grad, ctx.group), None
+
+
+class _AllReduceFresh(_AllReduce):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return alias(group.all_reduce(x.detach().contiguous()))
 
 
 # -- copy and part ---------------------------------------------------------------------------------------------------
@@ -260,6 +276,7 @@ class _AllToAll(Function):
 
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
+_do_all_reduce_fresh = caller(_AllReduceFresh)
 _do_take, _do_all_gather = caller(_Take), caller(_AllGather)
 _do_all_gather_sum_gradient, _do_reduce_scatter = caller(_AllGatherSumGradient), caller(_ReduceScatter)
 _do_all_to_all = caller(_AllToAll)

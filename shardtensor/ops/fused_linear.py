@@ -33,6 +33,15 @@ def cast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
+BESIDE_BYTES = 16 << 20
+"""From this size on a sum runs beside the next product; below, to hand it over costs the host more than that saves."""
+
+
+def is_large(x: torch.Tensor) -> bool:
+    """Whether a sum of `x` is worth a stream, or on the CPU a thread, of its own."""
+    return x.numel() * x.element_size() >= BESIDE_BYTES
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -74,10 +83,12 @@ class ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
-            pending = ctx.group.all_reduce_async(grad @ weight)
+            grad_x = grad @ weight
+            pending = ctx.group.all_reduce_async(grad_x) if is_large(grad_x) else None
             grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the all-reduce
             grad_bias = _rows(grad).sum(0) if wants_bias else None
-            return pending.wait(), grad_weight, grad_bias, None, None
+            grad_x = ctx.group.all_reduce(grad_x) if pending is None else pending.wait()
+            return grad_x, grad_weight, grad_bias, None, None
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         grad = grad.reshape(rows, here)
         flat_x: Any = x.reshape(rows, k) if wants_weight else None

@@ -20,7 +20,7 @@ from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, cast
+from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, cast, is_large
 from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -36,7 +36,9 @@ class LayerFlow:
         copies: along which the gradients of the layer's parameters are addends: of all of them, and of a bias beside.
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
-        call: does large products fused with their collective: of x, weight and bias; None where there is no such form.
+        call: the product fused with its collective: of x, weight and bias; None where there is no such form.
+        is_fused_if_large: small products are cheaper step by step: torch's own backward costs the host less than one
+            in Python.
     """
 
     enter: Move
@@ -47,15 +49,13 @@ class LayerFlow:
     adds_bias_last: bool = False
     is_transposed: bool = False
     call: Callable[..., torch.Tensor] | None = None
+    is_fused_if_large: bool = False
 
     def __deepcopy__(self, memo: Any) -> LayerFlow:
         return self
 
 
 _column_linear, _gathered_column_linear = caller(ColumnLinear), caller(GatheredColumnLinear)
-
-BESIDE_BYTES = 16 << 20
-"""From this size of the input on its gradient is summed beside the weight's; below, the host would pay for more."""
 
 
 def fused(flow: LayerFlow) -> LayerFlow:
@@ -66,7 +66,7 @@ def fused(flow: LayerFlow) -> LayerFlow:
     if isinstance(step, SumGradient):
         return attrs.evolve(flow, call=_columns(step.team, flow.start))
     if isinstance(step, Gather) and step.sums and flow.start is None:
-        return attrs.evolve(flow, call=_columns_of_stream(step))
+        return attrs.evolve(flow, call=_columns_of_stream(step), is_fused_if_large=True)
     return flow
 
 
@@ -123,6 +123,7 @@ class Flowing:
     flow: LayerFlow
     flow_cut: frozenset[str]
     flow_of: type[nn.Module]
+    _parameters: dict[str, Any]
 
 
 class LinearFlow(Flowing):
@@ -131,25 +132,30 @@ class LinearFlow(Flowing):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:
             refuse_shell(self, x)
-        flow = self.flow
-        weight, bias = local(self, "weight"), local(self, "bias")
-        assert weight is not None
+        flow, params = self.flow, self._parameters
+        weight: Any = params["weight"]
+        bias: Any = params["bias"]
+        weight = weight._local if type(weight) is ShardedTensor else local(self, "weight")
+        if bias is not None:
+            bias = bias._local if type(bias) is ShardedTensor else local(self, "bias")
         if flow.is_transposed:
             weight = weight.t()
         if flow.sums is not None:
             weight = collectives.sum_gradient(weight, flow.sums)
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
-        x, weight, bias = cast(x, weight, bias)
-        if flow.call is not None and (flow.start is not None or x.numel() * x.element_size() >= BESIDE_BYTES):
+        if torch._C._is_any_autocast_enabled():
+            x, weight, bias = cast(x, weight, bias)
+        if flow.call is not None and (not flow.is_fused_if_large or is_large(x)):
             return flow.call(x, weight, bias)
-        x = moved(x, flow.enter)
-        if flow.adds_bias_last:
-            y = moved(F.linear(x, weight), flow.leave)
-            return y if bias is None else y + bias
+        for step in flow.enter:
+            x = step(x)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
-        return moved(F.linear(x, weight, bias), flow.leave)
+        y = F.linear(x, weight, None if flow.adds_bias_last else bias)
+        for step in flow.leave:
+            y = step(y)
+        return y + bias if flow.adds_bias_last and bias is not None else y
 
 
 class ParallelLinear(LinearFlow, nn.Linear):

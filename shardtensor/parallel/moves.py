@@ -25,12 +25,12 @@ class SumGradient:
 
 @attrs.frozen
 class Sum:
-    """Addends become a copy."""
+    """Addends, which nobody else uses, become a copy."""
 
     team: Group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.all_reduce(x, self.team)
+        return collectives.all_reduce_fresh(x, self.team)
 
 
 @attrs.frozen

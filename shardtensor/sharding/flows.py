@@ -110,7 +110,8 @@ class Binder:
 
     def move(self, steps: Iterable[Change], sizes: Mapping[Axes, tuple[int, ...]] | None = None) -> Move:
         """The steps along the groups; `sizes` are the stretches of the last dim where a weight tells them."""
-        return tuple(self._step(step, sizes or {}) for step in steps)
+        found = (self._step(step, sizes or {}) for step in steps)
+        return tuple(step for step in found if step.team.size > 1 or self.is_dry)
 
     def _step(self, step: Change, sizes: Mapping[Axes, tuple[int, ...]]) -> Step:
         team = self.team(step.axes)

@@ -107,10 +107,12 @@ def _container(
                 if (team := binder.team(cut.axes)) is not None
             )
             wraps[name] = Wrapping(flow.after, stretches, binder.group)
-    entering = Entering(moves, names, wraps, bool(addends) and not has_tensors) if moves else None
-    leaving = None
-    if flows.out is not None:
-        leaving = Leaving(binder.move(changes(flows.out)), flows.out.before if has_tensors else None)
+    entering = leaving = None
+    if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
+        entering = Entering(moves, names, wraps, bool(addends) and not has_tensors)
+    move = binder.move(changes(flows.out)) if flows.out is not None else ()
+    if move or (has_tensors and flows.out is not None):
+        leaving = Leaving(move, flows.out.before if has_tensors and flows.out is not None else None)
     return Settled(path, module, entering=entering, leaving=leaving)
 
 
