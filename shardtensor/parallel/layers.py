@@ -20,7 +20,7 @@ from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.fused_linear import ColumnLinear, GatheredColumnLinear, cast, is_large
+from shardtensor.ops.fused_linear import ChunkedRowLinear, ColumnLinear, GatheredColumnLinear, cast, is_large
 from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -39,6 +39,7 @@ class LayerFlow:
         call: the product fused with its collective: of x, weight and bias; None where there is no such form.
         is_fused_if_large: small products are cheaper step by step: torch's own backward costs the host less than one
             in Python.
+        chunks: pieces in which a row-parallel product of `chunks_from` elements or more is multiplied and summed.
     """
 
     enter: Move
@@ -50,12 +51,15 @@ class LayerFlow:
     is_transposed: bool = False
     call: Callable[..., torch.Tensor] | None = None
     is_fused_if_large: bool = False
+    chunks: int = 1
+    chunks_from: int = 0
 
     def __deepcopy__(self, memo: Any) -> LayerFlow:
         return self
 
 
 _column_linear, _gathered_column_linear = caller(ColumnLinear), caller(GatheredColumnLinear)
+_chunked_row_linear = caller(ChunkedRowLinear)
 
 
 def fused(flow: LayerFlow) -> LayerFlow:
@@ -152,9 +156,12 @@ class LinearFlow(Flowing):
             x = step(x)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
-        y = F.linear(x, weight, None if flow.adds_bias_last else bias)
-        for step in flow.leave:
-            y = step(y)
+        if flow.chunks > 1 and x.numel() >= flow.chunks_from and not torch.compiler.is_compiling():
+            y = _chunked_row_linear(x, weight, flow.leave[0].team, flow.chunks)
+        else:
+            y = F.linear(x, weight, None if flow.adds_bias_last else bias)
+            for step in flow.leave:
+                y = step(y)
         return y + bias if flow.adds_bias_last and bias is not None else y
 
 
