@@ -59,14 +59,14 @@ def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
         local = local.resolve_conj().resolve_neg()
     plan = _plan(local, step, team, rank)
     leaving, coming = plan.leaving, plan.coming
-    out = local.new_empty(plan.shape)
     with staging(plan.buffered, local) as buffer:
         if leaving.in_order:
             sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
-        else:
-            sent = buffer[: leaving.total]
+        else:  # first of all: what follows costs the host while the copies run
+            sent = buffer if plan.buffered == leaving.total else buffer[: leaving.total]
             for apart, together in leaving.copies.between(local, sent):
                 together.copy_(apart)
+        out = local.new_empty(plan.shape)
         received = out.view(-1) if coming.in_order else buffer[plan.first :]
         team.all_to_all(sent, leaving.counts, coming.counts, received)
         if not coming.in_order:

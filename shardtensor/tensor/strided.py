@@ -52,6 +52,8 @@ class Copies(NamedTuple):
 
     def _in_words(self, t: torch.Tensor) -> torch.Tensor:
         assert self.word is not None
+        if t.dim() and t.shape[-1] % self.per_word == 0 and t.numel():
+            return t.view(self.word)
         return t.view(-1)[: t.numel() // self.per_word * self.per_word].view(self.word)
 
 
