@@ -15,7 +15,7 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def _run(program: str) -> dict:
@@ -116,6 +116,49 @@ def whole_modules() -> tuple:
 def test_a_module_sharded_by_rules_gives_the_dense_result(world, size):
     for sharded, dense in world(whole_modules, size):
         torch.testing.assert_close(torch.tensor(sharded), torch.tensor(dense))
+
+
+def with_flows() -> None:
+    torch.manual_seed(0)
+    names = _run(FLOWS)
+    model, ids = names["model"], names["ids"]
+    found = {name: _whole(param.grad) for name, param in model.named_parameters()}
+    dense = shardtensor.unshard_module(model)
+    dense.zero_grad()
+    loss = torch.nn.functional.cross_entropy(dense(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    torch.testing.assert_close(names["loss"], loss)
+    torch.testing.assert_close(found, {name: param.grad for name, param in dense.named_parameters()})
+
+
+def _whole(x):
+    return x.full_tensor() if isinstance(x, shardtensor.ShardedTensor) else x
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_module_with_flows_has_the_dense_loss_and_gradients(world, size):
+    world(with_flows, size)
+
+
+def of_ones_own() -> None:
+    names = _run(LAYER)
+    torch.manual_seed(0)
+    down, up = (torch.empty(*shape, device=device()).normal_(std=0.1) for shape in ((20, 8), (8, 20)))
+    down, up = down.requires_grad_(), up.requires_grad_()
+    x = torch.ones(3, 8, device=device())
+    y = x + torch.relu(x @ down.t()) @ up.t()
+    y.square().sum().backward()
+    torch.testing.assert_close(names["y"], y)
+    torch.testing.assert_close(_whole(names["adapter"].down.grad), down.grad)
+    torch.testing.assert_close(_whole(names["adapter"].up.grad), up.grad)
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_layer_of_ones_own_is_short_and_gives_the_dense_result(world, size):
+    assert len(LAYER.split("torch.manual_seed")[0].splitlines()) < 30
+    world(of_ones_own, size)
 
 
 def _table(heading: str) -> list[str]:
