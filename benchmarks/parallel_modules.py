@@ -6,7 +6,8 @@ every round, told are medians on the slowest rank.
     python benchmarks/parallel_modules.py [--world 4] [--rounds 7] [--only mlp,sequence,block]
 
 * mlp: 4096-14336-4096 in bfloat16, a column-parallel and a row-parallel Linear. By hand: two functions around the local
-  products, one all-reduce forward and one backward. No communication: the local products alone.
+  products, one all-reduce forward and one backward. No communication: the local products alone. spmd-types joins where
+  it is installed.
 * sequence: the same with the tokens between cut, gathered before and scattered after.
 * block: a decoder block with grouped attention and a gated MLP; DTensor and ours eager and compiled.
 """
@@ -118,6 +119,22 @@ class ByHand(nn.Module):
         return self.leave(F.linear(F.gelu(F.linear(self.enter(x), self.up)), self.down))
 
 
+def with_spmd_types(whole: nn.Sequential, is_stream: bool) -> dict[str, nn.Module]:
+    """The same by the typed collectives of ``pip install spmd-types``, where that is installed."""
+    try:
+        import spmd_types as spmd
+    except ImportError:
+        return {}
+    ranks = dist.group.WORLD
+    if is_stream:
+        enter: Any = lambda x: spmd.all_gather(x, ranks, src=spmd.V, dst=spmd.R, gather_dim=0)  # noqa: E731
+        leave: Any = lambda x: spmd.reduce_scatter(x, ranks, src=spmd.P, dst=spmd.V, scatter_dim=0)  # noqa: E731
+    else:
+        enter = lambda x: spmd.invariant_to_replicate(x, ranks)  # noqa: E731
+        leave = lambda x: spmd.all_reduce(x, ranks, src=spmd.P, dst=spmd.I, inplace=True)  # noqa: E731
+    return {"spmd-types": ByHand(whole, enter, leave)}
+
+
 class Attention(nn.Module):
     """Grouped attention; the number of heads follows from what the products give."""
 
@@ -195,6 +212,7 @@ def mlp_ways(tokens: int, width: int, device: torch.device, dtype: torch.dtype) 
     modules = {
         "no communication": ByHand(whole, lambda x: x, lambda x: x),
         "by hand": ByHand(whole, Copied.apply, Summed.apply),
+        **with_spmd_types(whole, is_stream=False),
         "shardtensor": ours[0],
         f"shardtensor, {chosen['2']} chunks": ours[1],
         "DTensor": parallelize_module(whole, mesh, styles),
@@ -220,6 +238,7 @@ def sequence_ways(tokens: int, width: int, device: torch.device, dtype: torch.dt
     modules = {
         "no communication": ByHand(whole, lambda x: x.repeat(size, 1), lambda x: x[: tokens // size]),
         "by hand": ByHand(whole, Gathered.apply, Scattered.apply),
+        **with_spmd_types(whole, is_stream=True),
         "shardtensor": st.shard_module(seeded(mlp, device, dtype), rules),
         "DTensor": parallelize_module(whole, mesh, styles),
     }
@@ -311,13 +330,19 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
             medians = measure(ways, args.rounds, args.repeats, device)
             base = medians.get("by hand", medians["DTensor"])
             for name, value in medians.items():
-                rows.append({"work": f"{work}, {tokens} tokens", "way": name, "ms": round(value, 3)})
-                rows[-1]["to by hand" if "by hand" in medians else "to DTensor"] = round(value / base, 2)
+                ratio = round(value / base, 2)
+                by_hand, dtensor = (ratio, "") if "by hand" in medians else ("", ratio)
+                rows.append(
+                    {
+                        "work": f"{work}, {tokens} tokens",
+                        "way": name,
+                        "ms": round(value, 3),
+                        "to by hand": by_hand,
+                        "to DTensor": dtensor,
+                    }
+                )
     if rank == 0:
-        for row in rows:
-            row.setdefault("to by hand", "")
-            row.setdefault("to DTensor", "")
-        write("parallel_modules", [{key: row[key] for key in rows[0]} for row in rows], world=args.world)
+        write("parallel_modules", rows, world=args.world)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,8 +1,9 @@
 """What a tensor-parallel MLP costs the host: a column-parallel and a row-parallel Linear, forward and backward.
 
-One process on torch's fake process group of four ranks, whose collectives return at once; sizes are so small that the
-host's work is all there is. Beside `shard_module`: the local computation with no communication (the floor), a pair of
-autograd functions around it written by hand, and DTensor. All ways take turns in every round; told are medians.
+One process on torch's fake process group of four ranks, whose collectives return at once; one thread. Beside
+`shard_module` with flows and with specs alone: the local computation with no communication (the floor), a pair of
+autograd functions around it written by hand, spmd-types where it is installed, and DTensor. All ways take turns in
+every round; told are medians, at a size where the host's work is nearly all there is and at a larger one.
 
     python benchmarks/tensor_parallel.py [--rounds 60]
 """
@@ -25,7 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtensor as st
 
-WORLD, TOKENS, WIDTH, HIDDEN = 4, 4, 16, 32
+WORLD = 4
+SIZES = ((4, 16, 32), (32, 128, 512))  # tokens, width, hidden size
 
 
 class Copied(torch.autograd.Function):
@@ -55,29 +57,89 @@ class Summed(torch.autograd.Function):
         return grad
 
 
-class ByHand(nn.Module):
-    """This rank's part of the MLP, with or without what the ranks tell each other."""
+class FusedColumns(torch.autograd.Function):
+    """The local product; the input's gradient is summed beside the weight's."""
 
-    def __init__(self, communicates: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight
+        work = dist.all_reduce(grad_x, async_op=True)
+        grad_weight = grad.t() @ x
+        work.wait()
+        return grad_x, grad_weight
+
+
+class FusedRows(torch.autograd.Function):
+    """The local product, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        y = F.linear(x, weight)
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class MLP(nn.Module):
+    """Two linear layers; what is called around them and in their place is given."""
+
+    def __init__(self, width: int, hidden: int, enter: Any = None, leave: Any = None, products: Any = None) -> None:
         super().__init__()
-        self.communicates = communicates
-        self.up = nn.Linear(WIDTH, HIDDEN // WORLD, bias=False)
-        self.down = nn.Linear(HIDDEN // WORLD, WIDTH, bias=False)
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.enter, self.leave, self.products = enter, leave, products
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.communicates:
+        if self.products is not None:
+            columns, rows = self.products
+            return rows(F.gelu(columns(x, self.up.weight)), self.down.weight)
+        if self.enter is None:
             return self.down(F.gelu(self.up(x)))
-        return Summed.apply(self.down(F.gelu(self.up(Copied.apply(x)))))
+        return self.leave(self.down(F.gelu(self.up(self.enter(x)))))
 
 
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+def spmd_types(width: int, part: int) -> dict[str, nn.Module]:
+    """By the typed collectives of ``pip install spmd-types``, where that is installed."""
+    try:
+        import spmd_types as spmd
+    except ImportError:
+        return {}
+    ranks = dist.group.WORLD
+    enter: Any = lambda x: spmd.invariant_to_replicate(x, ranks)  # noqa: E731
+    leave: Any = lambda x: spmd.all_reduce(x, ranks, src=spmd.P, dst=spmd.I, inplace=True)  # noqa: E731
+    return {"spmd-types": MLP(width, part, enter, leave)}
 
 
-def step(module: nn.Module, x: torch.Tensor) -> None:
+def ways_of(width: int, hidden: int) -> dict[str, nn.Module]:
+    part = hidden // WORLD
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return {
+        "no communication": MLP(width, part),
+        "by hand": MLP(width, part, Copied.apply, Summed.apply),
+        "by hand, fused": MLP(width, part, products=(FusedColumns.apply, FusedRows.apply)),
+        **spmd_types(width, part),
+        "shardtensor": st.shard_module(MLP(width, hidden), {"up": st.colwise("tp"), "down": st.rowwise("tp")}),
+        "shardtensor, specs alone": st.shard_module(
+            MLP(width, hidden), {"up.weight": "[tp, -]", "down.weight": "[-, tp]"}
+        ),
+        "DTensor": parallelize_module(MLP(width, hidden), init_device_mesh("cpu", (WORLD,)), styles),
+    }
+
+
+def step(module: nn.Module, params: list[nn.Parameter], x: torch.Tensor) -> None:
     module(x).sum().backward()
-    for param in module.parameters():
+    for param in params:
         param.grad = None
 
 
@@ -88,36 +150,30 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    ways = {
-        "no communication": ByHand(False),
-        "by hand": ByHand(True),
-        "shardtensor": st.shard_module(mlp(), {"0": st.colwise("tp"), "2": st.rowwise("tp")}),
-        "shardtensor, no flows": st.shard_module(mlp(), {"0.weight": "[tp, -]", "2.weight": "[-, tp]"}),
-        "DTensor": parallelize_module(mlp(), init_device_mesh("cpu", (WORLD,)), styles),
-    }
-    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.rounds):
-        for name, module in ways.items():
-            start = time.perf_counter()
-            for _ in range(args.repeats):
-                step(module, x)
-            spent[name].append((time.perf_counter() - start) / args.repeats * 1e6)
-    medians = {name: statistics.median(found) for name, found in spent.items()}
-    floor, hand = medians["no communication"], medians["by hand"]
-    write(
-        "tensor_parallel",
-        [
-            {
-                "way": name,
-                "us a step": round(us, 1),
-                "to the floor": round(us / floor, 2),
-                "to hand": round(us / hand, 2),
-            }
-            for name, us in medians.items()
-        ],
-    )
+    rows = []
+    for tokens, width, hidden in SIZES:
+        ways = ways_of(width, hidden)
+        params = {name: list(module.parameters()) for name, module in ways.items()}
+        x = torch.randn(tokens, width, requires_grad=True)
+        spent: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(args.rounds):
+            for name, module in ways.items():
+                start = time.perf_counter()
+                for _ in range(args.repeats):
+                    step(module, params[name], x)
+                spent[name].append((time.perf_counter() - start) / args.repeats * 1e6)
+        medians = {name: statistics.median(found) for name, found in spent.items()}
+        for name, us in medians.items():
+            rows.append(
+                {
+                    "MLP": f"{tokens} tokens, {width}-{hidden}-{width}",
+                    "way": name,
+                    "us a step": round(us, 1),
+                    "to the floor": round(us / medians["no communication"], 2),
+                    "to hand": round(us / medians["by hand"], 2),
+                }
+            )
+    write("tensor_parallel", rows)
     dist.destroy_process_group()
 
 
