@@ -55,8 +55,10 @@ class Stretches(NamedTuple):
 
 def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """The stretches of all members, joined; no gradient. All members call it."""
-    if _leads(x, stretches):  # the usual case, at least cost
-        return group.all_gather(x).view(_scaled(x, stretches.dim, x.shape[stretches.dim] * group.size))
+    dim, sizes, balanced = stretches
+    shape = x.shape
+    if sizes is None and not balanced and (dim == 0 or (dim == 1 and shape[0] == 1)):  # the usual case, at least cost
+        return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
     return _joined(x, stretches, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
 
 
@@ -82,8 +84,10 @@ def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch
 
 def scattered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """`reduce_scatter` without a gradient."""
-    if _leads(x, stretches) and not x.shape[stretches.dim] % group.size:
-        return group.reduce_scatter(x).view(_scaled(x, stretches.dim, x.shape[stretches.dim] // group.size))
+    dim, sizes, balanced = stretches
+    shape = x.shape
+    if sizes is None and not balanced and (dim == 0 or (dim == 1 and shape[0] == 1)) and not shape[dim] % group.size:
+        return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
     return _part(x, stretches, group, lambda first, counts: group.reduce_scatter(first, _unless_even(counts)))
 
 
@@ -99,18 +103,6 @@ class Scattering:
 
     def wait(self) -> torch.Tensor:
         return _last(self.pending.wait().view(self.shape), self.stretches)
-
-
-def _leads(x: torch.Tensor, stretches: Stretches) -> bool:
-    """Whether stretches are equal and lie in memory one after the other."""
-    dim = stretches.dim
-    return stretches.sizes is None and not stretches.balanced and (dim == 0 or (dim == 1 and x.shape[0] == 1))
-
-
-def _scaled(x: torch.Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape
 
 
 def _first(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:

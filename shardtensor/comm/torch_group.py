@@ -69,7 +69,7 @@ class TorchGroup(Parted):
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if counts is None and (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous():
             assert flat.numel() % self.size == 0, "an uneven split needs its counts"
-            return primitives.reduce_scatter(self.process_group, flat.detach().view(-1))
+            return primitives.reduce_scatter(self.process_group, flat.view(-1))
         check_reduction("sum", flat.dtype)
         sent = self.wire.to_reduce(flat)
         assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
@@ -101,7 +101,7 @@ class TorchGroup(Parted):
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if counts is None and (t.is_cuda, t.dtype) in self.wire.moved_as_is and t.is_contiguous():
-            return primitives.all_gather(self.process_group, t.detach().view(-1))
+            return primitives.all_gather(self.process_group, t.view(-1))
         sent = self.wire.to_move(t)
         assert counts is None or counts[self.index] == t.numel(), "this rank brings other than its count"
         scale = self.wire.elements_per_item(t.dtype)
