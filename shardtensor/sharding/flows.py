@@ -12,11 +12,12 @@ from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.group import Group
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.mesh import Mesh
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import LayerFlow, fused, layer_class
 from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
 from shardtensor.sharding.flow import Axes, Change, Flow, changes, cuts, last_cut, partial_axes, read_flow
-from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 
 REPLICATE = read_flow("replicate")
 
@@ -38,47 +39,33 @@ class Stated:
 class Tensors:
     """The layouts of a module's own parameters, by name; nothing for those that stay plain.
 
-    `axis` is what the plan calls the one axis of a group without a mesh.
+    Attributes:
+        specs: for messages.
+        layouts: bound to the mesh of the group.
+        mesh: of the group; None where it has one axis.
+        axis: what the plan calls that one axis.
     """
 
-    specs: Mapping[str, ShardingSpec]
-    layouts: Mapping[str, Layout]
+    specs: Mapping[str, ShardingSpec] = attrs.field(factory=dict)
+    layouts: Mapping[str, Layout] = attrs.field(factory=dict)
+    mesh: Mesh | None = None
     axis: str = "*"
 
-    def cut(self, module: nn.Module, name: str, dim: str) -> tuple[Axes, Cut | None]:
-        """The axes over which a named dim of a parameter is cut, and the cut as it was written."""
-        spec, layout = self.specs.get(name), self.layouts.get(name)
-        if spec is None or layout is None:
-            return (), None
+    def cut(self, module: nn.Module, name: str, dim: str) -> Axes:
+        """The axes over which a named dim of a parameter is cut."""
+        layout = self.layouts.get(name)
         names = dim_names(module, name)
-        assert names is not None
-        d = names.index(dim)
-        if not isinstance(layout, CutLayout) or layout.partial or len(layout.ranks) != layout_size(layout):
+        if layout is None or names is None:
+            return ()
+        grid = self.mesh.sizes if self.mesh is not None else layout.grid[:1]
+        if not isinstance(layout, CutLayout) or layout.partial or layout.grid != grid:
             raise PlanError(
-                "flows go with dims cut over axes", {"spec": str(spec)}, "write the spec in axes: `[tp, -]`"
+                "flows go with dims cut over axes", {name: str(self.specs[name])}, "write the spec in axes: `[tp, -]`"
             )
-        if layout.dims[d] is None:
-            return (), None
-        if not isinstance(spec, Spec):
-            return (self.axis,), None
-        written = dict(spec.named).get(dim) if spec.named else _entries(spec, len(layout.shape))[d]
-        assert isinstance(written, Cut)
-        return written.axes, written
-
-
-def layout_size(layout: Layout) -> int:
-    size = 1
-    for count in layout.grid:
-        size *= count
-    return size
-
-
-def _entries(spec: Spec, ndim: int) -> list[Cut | None]:
-    if ... not in spec.dims:
-        return list(spec.dims)  # type: ignore[arg-type]
-    middle = spec.dims.index(...)
-    rest = [None] * (ndim - len(spec.dims) + 1)
-    return [*spec.dims[:middle], *rest, *spec.dims[middle + 1 :]]  # type: ignore[list-item]
+        cut = layout.dims[names.index(dim)]
+        if cut is None:
+            return ()
+        return (self.axis,) if self.mesh is None else tuple(self.mesh.names[i] for i in cut.axes)
 
 
 class Binder:
@@ -141,8 +128,7 @@ def addend_axes(module: nn.Module, stated: Stated, tensors: Tensors) -> Axes:
     declared = stated.out.addends if stated.out is not None else ()
     if "out" not in (dim_names(module, "weight") or ()):
         return declared
-    out, _ = tensors.cut(module, "weight", "out")
-    return tuple(dict.fromkeys((*out, *declared)))
+    return tuple(dict.fromkeys((*tensors.cut(module, "weight", "out"), *declared)))
 
 
 def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Binder, is_inside: bool) -> LayerFlow:
@@ -163,11 +149,11 @@ def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Bind
 
 
 def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_inside: bool) -> LayerFlow:
-    out_axes, out_cut = tensors.cut(module, "weight", "out")
-    in_axes, in_cut = tensors.cut(module, "weight", "in")
+    out_axes = tensors.cut(module, "weight", "out")
+    in_axes = tensors.cut(module, "weight", "in")
     enters = _the_one_in(stated)
-    came = enters if enters is not None else _natural(in_axes, in_cut)
-    leaves = stated.out if stated.out is not None else _natural(out_axes, out_cut, in_axes)
+    came = enters if enters is not None else _natural(in_axes)
+    leaves = stated.out if stated.out is not None else _natural(out_axes, in_axes)
     _same("in", came, came.after, in_axes, (), _weight(module, tensors))
     _same("out", leaves, leaves.before, out_axes, in_axes, _weight(module, tensors))
     addends = addend_axes(module, stated, tensors)
@@ -182,7 +168,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     sums = tuple(dict.fromkeys((*stream, *leaves.addends)))
     start, sums_bias = None, sums
     if module.bias is not None:
-        bias_axes, _ = tensors.cut(module, "bias", "out")
+        bias_axes = tensors.cut(module, "bias", "out")
         if in_axes:
             left = tuple(axis for cut in cuts(leaves.after).values() for axis in cut.axes if axis not in out_axes)
             sums_bias = tuple(dict.fromkeys((*left, *leaves.addends)))
@@ -200,7 +186,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
                 raise PlanError(
                     "a weight cut in blocks goes with a bias cut alike",
                     {"weight": str(tensors.specs["weight"])},
-                    f"shard the bias, too: `[out: {out_cut}]`",
+                    f"shard the bias, too: `bias: {tensors.specs['weight']}`",
                 )
             start = layout.start(binder.group.rank, d)
             sums_bias = tuple(dict.fromkeys((*sums_bias, *out_axes)))
@@ -225,9 +211,9 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
                 f"an embedding with {option} takes no flow",
                 fix="leave out its `in` and `out`: ShardedTensors pass then",
             )
-    rows, _ = tensors.cut(module, "weight", "vocab")
-    columns, columns_cut = tensors.cut(module, "weight", "embed")
-    leaves = stated.out if stated.out is not None else _natural(columns, columns_cut, rows)
+    rows = tensors.cut(module, "weight", "vocab")
+    columns = tensors.cut(module, "weight", "embed")
+    leaves = stated.out if stated.out is not None else _natural(columns, rows)
     _same("out", leaves, leaves.before, columns, rows, _weight(module, tensors))
     came = _the_one_in(stated) or REPLICATE
     start = None
@@ -246,7 +232,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
 
 def _norm(module: Any, stated: Stated, tensors: Tensors, binder: Binder) -> LayerFlow:
     for name in module._parameters:
-        if tensors.cut(module, name, "embed")[0]:
+        if tensors.cut(module, name, "embed"):
             raise PlanError("a norm with a flow has whole parameters", {name: str(tensors.specs[name])}, "`replicate`")
     came = _the_one_in(stated) or REPLICATE
     leaves = stated.out or Flow(came.after, came.after)
@@ -267,10 +253,15 @@ def _the_one_in(stated: Stated) -> Flow | None:
     return stated.ins.get(None)
 
 
-def _natural(cut_axes: Axes, cut: Cut | None, partial: Axes = ()) -> Flow:
+def _natural(cut_axes: Axes, partial: Axes = ()) -> Flow:
     """What a layer takes or gives when nothing is said: cut as its weight is, addends summed at once."""
-    after = Spec(..., cut if cut is not None else cut_axes) if cut_axes else Replicate()
+    after = natural_layout(cut_axes)
     return Flow(after.partial(*partial) if partial else after, after)
+
+
+def natural_layout(cut_axes: Axes) -> Spec:
+    """The layout of a value whose last dim is cut over some axes."""
+    return Spec(..., cut_axes) if cut_axes else Replicate()
 
 
 def _weight(module: Any, tensors: Tensors) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
+from shardtensor.parallel.layers import refuse_shell
 from shardtensor.parallel.moves import Move, moved
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.binding import bind_named
@@ -59,9 +60,9 @@ class Entering:
         for name, move in self.moves.items():
             place = self.places[name]
             if name in kwargs:
-                kwargs = {**kwargs, name: self._brought(name, kwargs[name], move)}
+                kwargs = {**kwargs, name: self._brought(module, name, kwargs[name], move)}
             elif place < len(args_found):
-                args_found[place] = self._brought(name, args_found[place], move)
+                args_found[place] = self._brought(module, name, args_found[place], move)
         return tuple(args_found), kwargs
 
     def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,9 +76,10 @@ class Entering:
                     [f"write `in {name}: replicate` in the plan", "give it without a gradient: detach()"],
                 )
 
-    def _brought(self, name: str, x: Any, move: Move) -> Any:
+    def _brought(self, module: nn.Module, name: str, x: Any, move: Move) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        refuse_shell(module, x)
         x = moved(x, move)
         return self.wraps[name](x) if name in self.wraps else x
 
@@ -94,15 +96,16 @@ class Leaving:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (self._brought(output[0]), *output[1:])
-        return self._brought(output)
+            return (self._brought(module, output[0]), *output[1:])
+        return self._brought(module, output)
 
-    def _brought(self, y: Any) -> Any:
+    def _brought(self, module: nn.Module, y: Any) -> Any:
         if not isinstance(y, torch.Tensor):
             return y
         if isinstance(y, ShardedTensor) and self.takes_from is not None:
             y = reshard(y, self.takes_from)
             y = y._local if isinstance(y, ShardedTensor) else y
+        refuse_shell(module, y)
         return moved(y, self.move)
 
     def __deepcopy__(self, memo: Any) -> Leaving:

@@ -22,6 +22,7 @@ from shardtensor.sharding.settle import Settled, settle
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 @attrs.frozen(eq=False)
@@ -63,16 +64,19 @@ class Resolved:
 
     def settled(self, module: nn.Module, binder: Binder) -> list[Settled]:
         """What each module with a flow does."""
-        specs: dict[str, dict[str, ShardingSpec]] = {}
-        layouts: dict[str, dict[str, Layout]] = {}
-        for target in self.targets:
-            for name in target.names:
-                owner, _, own = name.rpartition(".")
-                if target.layout is not None:
-                    specs.setdefault(owner, {})[own] = target.spec
-                    layouts.setdefault(owner, {})[own] = target.layout
+        targets = {id(target.tensor): target for target in self.targets if target.layout is not None}
         axis = self._the_axis() if binder.group.mesh is None and self.flows else "*"
-        tensors = {owner: Tensors(specs[owner], layouts[owner], axis) for owner in specs}
+        tensors = {}
+        for path in self.flows:
+            specs: dict[str, ShardingSpec] = {}
+            layouts: dict[str, Layout] = {}
+            for name, tensor in module.get_submodule(path).named_parameters(recurse=False):
+                target = targets.get(id(tensor))  # under whatever name the plan sharded it: it may be tied
+                if target is not None and target.layout is not None:
+                    specs[name], layouts[name] = target.spec, target.layout
+                elif isinstance(tensor, ShardedTensor):  # it was sharded before
+                    specs[name], layouts[name] = tensor.sharding_spec(), tensor._layout
+            tensors[path] = Tensors(specs, layouts, binder.group.mesh, axis)
         return settle(module, self.flows, tensors, binder)
 
     def _the_axis(self) -> str:

@@ -13,7 +13,7 @@ from shardtensor.errors import PlanError
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
 from shardtensor.sharding.flow import Axes, Flow, changes, cuts, partial_axes
-from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow
+from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
 from shardtensor.spec.nodes import Spec
 
@@ -68,11 +68,21 @@ def settle(
     Raises:
         PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
     """
-    none = Tensors({}, {})
+    none = Tensors()
     found = []
     addends = {path: _addends_at(path, root, stated, tensors) for path in stated}
+    met: dict[int, str] = {}
     for path, flows in stated.items():
         module = root.get_submodule(path)
+        first = met.setdefault(id(module), path)
+        if first != path:  # one module under two names
+            if stated[first] != flows:
+                raise PlanError(
+                    f"{first} and {path} are one module, and the plan has different flows for them",
+                    {first: _said(stated[first]), path: _said(flows)},
+                    "give both the same",
+                )
+            continue
         own = tensors.get(path, none)
         try:
             if layer_class(type(module)) is not None:
@@ -86,6 +96,11 @@ def settle(
             raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
     _refuse_forgotten(root, stated, addends, tensors)
     return found
+
+
+def _said(flows: Stated) -> str:
+    sides = [f"in{f' {name}' if name else ''}: {flow}" for name, flow in flows.ins.items()]
+    return ", ".join([*sides, *([f"out: {flows.out}"] if flows.out else [])])
 
 
 def _container(
@@ -142,7 +157,7 @@ def _served(path: str, stated: Mapping[str, Stated]) -> Iterable[str]:
 def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> Axes:
     """The axes along which what comes back to the `in` of a container is an addend: the same for all that it serves."""
     found: dict[str, Axes] = {}
-    none = Tensors({}, {})
+    none = Tensors()
     for other in _served(path, stated) if stated[path].ins else ():
         module = root.get_submodule(other)
         if layer_class(type(module)) is not None:
@@ -212,9 +227,9 @@ def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapp
         module = root.get_submodule(path)
         if not flows.ins and layer_class(type(module)) is not None and path in tensors:
             is_linear = "in" in (dim_names(module, "weight") or ())
-            in_axes, cut = tensors[path].cut(module, "weight", "in") if is_linear else ((), None)
+            in_axes = tensors[path].cut(module, "weight", "in") if is_linear else ()
             if in_axes:
-                natural = Spec(..., cut if cut is not None else in_axes)
+                natural = natural_layout(in_axes)
                 takes.append((path, Flow(natural, natural)))
     for path, flows in stated.items():
         if flows.out is None or not path:

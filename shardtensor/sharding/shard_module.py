@@ -42,13 +42,17 @@ def shard_module(
             checkpoint.
         plan: a `ShardingPlan`, or a dict of its rules: a pattern of names to a spec, its text, or a `Sharder`. ``*``
             stands for one segment of a name, ``**`` for any number, ``{a,b}`` for one of those. The pattern of a module
-            stands for all tensors below it.
+            stands for all tensors below it, and may stand before a dict of rules for what is below. In such a dict
+            ``"in"``, ``"in NAME"`` (an argument) and ``"out"`` say how values enter and leave the module:
+            ``"[-, tp, ...] -> replicate"``. Modules with flows take and give plain local tensors; `colwise`, `rowwise`,
+            `along`, `vocab_embedding` and `vocab_head` are the usual ones. ``"optional bias"`` may match nothing.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
             ranks call this.
 
     Raises:
-        PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, or two rules contradict each other.
+        PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, two rules contradict each other, a flow
+            contradicts a weight, or a local value would reach a module that does not expect it.
         MissingParameterError: (an AttributeError) a pattern matches nothing.
         LayoutError: (a ValueError) a spec does not fit its tensor; names it.
         DisagreementError: (a ValueError) ranks brought different plans or modules; nothing has moved.

@@ -180,3 +180,64 @@ def unknown_ids() -> None:
 def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(world, size):
     if device().type == "cpu":  # on CUDA an assert on the device
         world(unknown_ids, size)
+
+
+class Tied(nn.Module):
+    """One weight at both ends, and one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.first = self.again = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(self.down(torch.tanh(self.again(self.down(torch.tanh(self.first(x)))))))
+
+
+TIED = {
+    "embed": {"weight": "[vocab: tp balanced]", "out": "partial(tp) -> replicate"},
+    "head": {"in": "replicate", "out": "[..., tp balanced] -> replicate"},  # its weight is sharded under the other name
+    "{first,again}": st.colwise(balanced=True),
+    "down": st.rowwise(balanced=True),
+}
+
+
+def tied() -> None:
+    torch.manual_seed(3)
+    dense = Tied().to(device(), torch.float64)
+    module = st.shard_module(copy.deepcopy(dense), TIED)
+    ids = torch.arange(10, device=device()).view(2, 5)
+    assert module.head.weight is module.embed.weight and module.first is module.again
+    for each in (copy.deepcopy(module), module):  # a copy does the same
+        each(ids).square().sum().backward()
+        dense.zero_grad()
+        dense(ids).square().sum().backward()
+        torch.testing.assert_close(each(ids), dense(ids))
+        for p, q in zip(each.parameters(), dense.parameters(), strict=True):
+            grad = p.grad.full_tensor() if isinstance(p, st.ShardedTensor) else p.grad
+            torch.testing.assert_close(grad, q.grad)
+    torch.testing.assert_close(st.unshard_module(copy.deepcopy(module))(ids), dense(ids))
+
+
+@pytest.mark.worlds("sim")
+@every_size
+def test_tied_weights_and_a_layer_under_two_names(world, size):
+    world(tied, size)
+
+
+def sharded_before() -> None:
+    torch.manual_seed(3)
+    dense = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(device())
+    module = copy.deepcopy(dense)
+    st.shard_parameter(module, "0.weight", "[tp, -]")
+    st.shard_module(module, {"0": {"out": "[..., tp]"}, "1": st.rowwise()})
+    x = torch.ones(3, 4, device=device())
+    torch.testing.assert_close(module(x), dense(x))
+
+
+@pytest.mark.worlds("sim")
+def test_flows_of_parameters_that_were_sharded_before(world):
+    world(sharded_before, 2)
