@@ -126,11 +126,15 @@ def with_spmd_types(whole: nn.Sequential, is_stream: bool) -> dict[str, nn.Modul
     except ImportError:
         return {}
     ranks = dist.group.WORLD
+
+    def back(x: torch.Tensor) -> dict[str, Any]:  # gradients are summed in the dtype that they have, as the others do
+        return {"backward_options": {"op_dtype": x.dtype}}
+
     if is_stream:
-        enter: Any = lambda x: spmd.all_gather(x, ranks, src=spmd.V, dst=spmd.R, gather_dim=0)  # noqa: E731
+        enter: Any = lambda x: spmd.all_gather(x, ranks, src=spmd.V, dst=spmd.R, gather_dim=0, **back(x))  # noqa: E731
         leave: Any = lambda x: spmd.reduce_scatter(x, ranks, src=spmd.P, dst=spmd.V, scatter_dim=0)  # noqa: E731
     else:
-        enter = lambda x: spmd.invariant_to_replicate(x, ranks)  # noqa: E731
+        enter = lambda x: spmd.invariant_to_replicate(x, ranks, **back(x))  # noqa: E731
         leave = lambda x: spmd.all_reduce(x, ranks, src=spmd.P, dst=spmd.I, inplace=True)  # noqa: E731
     return {"spmd-types": ByHand(whole, enter, leave)}
 
