@@ -15,6 +15,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.parallel.layers import refuse_shell
 from shardtensor.parallel.moves import Move, moved
+from shardtensor.sharding.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
@@ -102,6 +103,12 @@ class Leaving:
     def _brought(self, module: nn.Module, y: Any) -> Any:
         if not isinstance(y, torch.Tensor):
             return y
+        if self.takes_from is not None and cuts(self.takes_from) and not isinstance(y, ShardedTensor):
+            raise RuleError(
+                f"{type(module).__name__} returns a whole tensor where the plan says that it gives a part",
+                {"out": str(self.takes_from), "found": f"{tuple(y.shape)} on every rank"},
+                f"write `out: replicate -> {self.takes_from}`",
+            )
         if isinstance(y, ShardedTensor) and self.takes_from is not None:
             y = reshard(y, self.takes_from)
             y = y._local if isinstance(y, ShardedTensor) else y

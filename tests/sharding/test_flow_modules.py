@@ -241,3 +241,16 @@ def sharded_before() -> None:
 @pytest.mark.worlds("sim")
 def test_flows_of_parameters_that_were_sharded_before(world):
     world(sharded_before, 2)
+
+
+def gives_the_whole() -> None:
+    plan = dict(KINDS["a module of one's own"][1])
+    plan["mixer"] = {**plan["mixer"], "out": "[..., tp]"}
+    module = st.shard_module(Around().to(device()), plan)
+    with pytest.raises(st.RuleError, match="returns a whole tensor where the plan says that it gives a part"):
+        module(torch.ones(2, 8, device=device()))
+
+
+@pytest.mark.worlds("sim")
+def test_a_module_that_gives_other_than_it_says_is_refused(world):
+    world(gives_the_whole, 2)
