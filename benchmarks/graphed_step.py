@@ -10,8 +10,6 @@ medians of steps in a row on the slowest rank, and what a replay costs the host.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import spawn, wait
 from report import write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,12 +100,12 @@ def measure(
             for _ in range(0 if number else 5):  # a capture takes a few calls
                 step(*batch)
             dist.barrier()
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             for _ in range(repeats):
                 step(*batch)
             handed_over = time.perf_counter()
-            _wait(device)
+            wait(device)
             if number:
                 spent[name][0].append((time.perf_counter() - start) / repeats * 1e3)
                 spent[name][1].append((handed_over - start) / repeats * 1e6)
@@ -116,21 +114,9 @@ def measure(
     return dict(zip(spent, table.tolist(), strict=True))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run(rank: int, args: argparse.Namespace, port: int) -> None:
+def run(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: compare, measure, and on the first print and write."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.world))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=rank, world_size=args.world, device_id=device if on_gpu else None
-    )
+    on_gpu = device.type == "cuda"
     for eager, captured in zip(trained(device, False), trained(device, True), strict=True):
         assert torch.equal(eager, captured), "a captured step gives other numbers than an eager one"
     dtype, width = (torch.bfloat16, 4096) if on_gpu else (torch.float32, 128)
@@ -145,11 +131,9 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
                 {"tokens": tokens, "way": name, "ms a step": round(ms, 3), "to DTensor": ratio, "host us": round(us, 1)}
             )
         ways["shardtensor, captured"].close()
-    if rank == 0:
+    if dist.get_rank() == 0:
         print("50 captured steps equal 50 eager ones bit for bit")
         write("graphed_step", rows, world=args.world)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -158,10 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=20, help="steps in a row, in each round")
     args = parser.parse_args()
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run, (args, port), nprocs=args.world)
+    spawn(run, args)
 
 
 if __name__ == "__main__":

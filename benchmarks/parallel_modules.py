@@ -15,8 +15,6 @@ every round, told are medians on the slowest rank.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from by_hand import Copied, Gathered, Scattered, Summed, spmd_types
+from ranks import spawn, wait
 from report import write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,69 +39,6 @@ from torch.distributed.tensor.parallel import (
 import shardtensor as st
 
 Step = Callable[[], Any]
-
-
-class Copied(torch.autograd.Function):
-    """Nothing forward; the gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Summed(torch.autograd.Function):
-    """The sum forward; nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-def _gathered(x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
-
-
-def _scattered(x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous())
-    return out
-
-
-class Gathered(torch.autograd.Function):
-    """Tokens gathered forward; the gradient is summed and scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _scattered(grad)
-
-
-class Scattered(torch.autograd.Function):
-    """Summed and scattered forward; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _gathered(grad)
 
 
 class ByHand(nn.Module):
@@ -120,23 +56,8 @@ class ByHand(nn.Module):
 
 
 def with_spmd_types(whole: nn.Sequential, is_stream: bool) -> dict[str, nn.Module]:
-    """The same by the typed collectives of ``pip install spmd-types``, where that is installed."""
-    try:
-        import spmd_types as spmd
-    except ImportError:
-        return {}
-    ranks = dist.group.WORLD
-
-    def back(x: torch.Tensor) -> dict[str, Any]:  # gradients are summed in the dtype that they have, as the others do
-        return {"backward_options": {"op_dtype": x.dtype}}
-
-    if is_stream:
-        enter: Any = lambda x: spmd.all_gather(x, ranks, src=spmd.V, dst=spmd.R, gather_dim=0, **back(x))  # noqa: E731
-        leave: Any = lambda x: spmd.reduce_scatter(x, ranks, src=spmd.P, dst=spmd.V, scatter_dim=0)  # noqa: E731
-    else:
-        enter = lambda x: spmd.invariant_to_replicate(x, ranks, **back(x))  # noqa: E731
-        leave = lambda x: spmd.all_reduce(x, ranks, src=spmd.P, dst=spmd.I, inplace=True)  # noqa: E731
-    return {"spmd-types": ByHand(whole, enter, leave)}
+    around = spmd_types(is_stream)
+    return {} if around is None else {"spmd-types": ByHand(whole, *around)}
 
 
 class Attention(nn.Module):
@@ -294,11 +215,11 @@ def measure(ways: dict[str, Step], rounds: int, repeats: int, device: torch.devi
     for number in range(rounds + 1):
         for name, step in ways.items():
             dist.barrier()
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             for _ in range(repeats):
                 step()
-            _wait(device)
+            wait(device)
             if number:
                 times[name].append((time.perf_counter() - start) / repeats * 1e3)
     medians = torch.tensor([statistics.median(values) for values in times.values()], device=device)
@@ -306,23 +227,9 @@ def measure(ways: dict[str, Step], rounds: int, repeats: int, device: torch.devi
     return dict(zip(times, medians.tolist(), strict=True))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run(rank: int, args: argparse.Namespace, port: int) -> None:
+def run(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: measure, and on the first print and write."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.world))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=rank, world_size=args.world, device_id=device if on_gpu else None
-    )
+    on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     width = 4096 if on_gpu else 256
     sizes = {"mlp": (64, 1024, 8192), "sequence": (1024, 8192), "block": (1024, 8192)}
@@ -345,10 +252,8 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
                         "to DTensor": dtensor,
                     }
                 )
-    if rank == 0:
+    if dist.get_rank() == 0:
         write("parallel_modules", rows, world=args.world)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -358,10 +263,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="steps in a row, in each round")
     parser.add_argument("--only", default="mlp,sequence,block")
     args = parser.parse_args()
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run, (args, port), nprocs=args.world)
+    spawn(run, args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ collective, and the bytes that a rank received, which are those it lacked.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import spawn, wait
 from report import write
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing import assert_close
@@ -84,12 +83,10 @@ def measure(named: dict[str, Way], rounds: int, device: torch.device) -> dict[st
     for number in range(rounds + 3):
         for name, way in named.items():
             dist.barrier()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(device)
             start = time.perf_counter()
             result = way()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(device)
             spent = time.perf_counter() - start
             del result
             if number >= 3:
@@ -109,20 +106,12 @@ def received_and_lacked(source: ShardedTensor, spec: str) -> tuple[int, int]:
     return brought * item, (new.numel - (both.numel if both else 0)) * item
 
 
-def run(rank: int, size: int, side: int, rounds: int, port: int) -> None:
+def run(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: measure, and on the first print and write."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=size)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    side, dtype = args.side, torch.bfloat16 if device.type == "cuda" else torch.float32
     table = []
     for move, named in ways(side, dtype, device).items():
-        medians = measure(named, rounds, device)
+        medians = measure(named, args.rounds, device)
         ours = st.empty("[tp, -]", side, side, dtype=dtype)
         received, lacked = received_and_lacked(ours, "[-, tp]" if "columns" in move else "replicate")
         assert received == lacked, "a rank receives what it lacks"
@@ -138,10 +127,9 @@ def run(rank: int, size: int, side: int, rounds: int, port: int) -> None:
                     "MiB lacked": round(lacked / 2**20, 1),
                 }
             )
-    if rank == 0:
-        write("reshard" + ("_gpu" if on_gpu else ""), table, world=size, side=side, dtype=str(dtype), rounds=rounds)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        facts = {"world": args.world, "side": side, "dtype": str(dtype), "rounds": args.rounds}
+        write("reshard" + ("_gpu" if device.type == "cuda" else ""), table, **facts)
 
 
 def main() -> None:
@@ -150,9 +138,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=min(count, 4) or 2)
     parser.add_argument("--side", type=int, default=16384 if count else 4096)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--port", type=int, default=29517)
-    args = parser.parse_args()
-    mp.spawn(run, (args.world, args.side, args.rounds, args.port), nprocs=args.world)
+    spawn(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from by_hand import Copied, Summed, spmd_types
 from report import write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,33 +29,6 @@ import shardtensor as st
 
 WORLD = 4
 SIZES = ((4, 16, 32), (32, 128, 512))  # tokens, width, hidden size
-
-
-class Copied(torch.autograd.Function):
-    """Nothing forward; the gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Summed(torch.autograd.Function):
-    """The sum over the ranks forward; nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
 
 
 class FusedColumns(torch.autograd.Function):
@@ -109,26 +83,15 @@ class MLP(nn.Module):
         return self.leave(self.down(F.gelu(self.up(self.enter(x)))))
 
 
-def spmd_types(width: int, part: int) -> dict[str, nn.Module]:
-    """By the typed collectives of ``pip install spmd-types``, where that is installed."""
-    try:
-        import spmd_types as spmd
-    except ImportError:
-        return {}
-    ranks = dist.group.WORLD
-    enter: Any = lambda x: spmd.invariant_to_replicate(x, ranks)  # noqa: E731
-    leave: Any = lambda x: spmd.all_reduce(x, ranks, src=spmd.P, dst=spmd.I, inplace=True)  # noqa: E731
-    return {"spmd-types": MLP(width, part, enter, leave)}
-
-
 def ways_of(width: int, hidden: int) -> dict[str, nn.Module]:
     part = hidden // WORLD
+    typed = spmd_types(is_stream=False)
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     return {
         "no communication": MLP(width, part),
         "by hand": MLP(width, part, Copied.apply, Summed.apply),
         "by hand, fused": MLP(width, part, products=(FusedColumns.apply, FusedRows.apply)),
-        **spmd_types(width, part),
+        **({} if typed is None else {"spmd-types": MLP(width, part, *typed)}),
         "shardtensor": st.shard_module(MLP(width, hidden), {"up": st.colwise("tp"), "down": st.rowwise("tp")}),
         "shardtensor, specs alone": st.shard_module(
             MLP(width, hidden), {"up.weight": "[tp, -]", "down.weight": "[-, tp]"}
