@@ -60,9 +60,10 @@ def compiles(stream: str, checkpoints: bool, autocasts: bool) -> None:
                 param.mul_(0.5)  # new values are seen, and compile nothing anew
 
 
-@pytest.mark.parametrize("stream", ["replicate", "[-, tp, ...]"])
 @pytest.mark.parametrize(
-    ("checkpoints", "autocasts"), [(False, False), (True, False), (False, True)], ids=["", "checkpoint", "autocast"]
+    ("stream", "checkpoints", "autocasts"),
+    [("replicate", False, False), ("[-, tp, ...]", True, False), ("[-, tp, ...]", False, True)],
+    ids=["", "checkpoint", "autocast"],
 )
 def test_one_graph_and_the_same_numbers(world, stream, checkpoints, autocasts):
     world(compiles, 2, stream=stream, checkpoints=checkpoints, autocasts=autocasts)
