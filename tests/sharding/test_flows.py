@@ -99,3 +99,67 @@ def test_flows_on_a_grid_with_a_data_axis(world):
 def on_a_data_grid() -> None:
     """Each coordinate of dp holds the whole batch here, so that nothing is to be summed over dp."""
     equals_dense(rules("[-, tp, ...]"), grid(dp=2, tp=2))
+
+
+class Exact(nn.Module):
+    """Small integers all the way, so that float32 sums are the same in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(7, 6), nn.Linear(6, 11), nn.Linear(11, 6)
+        with torch.no_grad():
+            for i, param in enumerate(self.parameters()):
+                param.copy_(torch.randint(-2, 3, param.shape, generator=torch.Generator().manual_seed(i)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.embed(ids))))
+
+
+def integers(stream: str) -> None:
+    rules = {
+        "embed": {"weight": "[vocab: tp balanced]", "out": f"partial(tp) -> {stream}"},
+        "up": {**st.colwise(balanced=True), "in": "replicate" if stream == "replicate" else f"{stream} -> replicate"},
+        "down": {**st.rowwise(to=stream, balanced=True)},
+        "out": "replicate" if stream == "replicate" else f"{stream} -> replicate",
+    }
+    dense = Exact().to(device())
+    module = st.shard_module(copy.deepcopy(dense), rules)
+    ids = torch.arange(10, device=device()).view(2, 5) % 7
+    found, wanted = module(ids), dense(ids)
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
+    for y in (found, wanted):
+        (y * (torch.arange(y.numel(), device=device()).view(y.shape) % 3 - 1)).sum().backward()
+    for (name, p), q in zip(module.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(whole(p.grad), q.grad), name
+
+
+@pytest.mark.worlds("sim")
+@every_size
+@pytest.mark.parametrize("stream", ["replicate", "[-, tp balanced, ...]"])
+def test_sums_that_are_exact_are_equal_in_float32(world, size, stream):
+    world(integers, size, stream=stream)
+
+
+def in_bfloat16(stream: str) -> None:
+    """Each result is within 2 % (in norm) of float64, as the dense bfloat16 run is within 1 %."""
+    exact = decoder()
+    results = []
+    for module in (
+        exact,
+        copy.deepcopy(exact).bfloat16(),
+        st.shard_module(copy.deepcopy(exact).bfloat16(), rules(stream)),
+    ):
+        ids = torch.arange(16, device=device()).view(2, 8)
+        logits = module(ids)
+        logits.float().square().mean().backward()
+        results.append([x.double() for x in (logits.detach(), *(whole(p.grad) for p in module.parameters()))])
+    for x, dense, sharded in zip(*results, strict=True):
+        assert (dense - x).norm() <= 0.01 * x.norm() + 1e-3
+        assert (sharded - x).norm() <= 0.02 * x.norm() + 1e-3
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stream", ["replicate", "[-, tp, ...]"])
+def test_bfloat16_stays_near_the_exact_result(world, size, stream):
+    world(in_bfloat16, size, stream=stream)
