@@ -33,9 +33,11 @@ class LayerFlow:
     Attributes:
         enter: brings the input to what the weight's layout asks for.
         leave: brings the product to what the flow promises.
-        copies: along which the gradients of the layer's parameters are addends: of all of them, and of a bias beside.
+        sums: ranks over which the gradient of the weight is summed, because each has a part of the work with it.
+        sums_bias: the same for the bias.
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
+        is_transposed: the weight is ``(in, out)``.
         call: the product fused with its collective: of x, weight and bias; None where there is no such form.
         is_fused_if_large: small products are cheaper step by step: torch's own backward costs the host less than one
             in Python.
