@@ -74,10 +74,16 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.worlds("sim")
 @every_size
 @pytest.mark.parametrize("name", PLANS)
 def test_a_decoder_equals_the_dense_one(world, size, name):
+    plan, options = PLANS[name]
+    world(equals_dense, size, plan=plan, **options)
+
+
+@pytest.mark.parametrize(("name", "size"), [("tensor parallel", 4), ("sequence parallel, uneven", 3), ("uneven", 2)])
+def test_a_decoder_on_real_ranks(world, name, size):
     plan, options = PLANS[name]
     world(equals_dense, size, plan=plan, **options)
 
