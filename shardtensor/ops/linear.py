@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardtensor.comm.function_call import caller
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule, decided
 from shardtensor.ops.fused_linear import ColumnLinear, RowLinear, cast
@@ -20,6 +21,8 @@ from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.teams import along
+
+_column_linear, _row_linear = caller(ColumnLinear), caller(RowLinear)
 
 
 def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
@@ -58,7 +61,9 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor) -> LocalCall:
     team = along(group, layout, cut.axes)
 
     def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ColumnLinear.apply(*cast(x, weight, bias), team, start)
+        if not x.requires_grad and (bias is None or not bias.requires_grad):  # nothing to sum: torch's own backward
+            return F.linear(x, weight, None if bias is None else bias[start : start + weight.shape[0]])
+        return _column_linear(*cast(x, weight, bias), team, start)
 
     dims = (*(None,) * (x.dim() - 1), cut)
     return LocalCall(columns, with_dims(layout, (*x.shape[:-1], layout.shape[0]), dims))
@@ -80,7 +85,7 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
         x, weight, bias = cast(x, weight, bias)
         if bias is not None and bias.dtype != x.dtype:
             F.linear(x, weight, bias)  # torch's error
-        return RowLinear.apply(x, weight, bias, team)
+        return _row_linear(x, weight, bias, team)
 
     return found._replace(call=rows)
 

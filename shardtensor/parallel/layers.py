@@ -152,7 +152,7 @@ class LinearFlow(Flowing):
             bias = collectives.sum_gradient(bias, flow.sums_bias)
         if torch._C._is_any_autocast_enabled():
             x, weight, bias = cast(x, weight, bias)
-        if flow.call is not None and (not flow.is_fused_if_large or is_large(x)):
+        if flow.call is not None and _pays(flow, x):
             return flow.call(x, weight, bias)
         for step in flow.enter:
             x = step(x)
@@ -165,6 +165,13 @@ class LinearFlow(Flowing):
             for step in flow.leave:
                 y = step(y)
         return y + bias if flow.adds_bias_last and bias is not None else y
+
+
+def _pays(flow: LayerFlow, x: torch.Tensor) -> bool:
+    """Whether the fused product is the one to take: there is a sum to make in backward, and it is worth it."""
+    if flow.is_fused_if_large:
+        return is_large(x)
+    return x.requires_grad or flow.start is not None
 
 
 class ParallelLinear(LinearFlow, nn.Linear):
