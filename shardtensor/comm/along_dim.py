@@ -43,6 +43,10 @@ class Stretches(NamedTuple):
             )
         return [each + (i < left) for i in range(group.size)]
 
+    def are_in_order(self, shape: torch.Size) -> bool:
+        """Whether equal stretches of this shape, or of which it is made, lie in memory one after the other."""
+        return self.sizes is None and not self.balanced and (self.dim == 0 or (self.dim == 1 and shape[0] == 1))
+
     def of_own(self, x: torch.Tensor, group: Group) -> Sequence[int]:
         """The stretch of each member, of which `x` is this one's; balanced ones are asked for in a small exchange."""
         if self.sizes is not None:
@@ -55,17 +59,19 @@ class Stretches(NamedTuple):
 
 def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """The stretches of all members, joined; no gradient. All members call it."""
-    dim, sizes, balanced = stretches
-    shape = x.shape
-    if sizes is None and not balanced and (dim == 0 or (dim == 1 and shape[0] == 1)):  # the usual case, at least cost
+    dim, shape = stretches.dim, x.shape
+    if stretches.are_in_order(shape):  # the usual case, at least cost
         return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
     return _joined(x, stretches, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
 
 
 def gather(x: torch.Tensor, stretches: Stretches, group: Group, sums: bool = False) -> torch.Tensor:
     """`gathered` with gradients: the result's own stretch or, where work on it is split (`sums`), the summed one."""
-    if sums and _differentiates(x, group):
-        return _do_gather_sum_gradient(x, _known(x, stretches, group), group)
+    if not _differentiates(x, group):
+        return gathered(x, stretches, group)
+    if sums:
+        known = stretches._replace(sizes=tuple(stretches.of_own(x, group))) if stretches.balanced else stretches
+        return _do_gather_sum_gradient(x, known, group)  # the way back asks nobody for sizes
     return _joined(x, stretches, group, lambda first, counts: collectives.all_gather(first, counts, group))
 
 
@@ -78,15 +84,14 @@ def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch
     """This member's stretch of the sum of `x` over the members; the gradients of all are gathered."""
     if not _differentiates(x, group):
         return scattered(x, stretches, group)
-    sizes = tuple(stretches.of_whole(x, group)) if stretches.balanced else stretches.sizes
-    return _do_scatter_sum(x, stretches._replace(sizes=sizes), group)
+    known = stretches._replace(sizes=tuple(stretches.of_whole(x, group))) if stretches.balanced else stretches
+    return _do_scatter_sum(x, known, group)
 
 
 def scattered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
     """`reduce_scatter` without a gradient."""
-    dim, sizes, balanced = stretches
-    shape = x.shape
-    if sizes is None and not balanced and (dim == 0 or (dim == 1 and shape[0] == 1)) and not shape[dim] % group.size:
+    dim, shape = stretches.dim, x.shape
+    if stretches.are_in_order(shape) and not shape[dim] % group.size:
         return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
     return _part(x, stretches, group, lambda first, counts: group.reduce_scatter(first, _unless_even(counts)))
 
@@ -96,17 +101,19 @@ class Scattering:
 
     def __init__(self, x: torch.Tensor, stretches: Stretches, group: Group) -> None:
         sizes = stretches.of_whole(x, group)
-        first = _first(x, stretches)
-        rest = first.shape[1:]
-        self.stretches, self.shape = stretches, (sizes[group.index], *rest)
-        self.pending = group.reduce_scatter_async(first, _unless_even([size * rest.numel() for size in sizes]))
+        first, counts = _in_front(x, stretches, sizes)
+        self.stretches, self.shape = stretches, (sizes[group.index], *first.shape[1:])
+        self.pending = group.reduce_scatter_async(first, _unless_even(counts))
 
     def wait(self) -> torch.Tensor:
         return _last(self.pending.wait().view(self.shape), self.stretches)
 
 
-def _first(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:
-    return (x if stretches.dim == 0 else x.movedim(stretches.dim, 0)).contiguous()
+def _in_front(x: torch.Tensor, stretches: Stretches, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """`x` with the dim of the stretches in front, and the elements of each stretch."""
+    first = (x if stretches.dim == 0 else x.movedim(stretches.dim, 0)).contiguous()
+    rest = first.shape[1:].numel()
+    return first, [size * rest for size in sizes]
 
 
 def _last(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:
@@ -121,9 +128,8 @@ def _joined(
     x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
     sizes = stretches.of_own(x, group)
-    first = _first(x, stretches)
-    rest = first.shape[1:]
-    whole = call(first, [size * rest.numel() for size in sizes]).view(sum(sizes), *rest)
+    first, counts = _in_front(x, stretches, sizes)
+    whole = call(first, counts).view(sum(sizes), *first.shape[1:])
     return whole if stretches.dim == 0 else whole.movedim(0, stretches.dim)
 
 
@@ -131,19 +137,12 @@ def _part(
     x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
     sizes = stretches.of_whole(x, group)
-    first = _first(x, stretches)
-    rest = first.shape[1:]
-    part = call(first, [size * rest.numel() for size in sizes]).view(sizes[group.index], *rest)
-    return _last(part, stretches)
+    first, counts = _in_front(x, stretches, sizes)
+    return _last(call(first, counts).view(sizes[group.index], *first.shape[1:]), stretches)
 
 
 def _differentiates(x: torch.Tensor, group: Group) -> bool:
-    return group.size > 1 and x.requires_grad and torch.is_grad_enabled()
-
-
-def _known(x: torch.Tensor, stretches: Stretches, group: Group) -> Stretches:
-    """The stretches with their sizes, where they may differ: the way back then asks nobody."""
-    return stretches._replace(sizes=tuple(stretches.of_own(x, group))) if stretches.balanced else stretches
+    return group.size > 1 and collectives.differentiates(x)
 
 
 class _GatherSumGradient(torch.autograd.Function):
@@ -165,9 +164,7 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if _differentiates(grad, ctx.group):
-            return gather(grad, ctx.stretches, ctx.group, sums=True), None, None
-        return gathered(grad, ctx.stretches, ctx.group), None, None
+        return gather(grad, ctx.stretches, ctx.group, sums=True), None, None
 
 
 _do_gather_sum_gradient, _do_scatter_sum = caller(_GatherSumGradient), caller(_ScatterSum)

@@ -35,7 +35,8 @@ from shardtensor.comm.group import Group
 Counts = Sequence[int]
 
 
-def _differentiates(x: torch.Tensor) -> bool:
+def differentiates(x: torch.Tensor) -> bool:
+    """Whether autograd records what is done with `x`."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -55,7 +56,7 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
     References:
         *f* of Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; `all_reduce` is its *g*.
     """
-    if group.size == 1 or not _differentiates(x):
+    if group.size == 1 or not differentiates(x):
         return x
     return _do_sum_gradient(x, group)
 
@@ -72,14 +73,14 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x
-    return _do_all_reduce(x, group) if _differentiates(x) else _sum(x, group)
+    return _do_all_reduce(x, group) if differentiates(x) else _sum(x, group)
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`all_reduce` of what nobody else uses, such as a product: the sum takes its memory, and nothing is copied."""
     if group.size == 1:
         return x
-    if _differentiates(x):
+    if differentiates(x):
         return _do_all_reduce_fresh(x, group)
     return group.all_reduce(x.contiguous())
 
@@ -142,7 +143,7 @@ def take(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _do_take(x, counts, group) if _differentiates(x) else _part(x, counts, group.index)
+    return _do_take(x, counts, group) if differentiates(x) else _part(x, counts, group.index)
 
 
 def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
@@ -158,7 +159,7 @@ def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _do_all_gather(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
+    return _do_all_gather(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
 
 
 def _part(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
@@ -205,7 +206,7 @@ def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> to
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _do_all_gather_sum_gradient(x, counts, group) if _differentiates(x) else group.all_gather(x, counts)
+    return _do_all_gather_sum_gradient(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
 
 
 def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
@@ -221,7 +222,7 @@ def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tenso
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _do_reduce_scatter(x, counts, group) if _differentiates(x) else group.reduce_scatter(x, counts)
+    return _do_reduce_scatter(x, counts, group) if differentiates(x) else group.reduce_scatter(x, counts)
 
 
 class _AllGatherSumGradient(_AllGather):
@@ -258,7 +259,7 @@ def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group:
     """
     if group.size == 1:
         return x.reshape(-1)
-    if _differentiates(x):
+    if differentiates(x):
         return _do_all_to_all(x, send_counts, recv_counts, group)
     return group.all_to_all(x, send_counts, recv_counts)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from shardtensor.comm.group import Group
+import torch
+
+from shardtensor.comm.group import Done, Group, Pending
 from shardtensor.mesh import Mesh, Ranks
 
 
@@ -23,6 +25,14 @@ class Parted(ABC):
     @abstractmethod
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         """The group of these members, ascending."""
+
+    @abstractmethod
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """As of `Group`."""
+
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Done at once, where nothing is gained by starting early."""
+        return Done(self.reduce_scatter(flat, counts))
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         key = tuple(sorted(ranks))  # torch orders a new group by rank

@@ -93,7 +93,7 @@ class TorchGroup(Parted):
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         as_is = (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous()
         if counts is not None or not as_is or torch.compiler.is_compiling():
-            return Done(self.reduce_scatter(flat, counts))
+            return super().reduce_scatter_async(flat, counts)
         work, out = primitives.reduce_scatter_async(self.process_group, flat.detach().view(-1))
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
 

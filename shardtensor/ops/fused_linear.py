@@ -27,7 +27,7 @@ def cast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The operands as autocast wants them; inside of a Function it would differ between the two passes."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if not torch._C._is_any_autocast_enabled() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

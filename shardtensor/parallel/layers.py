@@ -129,7 +129,6 @@ class Flowing:
     flow: LayerFlow
     flow_cut: frozenset[str]
     flow_of: type[nn.Module]
-    _parameters: dict[str, Any]
 
 
 class LinearFlow(Flowing):
@@ -138,32 +137,24 @@ class LinearFlow(Flowing):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:
             refuse_shell(self, x)
-        flow, params = self.flow, self._parameters
-        weight: Any = params["weight"]
-        bias: Any = params["bias"]
-        weight = weight._local if type(weight) is ShardedTensor else local(self, "weight")
-        if bias is not None:
-            bias = bias._local if type(bias) is ShardedTensor else local(self, "bias")
+        flow, weight, bias = self.flow, local(self, "weight"), local(self, "bias")
+        assert weight is not None
         if flow.is_transposed:
             weight = weight.t()
         if flow.sums is not None:
             weight = collectives.sum_gradient(weight, flow.sums)
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
-        if torch._C._is_any_autocast_enabled():
-            x, weight, bias = cast(x, weight, bias)
+        x, weight, bias = cast(x, weight, bias)
         if flow.call is not None and _pays(flow, x):
             return flow.call(x, weight, bias)
-        for step in flow.enter:
-            x = step(x)
+        x = moved(x, flow.enter)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
         if flow.chunks > 1 and x.numel() >= flow.chunks_from and not torch.compiler.is_compiling():
             y = _chunked_row_linear(x, weight, flow.leave[0].team, flow.chunks)
         else:
-            y = F.linear(x, weight, None if flow.adds_bias_last else bias)
-            for step in flow.leave:
-                y = step(y)
+            y = moved(F.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         return y + bias if flow.adds_bias_last and bias is not None else y
 
 

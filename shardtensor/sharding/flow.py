@@ -92,6 +92,11 @@ def cuts(spec: Spec) -> dict[int, Cut]:
     }
 
 
+def cut_axes(spec: Spec) -> Axes:
+    """The axes over which a value is cut."""
+    return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
+
+
 def partial_axes(spec: ShardingSpec) -> Axes:
     """The axes along which a value is an addend."""
     assert isinstance(spec, Spec)
@@ -149,7 +154,7 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
             )
     steps: list[Change] = []
     open_axes = [axis for axis in partial if axis not in kept]
-    passed = {axis for cut in (*before.values(), *after.values()) for axis in cut.axes} | set(partial)
+    passed = {*cut_axes(flow.before), *cut_axes(flow.after), *partial}
     summed = tuple(axis for axis in addends if axis not in passed)
     if summed:
         steps.append(Change("sum_gradient", summed))

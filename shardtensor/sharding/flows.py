@@ -16,7 +16,7 @@ from shardtensor.mesh import Mesh
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import LayerFlow, fused, layer_class
 from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
-from shardtensor.sharding.flow import Axes, Change, Flow, changes, cuts, last_cut, partial_axes, read_flow
+from shardtensor.sharding.flow import Axes, Change, Flow, changes, cut_axes, cuts, last_cut, partial_axes, read_flow
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 
 REPLICATE = read_flow("replicate")
@@ -170,7 +170,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     if module.bias is not None:
         bias_axes = tensors.cut(module, "bias", "out")
         if in_axes:
-            left = tuple(axis for cut in cuts(leaves.after).values() for axis in cut.axes if axis not in out_axes)
+            left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
             sums_bias = tuple(dict.fromkeys((*left, *leaves.addends)))
         if bias_axes and bias_axes != out_axes:
             raise PlanError(
@@ -224,7 +224,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
             raise PlanError("a vocabulary in blocks takes no flow", {"weight": str(tensors.specs["weight"])})
         start = layout.start(binder.group.rank, 0)
     sizes = {columns: _sizes(module, tensors, "embed")} if columns else {}
-    stream = tuple(axis for cut in cuts(came.after).values() for axis in cut.axes)
+    stream = cut_axes(came.after)
     sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
     leave = binder.move(changes(attrs.evolve(leaves, addends=())), sizes)
     return LayerFlow(binder.move(changes(came)), leave, sums=sums, start=start)
@@ -240,7 +240,7 @@ def _norm(module: Any, stated: Stated, tensors: Tensors, binder: Binder) -> Laye
         raise PlanError("a norm takes whole last dims", {"in": str(came)}, "cut the stream along another dim")
     if leaves.before != came.after:
         raise PlanError("a norm gives what it takes", {"in": str(came), "out": str(leaves)}, f"`out: {came.after}`")
-    stream = tuple(axis for cut in cuts(came.after).values() for axis in cut.axes)
+    stream = cut_axes(came.after)
     sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
     enter = changes(attrs.evolve(came, addends=()), came.addends)
     return LayerFlow(binder.move(enter), binder.move(changes(attrs.evolve(leaves, addends=()))), sums=sums)

@@ -12,10 +12,9 @@ from shardtensor.comm.along_dim import Stretches
 from shardtensor.errors import PlanError
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
-from shardtensor.sharding.flow import Axes, Flow, changes, cuts, partial_axes
+from shardtensor.sharding.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
-from shardtensor.spec.nodes import Spec
 
 Set = Callable[[], None]
 
@@ -192,7 +191,7 @@ def _refuse_forgotten(
             for above in _above(path)
             if above in stated
             for flow in stated[above].ins.values()
-            for axis in set(_axes_of(flow.before)) - set(_axes_of(flow.after))
+            for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))
         }
         left = [axis for axis in streams if axis not in copies]
         if left:
@@ -215,10 +214,6 @@ def _stream_axes(flows: Stated) -> Axes:
     )
 
 
-def _axes_of(spec: Spec) -> Axes:
-    return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
-
-
 def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> None:
     """Refuse a module that lets go of a local slice which no other takes: it would be met as if it were the whole."""
     takes: list[tuple[str, Flow]] = []
@@ -235,13 +230,13 @@ def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapp
         if flows.out is None or not path:
             continue
         module = root.get_submodule(path)
-        gone = set(_axes_of(flows.out.after)) | set(partial_axes(flows.out.after))
+        gone = set(cut_axes(flows.out.after)) | set(partial_axes(flows.out.after))
         if not gone:
             continue
-        expected = any(other != path and gone <= set(_axes_of(flow.before)) for other, flow in takes)
+        expected = any(other != path and gone <= set(cut_axes(flow.before)) for other, flow in takes)
         outs = (stated[above].out for above in _above(path) if above in stated)
         expected = expected or any(
-            out is not None and gone <= {*_axes_of(out.before), *partial_axes(out.before)} for out in outs
+            out is not None and gone <= {*cut_axes(out.before), *partial_axes(out.before)} for out in outs
         )
         if not expected:
             raise PlanError(

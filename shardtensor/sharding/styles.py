@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtensor.spec.nodes import Cut, Spec
+from shardtensor.spec.nodes import Cut
 from shardtensor.spec.parse import as_spec
 
 Axis = str | tuple[str, ...]
@@ -47,8 +47,11 @@ def colwise_shared(axis: Axis, copies: Axis, *, unit: int = 1) -> Block:
         '[..., kvg unit(64)] grad partial(kvr)'
     """
     cut = Cut(axis, unit=unit)
-    shared = str(Spec().partial(*((copies,) if isinstance(copies, str) else copies))).removeprefix("replicate ")
-    return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "out": f"[..., {cut}] grad {shared}"}
+    return {
+        "weight": f"[out: {cut}]",
+        "optional bias": f"[out: {cut}]",
+        "out": f"[..., {cut}] grad {_addends(Cut(copies))}",
+    }
 
 
 def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced: bool = False) -> Block:
@@ -68,7 +71,7 @@ def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced
     return {
         "weight": f"[in: {cut}]",
         "in": f"[..., {cut}]",
-        "out": f"partial({'*'.join(cut.axes)}) -> {as_spec(to)}",
+        "out": f"{_addends(cut)} -> {as_spec(to)}",
     }
 
 
@@ -99,7 +102,7 @@ def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "rep
         '[vocab: tp pad(64)]'
     """
     cut = Cut(axis, pad=pad)
-    return {"weight": f"[vocab: {cut}]", "out": f"partial({'*'.join(cut.axes)}) -> {as_spec(to)}"}
+    return {"weight": f"[vocab: {cut}]", "out": f"{_addends(cut)} -> {as_spec(to)}"}
 
 
 def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replicate") -> Block:
@@ -118,3 +121,7 @@ def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replic
     came = str(as_spec(came))
     enters = came if came == "replicate" else f"{came} -> replicate"
     return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "in": enters, "out": f"[..., {cut}]"}
+
+
+def _addends(cut: Cut) -> str:
+    return f"partial({'*'.join(cut.axes)})"

@@ -59,9 +59,6 @@ class CountingGroup(Parted):
         self.count("reduce_scatter", self.ranks, _bytes(flat) - _bytes(own), _bytes(own) * (self.size - 1))
         return own.clone()
 
-    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        return Done(self.reduce_scatter(flat, counts))
-
     def all_to_all(
         self,
         flat: torch.Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction
 from shardtensor.comm.parted import Parted
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.comm.wire import Wire
@@ -87,9 +87,6 @@ class SimGroup(Parted):
         )
         scale = 2 if flat.dtype.is_complex else 1
         return _WIRE.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
-
-    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        return Done(self.reduce_scatter(flat, counts))
 
     # -- moves --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.layout.route import route
-from shardtensor.layout.steps import Step
 from shardtensor.tensor.steps import run_step
 from shardtensor.tensor.teams import along
 
@@ -56,18 +55,11 @@ def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def _run(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
-    for step, team in steps_between(source, target, group):
-        local = run_step(local, step, team, group.rank)
-    return local
-
-
-def steps_between(source: Layout, target: Layout, group: Group) -> tuple[tuple[Step, Group], ...]:
-    """The steps of a route, each with the group of the ranks that do it together."""
-    found = []
     for step in route(source, target):
         is_covered = len(step.source.ranks) == len(step.target.ranks) == group.size
-        found.append((step, group if step.axes is None or not is_covered else along(group, step.source, step.axes)))
-    return tuple(found)
+        team = group if step.axes is None or not is_covered else along(group, step.source, step.axes)
+        local = run_step(local, step, team, group.rank)
+    return local
 
 
 class _Moved(torch.autograd.Function):

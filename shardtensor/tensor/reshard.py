@@ -14,10 +14,9 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.factories import distribute
-from shardtensor.tensor.move import moved, steps_between
+from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-from shardtensor.tensor.steps import run_step
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,14 +50,10 @@ def reshard(
     """
     if not isinstance(tensor, ShardedTensor):
         return distribute(tensor, spec, process_group=process_group)
-    group = tensor._group
-    if process_group is None and type(spec) is str:
-        spec, layout, local = _by_known_way(tensor, spec, group)
-    else:
-        spec = as_spec(spec)
-        group = group if process_group is None else as_group(process_group)
-        layout = bind_named(spec, tensor._layout.shape, mesh_of(group))
-        local = _moved(tensor, spec, layout, group)
+    spec = as_spec(spec)
+    group = tensor._group if process_group is None else as_group(process_group)
+    layout = bind_named(spec, tensor._layout.shape, mesh_of(group))
+    local = _moved(tensor, spec, layout, group)
     if local.untyped_storage().data_ptr() == tensor._local.untyped_storage().data_ptr():
         local = local.clone(memory_format=torch.contiguous_format)
     return wrap(local, layout, spec, group)
@@ -108,32 +103,6 @@ def _pass_on(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
 
     old.grad = None
     old.register_post_accumulate_grad_hook(hand_over)
-
-
-def _by_known_way(tensor: ShardedTensor, text: str, group: Group) -> tuple[ShardingSpec, Layout, torch.Tensor]:
-    """The spec, the layout, and the local tensor in it; what a text comes to for a layout is found once for a group."""
-    known = group.__dict__.get("_ways")
-    if known is None:
-        known = group.__dict__["_ways"] = {}
-    source, local = tensor._layout, tensor._local
-    way = known.get((id(source), text))
-    if way is None or way[0] is not source:
-        spec = as_spec(text)
-        layout = bind_named(spec, source.shape, mesh_of(group))
-        if len(known) >= _MOST_WAYS:
-            known.clear()
-        # The source is kept, so that no other layout gets its identity.
-        way = known[id(source), text] = source, spec, layout, steps_between(source, layout, group)
-    _, spec, layout, steps = way
-    if not steps or (local.requires_grad and torch.is_grad_enabled()) or tensor.is_meta:
-        return spec, layout, _moved(tensor, spec, layout, group)
-    device = device_for(spec, group, like=local.device)
-    for step, team in steps:
-        local = run_step(local, step, team, group.rank)
-    return spec, layout, local if device == local.device else local.to(device)
-
-
-_MOST_WAYS = 1024
 
 
 def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:
