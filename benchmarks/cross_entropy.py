@@ -10,25 +10,22 @@ DTensor's loss_parallel. All ways take turns in every round; told are medians.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pretended import WORLD, medians_us, start
 from report import write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtensor as st
 from shardtensor.parallel.cross_entropy import ParallelCrossEntropy
 
-WORLD, TOKENS, CLASSES = 4, 8, 64
+TOKENS, CLASSES = 8, 64
 
 
 class ByHand(torch.autograd.Function):
@@ -57,12 +54,7 @@ class ByHand(torch.autograd.Function):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=50, help="steps in a row, in each round")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    args = start(__doc__)
     mesh = init_device_mesh("cpu", (WORLD,))
     local = torch.randn(TOKENS, CLASSES // WORLD, requires_grad=True)
     target = torch.randint(0, CLASSES // WORLD, (TOKENS,))
@@ -81,15 +73,11 @@ def main() -> None:
         "ShardedTensor": lambda: F.cross_entropy(sharded, target).backward(),
         "DTensor": with_dtensor,
     }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.rounds):
-        for name, step in ways.items():
-            local.grad = d_logits.grad = sharded.grad = None
-            start = time.perf_counter()
-            for _ in range(args.repeats):
-                step()
-            spent[name].append((time.perf_counter() - start) / args.repeats * 1e6)
-    medians = {name: statistics.median(found) for name, found in spent.items()}
+
+    def forget() -> None:
+        local.grad = d_logits.grad = sharded.grad = None
+
+    medians = medians_us(ways, args, forget)
     hand = medians["by hand"]
     write(
         "cross_entropy",

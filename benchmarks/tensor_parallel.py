@@ -10,24 +10,21 @@ every round; told are medians, at a size where the host's work is nearly all the
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from by_hand import Copied, Summed, spmd_types
+from pretended import WORLD, medians_us, start
 from report import write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtensor as st
 
-WORLD = 4
 SIZES = ((4, 16, 32), (32, 128, 512))  # tokens, width, hidden size
 
 
@@ -100,32 +97,24 @@ def ways_of(width: int, hidden: int) -> dict[str, nn.Module]:
     }
 
 
-def step(module: nn.Module, params: list[nn.Parameter], x: torch.Tensor) -> None:
-    module(x).sum().backward()
-    for param in params:
-        param.grad = None
+def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    params = list(module.parameters())
+
+    def step() -> None:
+        module(x).sum().backward()
+        for param in params:
+            param.grad = None
+
+    return step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=50, help="steps in a row, in each round")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    args = start(__doc__)
     rows = []
     for tokens, width, hidden in SIZES:
         ways = ways_of(width, hidden)
-        params = {name: list(module.parameters()) for name, module in ways.items()}
         x = torch.randn(tokens, width, requires_grad=True)
-        spent: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(args.rounds):
-            for name, module in ways.items():
-                start = time.perf_counter()
-                for _ in range(args.repeats):
-                    step(module, params[name], x)
-                spent[name].append((time.perf_counter() - start) / args.repeats * 1e6)
-        medians = {name: statistics.median(found) for name, found in spent.items()}
+        medians = medians_us({name: step_of(module, x) for name, module in ways.items()}, args)
         for name, us in medians.items():
             rows.append(
                 {
