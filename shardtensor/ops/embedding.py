@@ -90,7 +90,7 @@ _by_rule = by_rule(look_up, "embedding")
 
 
 @joins("own_rows")
-def ownlook_up(cut: Cut) -> torch.Tensor:
+def own_rows(cut: Cut) -> torch.Tensor:
     """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
     ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -15,8 +15,6 @@ from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
 from shardtensor.sharding.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
-
-Set = Callable[[], None]
 
 
 @attrs.frozen(eq=False)
