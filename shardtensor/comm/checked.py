@@ -97,6 +97,14 @@ class CheckedGroup(Parted):
         self._meet(f"reduce_scatter_async {_say(flat, counts)}")
         return self._group.reduce_scatter_async(flat, counts)
 
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        self._meet(f"all_gather_into {_say(part)}")
+        return self._group.all_gather_into(out, part)
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        self._meet(f"reduce_scatter_into {_say(flat)}")
+        return self._group.reduce_scatter_into(out, flat)
+
     def all_to_all(
         self,
         flat: torch.Tensor,

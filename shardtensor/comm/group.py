@@ -68,6 +68,18 @@ class Group(Protocol):
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Start `reduce_scatter`; `flat` must be left alone until ``wait()`` returns this member's range."""
 
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        """Start to gather everyone's flat `part`, all of one size, into the flat `out`, which may hold `part`.
+
+        On cuda it runs in the current stream. Nothing is counted as a write into `out`.
+        """
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        """Start to sum the flat `flat` and write this member's equal range of it into the flat `out`.
+
+        On cuda it runs in the current stream, and `out` may be that range of `flat`.
+        """
+
     def all_to_all(
         self,
         flat: torch.Tensor,
@@ -142,6 +154,12 @@ class LoneGroup:
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         return Done(self.reduce_scatter(flat, counts))
 
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        return Done(overwrite(out, part))
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        return Done(overwrite(out, flat))
+
     def all_to_all(
         self,
         flat: torch.Tensor,
@@ -198,6 +216,13 @@ class Done:
 
     def wait(self) -> torch.Tensor:
         return self.result
+
+
+def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Give `out` the values, as a backend writes: without counting a version. Nothing where they are the same memory."""
+    if out.data_ptr() != values.data_ptr():
+        out.data.copy_(values)
+    return out
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:

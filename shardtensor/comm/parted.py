@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.comm.group import Done, Group, Pending
+from shardtensor.comm.group import Done, Group, Pending, overwrite
 from shardtensor.mesh import Mesh, Ranks
 
 
@@ -33,6 +33,18 @@ class Parted(ABC):
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Done at once, where nothing is gained by starting early."""
         return Done(self.reduce_scatter(flat, counts))
+
+    @abstractmethod
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """As of `Group`."""
+
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        """Done at once, where there is no call that writes in place."""
+        return Done(overwrite(out, self.all_gather(part)))
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        """Done at once, where there is no call that writes in place."""
+        return Done(overwrite(out, self.reduce_scatter(flat)))
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         key = tuple(sorted(ranks))  # torch orders a new group by rank

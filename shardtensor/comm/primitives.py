@@ -54,6 +54,7 @@ _REDUCE_OPS = {
 _REDUCE = {name: _options(dist.AllreduceOptions, reduceOp=op) for name, op in _REDUCE_OPS.items()}
 _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True) for name, op in _REDUCE_OPS.items()}
 _GATHER = _options(AllgatherOptions)
+_GATHER_ASYNC = _options(AllgatherOptions, asyncOp=True)
 _SCATTER = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
 _SCATTER_ASYNC = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM, asyncOp=True)
 _ALL_TO_ALL = _options(dist.AllToAllOptions)
@@ -141,6 +142,20 @@ def reduce_scatter_async(process_group: Any, flat: torch.Tensor) -> tuple[Any, t
     """Start `reduce_scatter`; return torch's handle, for `finish`, and where the result will be."""
     out = flat.new_empty(flat.numel() // process_group.size())
     return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER_ASYNC), out
+
+
+def all_gather_into(process_group: Any, out: torch.Tensor, t: torch.Tensor) -> Any:
+    """Start `all_gather` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
+    if _dispatch_modes():
+        _refuse_recording()
+    return getattr(process_group, _GATHER_NAME)(out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
+
+
+def reduce_scatter_into(process_group: Any, out: torch.Tensor, flat: torch.Tensor) -> Any:
+    """Start `reduce_scatter` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
+    if _dispatch_modes():
+        _refuse_recording()
+    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
 
 
 def all_to_all(

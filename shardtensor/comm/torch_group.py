@@ -125,6 +125,18 @@ class TorchGroup(Parted):
         out = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
         return self.wire.from_move(out, t)
 
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        if (part.is_cuda, part.dtype) not in self.wire.moved_as_is:
+            return super().all_gather_into(out, part)
+        work = primitives.all_gather_into(self.process_group, out, part)
+        return Started(work, out, self.process_group, call="all_gather", source=part)
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        if (flat.is_cuda, flat.dtype, "sum") not in self.wire.reduced_as_is:
+            return super().reduce_scatter_into(out, flat)
+        work = primitives.reduce_scatter_into(self.process_group, out, flat)
+        return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
+
     def all_to_all(
         self,
         flat: torch.Tensor,
@@ -232,6 +244,7 @@ class OutsideGroup:
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
+    all_gather_into = reduce_scatter_into = _refuse
     all_to_all = scatter = gather = broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = (
         _refuse
     )
@@ -261,7 +274,8 @@ class Started:
         self.source = source
 
     def wait(self) -> torch.Tensor:
-        primitives.finish(self.work, self.call, self.t, self.process_group)
+        if self.work is not None:
+            primitives.finish(self.work, self.call, self.t, self.process_group)
         self.source = None
         if self.finish is not None:
             self.finish()

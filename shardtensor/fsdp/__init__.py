@@ -1,0 +1,1 @@
+"""`fully_shard`: parameters that lie in shards and are gathered just in time."""

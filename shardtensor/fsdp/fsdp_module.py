@@ -1,0 +1,53 @@
+"""`FSDPModule`: what a fully sharded module is besides what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardtensor.fsdp.unit import Unit, unit_of, units_in
+
+
+class FSDPModule:
+    """The base that `fully_shard` gives a module's class."""
+
+    _fsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class as it was: slices of containers call their class, and are not sharded."""
+        original = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._fsdp_unit
+        args, kwargs = unit.enter(args, kwargs)
+        try:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            unit.abandon()
+            raise
+        return unit.leave(output)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in the backwards to come, or let them add up on each rank."""
+        for _, unit in _units(self, recurse):
+            unit.syncs = requires_gradient_sync
+
+
+def _units(module: Any, recurse: bool) -> list[tuple[str, Unit]]:
+    unit = unit_of(module)
+    assert unit is not None
+    return list(units_in(module)) if recurse else [("", unit)]
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a fully sharded module that was of class `kind`."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]

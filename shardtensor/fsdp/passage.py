@@ -1,0 +1,71 @@
+"""The order in which all ranks gather, equal on all of them by construction.
+
+A first pass through the units asks: at each unit that has to be gathered the ranks exchange which one it is, and all
+gather all that any of them wants. What came of it is the order of later passes, which ask nothing: a rank that skips a
+unit gathers it all the same when it goes past it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from shardtensor.comm.group import Group
+
+_DONE = -1
+
+
+class Passage:
+    """One pass through the units, numbered from 0.
+
+    Args:
+        orders: what earlier passes came to, by kind of pass; this one adds its own.
+        kind: passes of one kind are taken to visit the same units.
+        gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
+    """
+
+    def __init__(
+        self, orders: dict[Hashable, list[int]], kind: Hashable, group: Group, gather: Callable[[int], None]
+    ) -> None:
+        self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
+        known = orders.get(kind)
+        self.is_learning = known is None
+        self.order: list[int] = [] if known is None else known
+        self._next = 0
+
+    def visit(self, unit: int) -> None:
+        """Have `unit` gathered, and what comes before it in the order."""
+        if self.is_learning:
+            self._ask(unit)
+            return
+        try:
+            place = self.order.index(unit, self._next)
+        except ValueError:
+            self._gather(unit)  # this pass goes another way; on all ranks, or collectives do not meet
+            return
+        for other in self.order[self._next : place + 1]:
+            self._gather(other)
+        self._next = place + 1
+
+    def ahead(self) -> int | None:
+        """The unit after the last one visited, if it is known."""
+        return self.order[self._next] if not self.is_learning and self._next < len(self.order) else None
+
+    def end(self) -> None:
+        """Gather what other ranks visit beyond this one's last; the order is known from now on."""
+        if self.is_learning:
+            while any(asked != _DONE for asked in self._ask(_DONE)):
+                pass
+            self._orders[self._kind] = self.order
+        else:
+            for other in self.order[self._next :]:
+                self._gather(other)
+            self._next = len(self.order)
+
+    def _ask(self, unit: int) -> list[int]:
+        blobs = self._group.exchange(unit.to_bytes(4, "little", signed=True))
+        asked = sorted({int.from_bytes(blob, "little", signed=True) for blob in blobs})
+        for wanted in asked:
+            if wanted != _DONE:
+                self.order.append(wanted)
+                self._gather(wanted)
+        return asked

@@ -1,0 +1,58 @@
+"""What a user can choose about fully sharded modules: precision, offloading, which modules are units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import torch
+from torch import nn
+
+
+@attrs.frozen
+class MixedPrecisionPolicy:
+    """The dtypes of a fully sharded module. Shards, their gradients and the optimizer's state keep the parameters' own.
+
+    Args:
+        param_dtype: what parameters are gathered and computed in; None for their own.
+        reduce_dtype: what gradients are added up in; None for the dtype they come in.
+        output_dtype: what floating-point outputs of the module are cast to; None leaves them.
+        cast_forward_inputs: cast floating-point inputs of the module to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@attrs.frozen
+class OffloadPolicy:
+    """Keep shards on the device."""
+
+
+@attrs.frozen
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, their gradients and so the optimizer's state on the CPU; copy to the device to gather.
+
+    Args:
+        pin_memory: keep them in pinned memory, which lets copies overlap with the device's work.
+    """
+
+    pin_memory: bool = True
+
+
+class ModuleWrapPolicy:
+    """Make every module of these classes a unit of its own.
+
+    Example:
+        >>> policy = ModuleWrapPolicy({nn.Linear})
+        >>> [name for name, module in nn.Sequential(nn.Linear(1, 1), nn.ReLU()).named_modules() if policy(module)]
+        ['0']
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self.module_classes = tuple(module_classes)
+
+    def __call__(self, module: nn.Module) -> bool:
+        return isinstance(module, self.module_classes)

@@ -1,0 +1,143 @@
+"""`Reductions`: the gradients of flats, packed and summed over the ranks in one order, while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm.group import Group, Pending
+from shardtensor.fsdp import streams
+from shardtensor.fsdp.flat import Flat
+
+_BUFFERS = 2
+
+
+@attrs.define(eq=False)
+class _Flight:
+    """A reduction on its way: of which flat, what to wait for, which parameters have a gradient."""
+
+    flat: Flat
+    pending: Pending
+    used: list[bool]
+
+
+class Reductions:
+    """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
+
+    def __init__(self, flats: Sequence[Flat], device: torch.device) -> None:
+        self.flats, self.device = list(flats), device
+        self.lane = streams.lane(device)
+        self.is_on = True
+        self._uses: list[int] = []
+        self._order: list[int] = []
+        self._expected: list[int] | None = None
+        self._next = 0
+        self._flights: list[_Flight | None] = [None] * _BUFFERS
+        self._events = [streams.event(device) for _ in range(_BUFFERS)]
+        self._memory: list[torch.Tensor] = []
+        self._turn = 0
+        for flat in flats:
+            flat.on_gradients = self.arrived
+        self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
+
+    # -- the order --------------------------------------------------------------------------------------------------
+
+    def used(self, flats: Sequence[Flat]) -> None:
+        """Take note that a forward uses these now."""
+        for flat in flats:
+            number = self._numbers[id(flat)]
+            if number not in self._uses:
+                self._uses.append(number)
+
+    def agree_on_use(self, group: Group) -> None:
+        """Settle the order on all ranks, from what each noted."""
+        found = group.exchange_objects(self._uses)
+        self._order = list(dict.fromkeys(number for uses in found for number in uses))[::-1]
+        self._expected = None
+
+    def begin(self, group: Group) -> None:
+        """At the start of a backward: know what will come. The first time, the ranks ask each other."""
+        self._next = 0
+        if self._expected is None:
+            mine = [bool(flat.node is not None and _will_run(flat.node)) for flat in self.flats]
+            found = group.exchange_objects(mine)
+            self._expected = [i for i in self._order if any(masks[i] for masks in found)]
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def arrived(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a flat's whole parameters, and send what is next in order and there."""
+        flat.hold(grads)
+        if not self.is_on:
+            return
+        expected = self._expected or []
+        number = self._numbers[id(flat)]
+        if number not in expected[self._next :]:
+            self._send(flat)
+            return
+        while self._next < len(expected) and self.flats[expected[self._next]].held is not None:
+            self._send(self.flats[expected[self._next]])
+            self._next += 1
+
+    def end(self) -> None:
+        """At the end of a backward: send what is left, zeros where nothing came, and give parameters their gradients."""
+        if self.is_on:
+            for number in (self._expected or [])[self._next :]:
+                self._send(self.flats[number])
+            self._next = len(self._expected or [])
+        for _ in self._flights:
+            self._land(self._turn)
+            self._turn = (self._turn + 1) % _BUFFERS
+        self.lane.join()
+
+    def drop(self) -> None:
+        """Forget what a broken backward left."""
+        for flat in self.flats:
+            flat.held = None
+        self._flights = [None] * _BUFFERS
+
+    def _send(self, flat: Flat) -> None:
+        turn = self._turn
+        self._land(turn)
+        grads, flat.held = flat.held or [None] * len(flat.entries), None
+        packed = flat.pack(grads, self._buffer(turn))
+        used = [grad is not None for grad in grads]
+        self.lane.follow()
+        with self.lane:
+            pending = flat.reduce(packed)
+            if packed.is_cuda:
+                pending.wait()
+                flat.receive(1 / flat.domain.size)
+                self.lane.mark(self._events[turn])
+        self._flights[turn] = _Flight(flat, pending, used)
+        self._turn = (turn + 1) % _BUFFERS
+
+    def _land(self, turn: int) -> None:
+        flight, self._flights[turn] = self._flights[turn], None
+        if flight is None:
+            return
+        flat = flight.flat
+        if self.device.type == "cuda":
+            self._events[turn].wait()
+        else:
+            flight.pending.wait()
+            flat.receive(1 / flat.domain.size)
+        flat.attach(flight.used)
+        for shell, is_used in zip(flat.shells, flight.used, strict=True):
+            hooks: Any = shell._local._post_accumulate_grad_hooks
+            if is_used and hooks:
+                for hook in list(hooks.values()):
+                    hook(shell._local)
+
+    def _buffer(self, turn: int) -> torch.Tensor:
+        if not self._memory:
+            size = max(flat.gradient_bytes for flat in self.flats)
+            self._memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(_BUFFERS)]
+        return self._memory[turn]
+
+
+def _will_run(node: Any) -> bool:
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]

@@ -1,0 +1,163 @@
+"""`Unit`: a module whose parameters are gathered together, just before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardtensor.comm.group import Pending
+from shardtensor.fsdp import streams
+from shardtensor.fsdp.domain import Domain
+from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.values import cast_floats, with_hook
+
+if TYPE_CHECKING:
+    from shardtensor.fsdp.schedule import Schedule
+
+
+class Unit:
+    """The parameters of one module, and what happens to them around its forward and backward.
+
+    Attributes:
+        flats: the parameters; of one dtype each.
+        schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
+        is_gathered: whether a gather of the present values was started, and nothing else took the memory.
+        is_running: whether the module's forward is being called.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        flats: list[Flat],
+        domain: Domain,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+        device: torch.device,
+    ) -> None:
+        self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
+        self.reshard_after_forward = reshard_after_forward
+        self.schedule: Schedule | None = None
+        self.index, self.name = -1, ""
+        self.is_container = False
+        self.syncs = True
+        self.is_gathered = False
+        self.is_running = 0
+        self.slot: Any = None
+        self._ready = streams.event(device)
+        self._pending: list[Pending] = []
+        self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether its parameters stay gathered from its forward to the end of its backward."""
+        return self.is_container or self.reshard_after_forward is False
+
+    is_kept = False
+
+    # -- the module's parameters ------------------------------------------------------------------------------------
+
+    def make_swaps(self) -> None:
+        """Settle what is put into modules while they run, and what afterwards."""
+        found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        for flat in self.flats:
+            for entry, view, shell in zip(flat.entries, flat.views, flat.shells, strict=True):
+                for owner, name in entry.homes:
+                    place = owner._parameters
+                    _, views, shells = found.setdefault(id(place), (place, {}, {}))
+                    views[name], shells[name] = view, shell
+        self._swaps = list(found.values())
+
+    def show_views(self) -> None:
+        """Let modules compute with the gathered parameters."""
+        for place, views, _ in self._swaps:
+            place.update(views)
+
+    def show_shells(self) -> None:
+        """Let modules show their sharded parameters."""
+        for place, _, shells in self._swaps:
+            place.update(shells)
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start to gather; in the caller's lane."""
+        self._pending = [flat.gather() for flat in self.flats]
+        self.is_gathered = True
+
+    def wait(self) -> None:
+        """Let what the caller does next find the parameters gathered."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        self._ready.wait()
+
+    def started(self, lane: streams.Lane) -> None:
+        """Note where in `lane` the gather is."""
+        if self.device.type == "cuda":
+            self._pending = []
+            lane.mark(self._ready)
+
+    # -- forward and backward ---------------------------------------------------------------------------------------
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the module's forward."""
+        schedule = self.schedule
+        if schedule is None or not schedule.is_current:
+            schedule = self._found_schedule()
+        schedule.enter(self)
+        if not self.is_running:
+            self.show_views()
+        self.is_running += 1
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
+        return args, kwargs
+
+    def leave(self, output: Any) -> Any:
+        """After the module's forward."""
+        self._left()
+        if torch.is_grad_enabled():
+            output = with_hook(output, self._before_backward)
+        if self.policy.output_dtype is not None:
+            output = cast_floats(output, self.policy.output_dtype)
+        assert self.schedule is not None
+        self.schedule.leave(self)
+        return output
+
+    def abandon(self) -> None:
+        """After a forward that raised."""
+        self._left()
+        assert self.schedule is not None
+        self.schedule.abandon(self)
+
+    def _left(self) -> None:
+        self.is_running -= 1
+        if not self.is_running:
+            self.show_shells()
+
+    def _before_backward(self, grad: torch.Tensor) -> None:
+        assert self.schedule is not None
+        self.schedule.before_backward(self)
+
+    def _found_schedule(self) -> Schedule:
+        from shardtensor.fsdp.schedule import Schedule
+
+        self.schedule = Schedule.over(self)
+        return self.schedule
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a module itself, if it is one."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """The units of a module and of all modules in it, outer ones first."""
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None:
+            yield name, unit

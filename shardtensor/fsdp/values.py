@@ -1,0 +1,54 @@
+"""The tensors in what modules take and give: alone, or in nested lists, tuples, dicts and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with `function` of every tensor in it; what has no tensors is left as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        made = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        copied = value.copy()
+        copied.update(changed)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        new = {name: map_tensors(function, item) for name, item in fields.items()}
+        if all(new[name] is item for name, item in fields.items()):
+            return value
+        return dataclasses.replace(value, **new)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors of another dtype."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
+
+
+def with_hook(output: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Have `hook` called when a gradient comes to any tensor of `output`; returns it."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            output.register_hook(hook)
+        return output
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(hook)
+        return x
+
+    return map_tensors(watched, output)
