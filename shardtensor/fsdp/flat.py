@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import attrs
@@ -61,16 +62,19 @@ class Flat:
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
         self.shapes = [tuple(param.shape) for param in params]
         self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
+        self._cuts = self.ranges.cuts(self.index)
         self.shard = self._own_range(params)
-        self.shells = [self._shell(i, param) for i, param in enumerate(params)]
+        self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.views: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
         self.position = 0  # in the order of reductions
         self.version = -1
+        self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
         self.grad: torch.Tensor | None = None
+        self._packings: dict[int, Packing] = {}
         self._attached: list[torch.Tensor | None] = [None] * len(params)
 
     # -- shards -----------------------------------------------------------------------------------------------------
@@ -79,10 +83,10 @@ class Flat:
         is_meta = params[0].is_meta
         shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta" if is_meta else self.device)
         if not is_meta:
-            for i, param in enumerate(params):
+            for i, (param, piece) in enumerate(zip(params, self._pieces(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
-                    self._piece_of(shard, i).copy_(param.detach().reshape(-1)[start:stop])
+                    piece.copy_(param.detach().reshape(-1)[start:stop])
         return shard
 
     @property
@@ -90,12 +94,8 @@ class Flat:
         """This rank's place among those that hold one copy."""
         return self.domain.shard.index
 
-    def _piece_of(self, shard: torch.Tensor, i: int) -> torch.Tensor:
-        start, stop = self.ranges.piece(i, self.index)
-        return shard.narrow(0, self.ranges.place(i, self.index), stop - start)
-
-    def _shell(self, i: int, param: torch.Tensor) -> ShardedTensor:
-        leaf = self._piece_of(self.shard, i).detach().requires_grad_(param.requires_grad)
+    def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
+        leaf = piece.detach().requires_grad_(self.trains)
         spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
         layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
         return wrap(leaf, layout, spec, self.domain.whole)
@@ -165,27 +165,6 @@ class Flat:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def pack(self, grads: Sequence[torch.Tensor | None], memory: torch.Tensor) -> torch.Tensor:
-        """Lay gradients of whole parameters end to end in `memory`, bytes; zeros where there is none."""
-        flat, parts, padding = self._packed_in(memory)
-        if None in grads:
-            given = [(part, grad) for part, grad in zip(parts, grads, strict=True) if grad is not None]
-            padding = padding + [part for part, grad in zip(parts, grads, strict=True) if grad is None]
-            parts, grads = [part for part, _ in given], [grad for _, grad in given]
-        if padding:
-            torch._foreach_zero_(padding)
-        if parts:
-            torch._foreach_copy_(parts, list(grads))  # type: ignore[arg-type]
-        return flat
-
-    def _packed_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        known = self.__dict__.setdefault("_packings", {})
-        if memory.data_ptr() not in known:
-            flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
-            padding = [flat[low:high] for low, high in self.ranges.padding()]
-            known[memory.data_ptr()] = flat, self._parts(flat), padding
-        return known[memory.data_ptr()]
-
     def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep gradients of whole parameters, added to those that are kept."""
         if self.held is None:
@@ -193,47 +172,79 @@ class Flat:
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
-    def reduce(self, flat: torch.Tensor) -> Pending:
-        """Start to sum packed gradients over the ranks of one copy; the result comes with `receive`."""
+    def pack(self, memory: torch.Tensor) -> tuple[Packing, list[bool]]:
+        """Lay the gradients that are held end to end in `memory`, bytes, with zeros for parameters that have none.
+
+        Returns:
+            where they lie, and of which parameters there is one.
+        """
+        grads, self.held = self.held or [None] * len(self.shells), None
+        packing = self._packings.get(memory.data_ptr()) or self._packing_in(memory)
+        parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
+        if not all(used):
+            zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
+            parts = [part for part, is_used in zip(parts, used, strict=True) if is_used]
+            grads = [grad for grad in grads if grad is not None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if parts:
+            torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
+        return packing, used
+
+    def reduce(self, packing: Packing) -> Pending:
+        """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
+        return self.domain.shard.reduce_scatter_into(packing.own, packing.flat)
+
+    def _packing_in(self, memory: torch.Tensor) -> Packing:
+        flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
         own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        self._sum = own if flat.is_cuda else torch.empty_like(own)
-        return self.domain.shard.reduce_scatter_into(self._sum, flat)
-
-    def has_no_gradient(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(shell._local.grad is None for shell in self.shells)
-
-    def receive(self, scale: float) -> None:
-        """Take this rank's range of the sum, times `scale`, into a new gradient or onto the one that is there."""
-        if self.domain.replicate is not None:
-            self.domain.replicate.all_reduce(self._sum)
-        is_kept = self.grad is not None and all(
-            shell._local.grad is known for shell, known in zip(self.shells, self._attached, strict=True)
+        made = Packing(
+            flat=flat,
+            own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
+            parts=self._parts(flat),
+            padding=[flat[low:high] for low, high in self.ranges.padding()],
         )
-        if is_kept and not self.has_no_gradient():
-            assert self.grad is not None
-            self.grad.add_(self._sum, alpha=scale)
-        else:
-            self._attached = [None] * len(self.shells)
-            self.grad = torch.empty_like(self.shard)
-            torch.mul(self._sum, scale, out=self.grad)
+        self._packings[memory.data_ptr()] = made
+        return made
+
+    def receive(self, summed: torch.Tensor) -> None:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there."""
+        if self.domain.replicate is not None:
+            self.domain.replicate.all_reduce(summed)
+        grads = [shell._local.grad for shell in self.shells]
+        if self.grad is not None and any(grad is not None for grad in grads):
+            if all(map(is_, grads, self._attached)):
+                self.grad.add_(summed, alpha=self.scale)
+                return
+        self.grad, self._attached = torch.empty_like(self.shard), [None] * len(grads)
+        torch.mul(summed, self.scale, out=self.grad)
 
     def attach(self, used: Sequence[bool]) -> None:
         """Make what was received the gradients of the parameters that were used."""
-        grad = self.grad
-        assert grad is not None
-        for i, is_used in enumerate(used):
-            leaf = self.shells[i]._local
-            if not is_used or (leaf.grad is not None and leaf.grad is self._attached[i]):
+        assert self.grad is not None
+        pieces = self._pieces(self.grad)
+        for i, (shell, is_used) in enumerate(zip(self.shells, used, strict=True)):
+            if not is_used or self._attached[i] is not None:
                 continue
-            piece = self._piece_of(grad, i)
+            leaf = shell._local
             if leaf.grad is None:
-                leaf.grad = piece
-                self._attached[i] = leaf.grad
+                leaf.grad = self._attached[i] = pieces[i]
             else:
-                leaf.grad.add_(piece)  # a gradient of the user's own, or one whose flat has gone
-        if self.has_no_gradient():
-            self.grad = None
+                leaf.grad.add_(pieces[i])  # of the user's own, or from a time when others had none
+
+    def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """This rank's pieces of the parameters, views of its range."""
+        return shard.split_with_sizes(self._cuts)[1::2]
+
+
+@attrs.frozen(eq=False)
+class Packing:
+    """Where gradients are packed: all of it, this rank's range of the sum, the parameters' parts, what is between."""
+
+    flat: torch.Tensor
+    own: torch.Tensor
+    parts: list[torch.Tensor]
+    padding: list[torch.Tensor]
 
 
 class _Gathered(torch.autograd.Function):

@@ -33,18 +33,14 @@ class Passage:
         self._next = 0
 
     def visit(self, unit: int) -> None:
-        """Have `unit` gathered, and what comes before it in the order."""
+        """Have `unit` gathered, and what comes before it in the order; nothing where it is not in the order."""
         if self.is_learning:
             self._ask(unit)
-            return
-        try:
-            place = self.order.index(unit, self._next)
-        except ValueError:
-            self._gather(unit)  # this pass goes another way; on all ranks, or collectives do not meet
-            return
-        for other in self.order[self._next : place + 1]:
-            self._gather(other)
-        self._next = place + 1
+        elif unit in (ahead := self.order[self._next :]):
+            place = ahead.index(unit) + 1
+            for other in ahead[:place]:
+                self._gather(other)
+            self._next += place
 
     def ahead(self) -> int | None:
         """The unit after the last one visited, if it is known."""

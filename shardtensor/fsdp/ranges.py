@@ -43,9 +43,15 @@ class Ranges:
         pieces = (self.piece(index, rank) for rank in range(self.ranks))
         return tuple(stop - start for start, stop in pieces)
 
-    def place(self, index: int, rank: int) -> int:
-        """Where in a rank's range its piece of a parameter begins."""
-        return min(max(self.starts[index] - rank * self.chunk, 0), self.chunk)
+    def cuts(self, rank: int) -> list[int]:
+        """Sizes that cut a rank's range into a gap, its piece of the first parameter, a gap, its piece of the next, ..."""
+        found, end = [], 0
+        for index, start in enumerate(self.starts):
+            place = min(max(start - rank * self.chunk, end), self.chunk)
+            low, high = self.piece(index, rank)
+            found += [place - end, high - low]
+            end = place + high - low
+        return [*found, self.chunk - end]
 
     def padding(self) -> list[tuple[int, int]]:
         """The ranges that hold no parameter."""

@@ -10,18 +10,19 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp import streams
-from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.flat import Flat, Packing
 
 _BUFFERS = 2
 
 
 @attrs.define(eq=False)
 class _Flight:
-    """A reduction on its way: of which flat, what to wait for, which parameters have a gradient."""
+    """A reduction on its way: of which flat, which parameters have a gradient, where, what to wait for."""
 
     flat: Flat
-    pending: Pending
     used: list[bool]
+    packing: Packing
+    pending: Pending | None = None
 
 
 class Reductions:
@@ -29,7 +30,7 @@ class Reductions:
 
     def __init__(self, flats: Sequence[Flat], device: torch.device) -> None:
         self.flats, self.device = list(flats), device
-        self.lane = streams.lane(device)
+        self.lane, self._is_cuda = streams.lane(device), device.type == "cuda"
         self.is_on = True
         self._uses: list[int] = []
         self._order: list[int] = []
@@ -102,34 +103,39 @@ class Reductions:
     def _send(self, flat: Flat) -> None:
         turn = self._turn
         self._land(turn)
-        grads, flat.held = flat.held or [None] * len(flat.entries), None
-        packed = flat.pack(grads, self._buffer(turn))
-        used = [grad is not None for grad in grads]
+        self._turn = (turn + 1) % _BUFFERS
+        packing, used = flat.pack(self._buffer(turn))
+        if not self._is_cuda:
+            self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
+            return
         self.lane.follow()
         with self.lane:
-            pending = flat.reduce(packed)
-            if packed.is_cuda:
-                pending.wait()
-                flat.receive(1 / flat.domain.size)
-                self.lane.mark(self._events[turn])
-        self._flights[turn] = _Flight(flat, pending, used)
-        self._turn = (turn + 1) % _BUFFERS
+            flat.reduce(packing).wait()
+            flat.receive(packing.own)
+            self.lane.mark(self._events[turn])
+        self._flights[turn] = _Flight(flat, used, packing)
 
     def _land(self, turn: int) -> None:
         flight, self._flights[turn] = self._flights[turn], None
         if flight is None:
             return
         flat = flight.flat
-        if self.device.type == "cuda":
+        if flight.pending is None:
             self._events[turn].wait()
         else:
             flight.pending.wait()
-            flat.receive(1 / flat.domain.size)
+            flat.receive(flight.packing.own)
         flat.attach(flight.used)
-        for shell, is_used in zip(flat.shells, flight.used, strict=True):
+        for shell in flat.shells:
             hooks: Any = shell._local._post_accumulate_grad_hooks
-            if is_used and hooks:
-                for hook in list(hooks.values()):
+            if hooks:
+                self._run_hooks(flat, flight.used)
+                return
+
+    def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
+        for shell, is_used in zip(flat.shells, used, strict=True):
+            if is_used:
+                for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):
                     hook(shell._local)
 
     def _buffer(self, turn: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Schedule:
             unit.index, unit.name = len(units), name
             units.append(unit)
         for unit in units:
-            unit.is_container = sum(1 for _ in units_in(unit.module)) > 1
+            unit.settle()
             if unit.schedule is not None:
                 unit.schedule.is_current = False
         memory.lend(units)
@@ -100,11 +100,13 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
+        if unit.is_gathered and unit.stays_gathered:
+            return
         passage = self._passage
         assert passage is not None
         passage.visit(unit.index)
         if not unit.is_gathered:
-            self._gather(unit.index)
+            self._gather(unit.index)  # this pass goes another way; on all ranks, or collectives do not meet
         unit.wait()
         self._last = unit
         ahead = passage.ahead()

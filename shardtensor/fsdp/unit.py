@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
 
 
+_SMALL = 1 << 16  # bytes; to gather so few again costs more than to keep them
+
+
 class Unit:
     """The parameters of one module, and what happens to them around its forward and backward.
 
@@ -26,6 +29,7 @@ class Unit:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
+        stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
         is_running: whether the module's forward is being called.
     """
 
@@ -42,7 +46,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
-        self.is_container = False
+        self.is_container = self.stays_gathered = False
         self.syncs = True
         self.is_gathered = False
         self.is_running = 0
@@ -51,9 +55,14 @@ class Unit:
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
-    @property
-    def stays_gathered(self) -> bool:
-        """Whether its parameters stay gathered from its forward to the end of its backward."""
+    def settle(self) -> None:
+        """Know what there is to know before the first forward."""
+        self.is_container = sum(1 for _ in units_in(self.module)) > 1
+        self.stays_gathered = self._stays_gathered()
+
+    def _stays_gathered(self) -> bool:
+        if self.reshard_after_forward is None:
+            return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= _SMALL
         return self.is_container or self.reshard_after_forward is False
 
     is_kept = False

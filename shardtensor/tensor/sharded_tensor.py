@@ -336,6 +336,12 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
     """
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
+    return _shell_over(local, layout, spec, group)
+
+
+def _shell_over(
+    local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group
+) -> ShardedTensor:
     shell = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
@@ -355,7 +361,7 @@ def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
     """
     layout = tensor._layout
     if not layout.partial:
-        return wrap(grad, layout, tensor._spec, tensor._group)
+        return _shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
     if any(op != "sum" for _, op in layout.partial):
         raise RuleError("the gradient of a partial tensor is not kept by its addends", fix="reduce the tensor first")
     return wrap(grad, layout.reduced(), None, tensor._group)
