@@ -339,9 +339,7 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
     return _shell_over(local, layout, spec, group)
 
 
-def _shell_over(
-    local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group
-) -> ShardedTensor:
+def _shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
     shell = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
