@@ -219,7 +219,7 @@ class Done:
 
 
 def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Give `out` the values, as a backend writes: without counting a version. Nothing where they are the same memory."""
+    """Give `out` the values as a backend writes them, without counting a version; nothing where it holds them."""
     if out.data_ptr() != values.data_ptr():
         out.data.copy_(values)
     return out

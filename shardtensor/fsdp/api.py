@@ -13,7 +13,7 @@ from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.fsdp_module import sharded_class
-from shardtensor.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.placing import own_device
 
@@ -26,8 +26,8 @@ def fully_shard(
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = OWN_PRECISION,
+    offload_policy: OffloadPolicy = ON_DEVICE,
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Callable[[nn.Module], bool] | None = None,
 ) -> nn.Module:
@@ -35,13 +35,12 @@ def fully_shard(
 
     Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves.
     """
-    options = dict(mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
     ignored = {id(param) for param in ignored_params or ()}
     if policy is not None:
         for child in list(module.modules())[:0:-1]:
             if policy(child) and unit_of(child) is None:
-                _shard_one(child, ignored=ignored, **options)  # type: ignore[arg-type]
-    return _shard_one(module, ignored=ignored, **options)  # type: ignore[arg-type]
+                _shard_one(child, mesh, mp_policy, reshard_after_forward, ignored)
+    return _shard_one(module, mesh, mp_policy, reshard_after_forward, ignored)
 
 
 def _shard_one(

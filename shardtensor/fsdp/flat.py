@@ -15,7 +15,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
@@ -134,7 +133,7 @@ class Flat:
             self.node = self.views[0].grad_fn
             self.node._set_sequence_nr(_LAST)
         for view in self.views:
-            view._is_param = True  # type: ignore[attr-defined]
+            view._is_param = True
 
     def _parts(self, flat: Any) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
@@ -212,12 +211,12 @@ class Flat:
         if self.domain.replicate is not None:
             self.domain.replicate.all_reduce(summed)
         grads = [shell._local.grad for shell in self.shells]
-        if self.grad is not None and any(grad is not None for grad in grads):
-            if all(map(is_, grads, self._attached)):
-                self.grad.add_(summed, alpha=self.scale)
-                return
-        self.grad, self._attached = torch.empty_like(self.shard), [None] * len(grads)
-        torch.mul(summed, self.scale, out=self.grad)
+        has_some = self.grad is not None and any(grad is not None for grad in grads)
+        if has_some and all(map(is_, grads, self._attached)):
+            self.grad.add_(summed, alpha=self.scale)  # type: ignore[union-attr]
+        else:
+            self.grad, self._attached = torch.empty_like(self.shard), [None] * len(grads)
+            torch.mul(summed, self.scale, out=self.grad)
 
     def attach(self, used: Sequence[bool]) -> None:
         """Make what was received the gradients of the parameters that were used."""

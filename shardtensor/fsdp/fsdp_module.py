@@ -16,10 +16,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class as it was: slices of containers call their class, and are not sharded."""
-        original = cls.__mro__[2]
-        made = original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return made
+        return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._fsdp_unit

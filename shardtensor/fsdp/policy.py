@@ -42,6 +42,10 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+OWN_PRECISION, ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
+"""What is meant where nothing is said."""
+
+
 class ModuleWrapPolicy:
     """Make every module of these classes a unit of its own.
 

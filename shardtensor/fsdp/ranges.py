@@ -44,7 +44,7 @@ class Ranges:
         return tuple(stop - start for start, stop in pieces)
 
     def cuts(self, rank: int) -> list[int]:
-        """Sizes that cut a rank's range into a gap, its piece of the first parameter, a gap, its piece of the next, ..."""
+        """Sizes that cut a range into gaps and pieces in turn: a gap before each parameter, and one at the end."""
         found, end = [], 0
         for index, start in enumerate(self.starts):
             place = min(max(start - rank * self.chunk, end), self.chunk)

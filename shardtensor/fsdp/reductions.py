@@ -84,7 +84,7 @@ class Reductions:
             self._next += 1
 
     def end(self) -> None:
-        """At the end of a backward: send what is left, zeros where nothing came, and give parameters their gradients."""
+        """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
         if self.is_on:
             for number in (self._expected or [])[self._next :]:
                 self._send(self.flats[number])
@@ -146,4 +146,4 @@ class Reductions:
 
 
 def _will_run(node: Any) -> bool:
-    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    return torch._C._will_engine_execute_node(node)

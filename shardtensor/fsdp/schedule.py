@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from shardtensor.comm.group import Pending
 from shardtensor.fsdp import memory, streams
-from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.unit import Unit, units_in
@@ -38,7 +36,7 @@ class Schedule:
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
         """The schedule of the units in the module that is called."""
-        units = []
+        units: list[Unit] = []
         for name, unit in units_in(entered.module):
             unit.index, unit.name = len(units), name
             units.append(unit)
