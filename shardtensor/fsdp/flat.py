@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import attrs
@@ -72,9 +71,7 @@ class Flat:
         self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
-        self.grad: torch.Tensor | None = None
         self._packings: dict[int, Packing] = {}
-        self._attached: list[torch.Tensor | None] = [None] * len(params)
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -206,30 +203,40 @@ class Flat:
         self._packings[memory.data_ptr()] = made
         return made
 
-    def receive(self, summed: torch.Tensor) -> None:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there."""
+    def receive(self, summed: torch.Tensor) -> torch.Tensor:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
         if self.domain.replicate is not None:
             self.domain.replicate.all_reduce(summed)
-        grads = [shell._local.grad for shell in self.shells]
-        has_some = self.grad is not None and any(grad is not None for grad in grads)
-        if has_some and all(map(is_, grads, self._attached)):
-            self.grad.add_(summed, alpha=self.scale)  # type: ignore[union-attr]
-        else:
-            self.grad, self._attached = torch.empty_like(self.shard), [None] * len(grads)
-            torch.mul(summed, self.scale, out=self.grad)
+        grad = self._kept_gradient()
+        if grad is not None:
+            return grad.add_(summed, alpha=self.scale)
+        grad = torch.empty_like(self.shard)
+        return torch.mul(summed, self.scale, out=grad)
 
-    def attach(self, used: Sequence[bool]) -> None:
+    def _kept_gradient(self) -> torch.Tensor | None:
+        """The flat gradient that every parameter's gradient is a piece of, if it is there still.
+
+        Nothing but those pieces keeps it: its memory goes when they do.
+        """
+        grads = [shell._local.grad for shell in self.shells]
+        whole = grads[0]._base if grads[0] is not None else None
+        if whole is None or whole.shape != self.shard.shape or any(g is None or g._base is not whole for g in grads):
+            return None
+        return whole
+
+    def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
         """Make what was received the gradients of the parameters that were used."""
-        assert self.grad is not None
-        pieces = self._pieces(self.grad)
+        pieces = None
         for i, (shell, is_used) in enumerate(zip(self.shells, used, strict=True)):
-            if not is_used or self._attached[i] is not None:
-                continue
             leaf = shell._local
-            if leaf.grad is None:
-                leaf.grad = self._attached[i] = pieces[i]
+            own = leaf.grad
+            if not is_used or (own is not None and own._base is grad):
+                continue
+            pieces = self._pieces(grad) if pieces is None else pieces
+            if own is None:
+                leaf.grad = pieces[i]
             else:
-                leaf.grad.add_(pieces[i])  # of the user's own, or from a time when others had none
+                own.add_(pieces[i])  # of the user's own, or from a time when others had none
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range."""

@@ -23,6 +23,7 @@ class _Flight:
     used: list[bool]
     packing: Packing
     pending: Pending | None = None
+    grad: torch.Tensor | None = None
 
 
 class Reductions:
@@ -111,9 +112,9 @@ class Reductions:
         self.lane.follow()
         with self.lane:
             flat.reduce(packing).wait()
-            flat.receive(packing.own)
+            grad = flat.receive(packing.own)
             self.lane.mark(self._events[turn])
-        self._flights[turn] = _Flight(flat, used, packing)
+        self._flights[turn] = _Flight(flat, used, packing, grad=grad)
 
     def _land(self, turn: int) -> None:
         flight, self._flights[turn] = self._flights[turn], None
@@ -124,8 +125,9 @@ class Reductions:
             self._events[turn].wait()
         else:
             flight.pending.wait()
-            flat.receive(flight.packing.own)
-        flat.attach(flight.used)
+            flight.grad = flat.receive(flight.packing.own)
+        assert flight.grad is not None
+        flat.attach(flight.grad, flight.used)
         for shell in flat.shells:
             hooks: Any = shell._local._post_accumulate_grad_hooks
             if hooks:
