@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -115,6 +116,16 @@ def equals_dense(hidden: int, stream: str, bias: bool) -> None:
 )  # fmt: skip
 def test_numbers_are_the_dense_ones(world, size, hidden, stream, bias):
     world(equals_dense, size, hidden=hidden, stream=stream, bias=bias)
+
+
+def over_processes() -> None:
+    with mock.patch.object(fused_linear, "BESIDE_BYTES", 0):  # of this process
+        for stream in ("replicate", "[-, tp, ...]", "[-, tp balanced, ...]"):
+            same(backward, Mixer(7), stream)
+
+
+def test_numbers_are_the_dense_ones_over_processes(world):
+    world(over_processes, 2)
 
 
 # -- what people do with a graph ---------------------------------------------------------------------------------------
