@@ -19,6 +19,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
+from shardtensor.ops import siblings
 from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.fused_linear import ChunkedRowLinear, ColumnLinear, GatheredColumnLinear, cast, is_large
 from shardtensor.ops.ids import strays_of, widest
@@ -154,7 +155,7 @@ class LinearFlow(Flowing):
         if flow.chunks > 1 and x.numel() >= flow.chunks_from and not torch.compiler.is_compiling():
             y = _chunked_row_linear(x, weight, flow.leave[0].team, flow.chunks)
         else:
-            y = moved(F.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
+            y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         return y + bias if flow.adds_bias_last and bias is not None else y
 
 
