@@ -149,6 +149,10 @@ class CheckedGroup(Parted):
         self._meet("barrier")
         self._group.barrier()
 
+    def twin(self) -> Group:
+        twin = self._group.twin()
+        return self if twin is self._group else CheckedGroup(twin, self._meeting)
+
     subgroup, axis = Parted.subgroup, Parted.axis  # of checked groups: `_make_subgroup` checks what it makes
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:

@@ -118,6 +118,12 @@ class Group(Protocol):
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return the group of some members, by global rank. Its members call it; others may, and get index -1."""
 
+    def twin(self) -> Group:
+        """Return a group of the same ranks whose collectives can run beside this one's; all its members call it.
+
+        On cuda it has a communicator of its own. Its members still call both groups' collectives in one order.
+        """
+
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         """Return this group seen as a grid; sends nothing. `axes` are the groups along some axes, if made already."""
 
@@ -192,6 +198,9 @@ class LoneGroup:
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         assert list(ranks) == [self.rank], "a world of one has one subgroup"
+        return self
+
+    def twin(self) -> Group:
         return self
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:

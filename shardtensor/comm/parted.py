@@ -53,6 +53,10 @@ class Parted(ABC):
             self._subgroups[key] = self._make_subgroup(key)
         return self._subgroups[key]
 
+    def twin(self) -> Group:
+        """This group itself, where collectives take their turns in any case."""
+        return self  # type: ignore[return-value]
+
     def axis(self, *names: str) -> Group:
         if names not in self._axes:
             assert self.mesh is not None, "this group has no named axes"

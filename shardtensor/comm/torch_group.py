@@ -33,6 +33,7 @@ class TorchGroup(Parted):
         self.index: int = process_group.rank()
         self.rank: int = self.ranks[self.index]
         self.mesh: Mesh | None = None
+        self._twin: TorchGroup | None = None
         self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.wire.device_type
 
@@ -217,6 +218,14 @@ class TorchGroup(Parted):
             return self
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
+    def twin(self) -> Group:
+        ranks = tuple(self.ranks)
+        if self.wire.backends.get("cuda") != "nccl" or list(ranks) != sorted(ranks):  # torch orders a new group
+            return self
+        if self._twin is None:
+            self._twin = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
+        return self._twin
+
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
         group.mesh, group._axes = mesh, axes
@@ -246,8 +255,8 @@ class OutsideGroup:
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
     all_gather_into = reduce_scatter_into = _refuse
     all_to_all = scatter = gather = broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = (
-        _refuse
-    )
+        twin
+    ) = _refuse
 
     def __repr__(self) -> str:
         return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"

@@ -18,12 +18,14 @@ class Domain:
     Args:
         whole: all the ranks.
         shard: those that hold one copy together.
+        reduce: the same ranks as `shard`, for reductions that run beside its gathers.
         replicate: those that hold the same part; of size 1 without hybrid sharding.
         axis: the name of the axis that is cut.
     """
 
     whole: Group
     shard: Group
+    reduce: Group
     replicate: Group | None
     axis: str
 
@@ -48,9 +50,11 @@ class Domain:
             )
         grid = whole.mesh
         if mesh is None or grid is None:
-            return cls(whole, whole, None, grid.names[-1] if grid is not None and len(grid.names) == 1 else "dp")
+            return cls(
+                whole, whole, whole.twin(), None, grid.names[-1] if grid is not None and len(grid.names) == 1 else "dp"
+            )
         if len(grid.names) == 1:
-            return cls(whole, whole, None, grid.names[0])
+            return cls(whole, whole, whole.twin(), None, grid.names[0])
         if len(grid.names) > 2:
             raise LayoutError(
                 f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
@@ -58,4 +62,5 @@ class Domain:
                 'name the data axes: mesh["dp"], or mesh["rep", "dp"] to repeat along the first',
             )
         rep, dp = grid.names
-        return cls(whole, whole.axis(dp), whole.axis(rep), dp)
+        shard = whole.axis(dp)
+        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)

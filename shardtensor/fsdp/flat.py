@@ -189,7 +189,7 @@ class Flat:
 
     def reduce(self, packing: Packing) -> Pending:
         """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
-        return self.domain.shard.reduce_scatter_into(packing.own, packing.flat)
+        return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
 
     def _packing_in(self, memory: torch.Tensor) -> Packing:
         flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
