@@ -184,6 +184,11 @@ class LoneGroup:
     def axis(self, *names: str) -> Group:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        from shardtensor.comm.regain import reduce  # which knows all groups, this among them
+
+        return reduce(self)
+
     def __repr__(self) -> str:
         return f"LoneGroup(rank={self.rank})"
 

@@ -207,5 +207,15 @@ def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
     A subclass may have a forward of its own, so that only the very class counts.
     """
     if cls.__name__ == "Conv1D" and cls not in _LAYERS:
-        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {})
+        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {"__reduce_ex__": _reduced})
     return _LAYERS.get(cls)
+
+
+def _reduced(layer: Any, protocol: int) -> tuple[Any, ...]:
+    """What pickle and copy take of a layer whose class no module has under its name."""
+    return _blank, (layer.flow_of,), layer.__dict__
+
+
+def _blank(cls: type[nn.Module]) -> Any:
+    made: Any = layer_class(cls)
+    return made.__new__(made)
