@@ -7,12 +7,12 @@ calls them, in the same order. They move values and know nothing of autograd; `c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from shardtensor.errors import RuleError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.mesh import Mesh, Ranks
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
@@ -111,6 +111,21 @@ class Group(Protocol):
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
+
+
+def team_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
+    """Return the ranks that differ from this one along these axes only; a group without a mesh is one axis of any name.
+
+    Sends nothing, but that the first use of some axes together makes their group.
+
+    Raises:
+        LayoutError: (or `error`) the mesh has no such axis.
+    """
+    if group.mesh is None:
+        return group
+    wanted = tuple(names)
+    group.mesh.refuse_unknown(wanted, error)
+    return group.axis(*(name for name in group.mesh.names if name in wanted))  # one group for each set of axes
 
 
 class LoneGroup:
