@@ -88,9 +88,6 @@ class Group(Protocol):
         `like` gives dtype and device of the result on every member.
         """
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        """Return every member's elements as one flat tensor on the member `dst_index`, None elsewhere."""
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         """Overwrite `t` with the source's and return it; all bring as many elements."""
 
@@ -171,9 +168,6 @@ class LoneGroup:
     ) -> torch.Tensor:
         assert parts is not None, "the source brings the parts"
         return parts[0].reshape(-1).to(like.device, like.dtype)
-
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        return t.reshape(-1)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         return t
