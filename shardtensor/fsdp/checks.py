@@ -96,7 +96,7 @@ def _check_changeable(entry: Entry) -> None:
         ) from error
 
 
-def _gone() -> weakref.ref[torch.Tensor]:
+def _gone() -> weakref.ref[Any]:
     return weakref.ref(torch.empty(0))
 
 

@@ -160,7 +160,8 @@ class Flat:
         views = self._parts(self.whole)
         self.node = None
         if any(self.trains):
-            made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
+            with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one without
+                made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
             views = [next(made) if trains else view for trains, view in zip(self.trains, views, strict=True)]
             self.node = views[self.trains.index(True)].grad_fn
             self.node._set_sequence_nr(_LAST)

@@ -41,7 +41,7 @@ class FSDPModule:
         vars(twin).update(vars(self))
         return twin
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return an independent copy, as fully sharded as this, on the same ranks. It sends nothing."""
         return deep_copy(self, memo)
 

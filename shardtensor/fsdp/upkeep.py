@@ -8,6 +8,7 @@ all ranks do alike, never from where memory lies, which differs where a rank hol
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -69,10 +70,8 @@ def take_in_if_ready(unit: Unit) -> None:
 
     It is called after each of the unit's modules was converted or loaded, and another may be still to come.
     """
-    try:
+    with contextlib.suppress(RuleError):
         take_in(unit)
-    except RuleError:
-        pass
 
 
 def _take_in(flat: Flat) -> None:
