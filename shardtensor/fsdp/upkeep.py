@@ -22,7 +22,7 @@ from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.parallel.loading import laid_out_as
 from shardtensor.parallel.memory import become
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _changes, _local, _pointer = attrgetter("changes"), attrgetter("_local"), torch.Tensor.data_ptr
 

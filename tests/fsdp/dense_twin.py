@@ -48,9 +48,9 @@ class Net(nn.Module):
 
 
 def net(seed: int = 0, **options: Any) -> Net:
-    """A model with the same values on every rank."""
+    """A model with the same values on every rank, of float64."""
     torch.manual_seed(seed)
-    return Net(**options)
+    return Net(**options).double()
 
 
 def shard(model: Net, **options: Any) -> Net:
@@ -75,7 +75,7 @@ def ids_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """A loss that depends on every element."""
-    return output.float().logsumexp(-1).pow(2).mean()
+    return output.double().logsumexp(-1).pow(2).mean()
 
 
 def backward(dense: nn.Module, sharded: nn.Module, step: int = 0) -> None:

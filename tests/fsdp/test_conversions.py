@@ -29,12 +29,12 @@ def is_packed(model: nn.Module) -> bool:
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "double": lambda m: m.double(),
+    "float": lambda m: m.float(),
     "bfloat16": lambda m: m.bfloat16(),
-    "to": lambda m: m.to("cpu", torch.float64),
-    "there and back": lambda m: m.double().float(),
+    "to": lambda m: m.to("cpu", torch.float32),
+    "there and back": lambda m: m.float().double(),
     "cpu": lambda m: m.cpu(),
-    "apply": lambda m: m.apply(lambda each: each.double()),
+    "apply": lambda m: m.apply(lambda each: each.float()),
 }
 
 
@@ -72,15 +72,15 @@ def test_conversions(world: int, name: str, when: str) -> None:
 def test_a_part_of_a_unit_cannot_be_converted() -> None:
     def body() -> str:
         _, sharded = twins()
-        sharded.blocks[0].norm.double()
+        sharded.blocks[0].norm.float()
         with pytest.raises(RuleError) as error:
             sharded(ids_of(0)[1])
-        sharded.blocks[0].norm.float()
+        sharded.blocks[0].norm.double()
         loss_of(sharded(ids_of(0)[1])).backward()
         return str(error.value)
 
     for text in st.simulate(3, body):
-        assert "float64" in text and "norm.weight" in text and "up.weight" in text
+        assert "float32" in text and "norm.weight" in text and "up.weight" in text
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -93,7 +93,7 @@ def test_meta_device(world: int, way: str) -> None:
                 torch.manual_seed(1)
                 p.reset_parameters()
         with torch.device("meta"):
-            sharded = shard(type(dense)())
+            sharded = shard(type(dense)().double())
         assert all(p.is_meta for p in sharded.parameters())
         with pytest.raises(LayoutError, match="meta device"):
             sharded(ids_of(0)[1])
@@ -190,7 +190,7 @@ def test_state_dict_and_files(world: int) -> None:
             torch.testing.assert_close(getattr(value, "full_tensor", lambda v=value: v)(), dense.state_dict()[name])
         file = io.BytesIO()
         torch.save(state, file)
-        local = sum(v._local.numel() * 4 for v in state.values() if isinstance(v, st.ShardedTensor))
+        local = sum(v._local.numel() * 8 for v in state.values() if isinstance(v, st.ShardedTensor))
         assert file.tell() < 2 * local + 40_000
         one = io.BytesIO()
         torch.save(state["blocks.0.norm.weight"], one)
@@ -241,12 +241,12 @@ def test_a_parameter_put_in_place(world: int) -> None:
     def body() -> None:
         dense, sharded = twins()
         train(dense, sharded, [], 1)
-        new = torch.arange(35.0).view(7, 5) / 35
+        new = torch.arange(35.0, dtype=torch.float64).view(7, 5) / 35
         dense.head.weight = nn.Parameter(new.clone())
         sharded.head.weight = nn.Parameter(new.clone())
         backward(dense, sharded, 1)
         assert type(sharded.head.weight) is st.ShardedTensor and is_packed(sharded)
-        sharded.head.weight = nn.Parameter(torch.ones(3, 5))
+        sharded.head.weight = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
         with pytest.raises(RuleError, match="another shape"):
             sharded(ids_of(0)[1])
 

@@ -39,7 +39,7 @@ def _sharded_steps(**options: Any) -> Callable[[nn.Module], None]:
 @torch.no_grad()
 def _each(model: nn.Module, change: Callable[[Any, torch.Tensor], Any]) -> None:
     for i, param in enumerate(model.parameters()):
-        change(param, torch.linspace(-1, 1, param.numel()).view(param.shape) * (i + 1) / 64)
+        change(param, torch.linspace(-1, 1, param.numel(), dtype=param.dtype).view(param.shape) * (i + 1) / 64)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def test_a_write_shows_in_the_next_forward(world: int, name: str) -> None:
             write(model)
             model.zero_grad()
         same_values(dense, sharded)
-        whole, part = ids_of(0)
+        whole, _ = ids_of(0)
         with torch.no_grad():
             torch.testing.assert_close(sharded(whole), dense(whole))
         write(dense), write(sharded)
@@ -131,7 +131,8 @@ def test_a_write_between_forward_and_backward(name: str, again: str, reshard: bo
         try:
             loss.backward()
         except RuntimeError as error:  # torch's own, of a buffer
-            assert "between a forward and its backward" in str(error) or "modified by an inplace" in str(error)
+            if "between a forward and its backward" not in str(error) and "modified by an inplace" not in str(error):
+                raise
             model.zero_grad()
             loss_of(model(part)).backward()  # and goes on
             return False
