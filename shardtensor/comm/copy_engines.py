@@ -36,7 +36,7 @@ def gathering(group: Group, size_bytes: int, device: torch.device) -> tuple[Grou
     if device.type != "cuda" or not isinstance(inner, TorchGroup) or not _all_can(inner, device):
         return group, torch.empty(size_bytes, dtype=torch.uint8, device=device)
     options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = _NO_MULTIPROCESSORS
+    options.config.cta_policy = _NO_MULTIPROCESSORS  # type: ignore[attr-defined]
     ranks = tuple(inner.ranks)
     process_group = primitives.new_group(ranks, primitives.timeout_of(inner.process_group), options)
     primitives.all_reduce(process_group, torch.zeros(1, device=device), "sum")  # NCCL connects in its first call
