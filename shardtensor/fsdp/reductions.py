@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -37,6 +37,8 @@ class Reductions:
         self._uses: list[int] = []
         self._order: list[int] = []
         self._expected: list[int] | None = None
+        self._suit: Hashable = None
+        self._known: dict[Hashable, tuple[list[int], list[int], list[int] | None]] = {}
         self._next = 0
         self._flights: list[_Flight | None] = [None] * _BUFFERS
         self._events = [streams.event() for _ in range(_BUFFERS)]
@@ -47,6 +49,12 @@ class Reductions:
         for flat in flats:
             flat.on_gradients = self.arrived
         self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
+
+    def suit(self, trains: Hashable) -> None:
+        """Go by what was learned when these parameters were trained."""
+        self._known[self._suit] = (self._uses, self._order, self._expected)
+        self._suit = trains
+        self._uses, self._order, self._expected = self._known.get(trains, ([], [], None))
 
     # -- the order --------------------------------------------------------------------------------------------------
 

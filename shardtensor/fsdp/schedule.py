@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 
 import torch
 
 from shardtensor.fsdp import memory
+from shardtensor.fsdp.flat import written_too_early
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
+from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 
+_version = attrgetter("shard._version")
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -32,6 +36,12 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._depth = 0
         self._is_backward = False
+        self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
+        self._writes = -1
+        self._flats = self.reductions.flats
+        self._upkeep = Upkeep(units)
+        self._trains = self._who_train()
+        self.reductions.suit(self._trains)
 
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
@@ -41,9 +51,11 @@ class Schedule:
             unit.index, unit.name = len(units), name
             units.append(unit)
         for unit in units:
+            take_in(unit)
             unit.settle()
             if unit.schedule is not None:
                 unit.schedule.is_current = False
+        check_place(units)
         memory.lend(units)
         streams = Streams(entered.device)
         for unit in units:
@@ -74,10 +86,40 @@ class Schedule:
                 for flat in other.flats:
                     flat.make_views()
                 other.make_swaps()
+        if not self._upkeep.holds():
+            self._mend()
+        writes = sum(map(_version, self._flats))
+        if writes != self._writes:
+            self._writes = writes
+            self.generation += 1
         self._entered = unit
-        self._start_passage((unit.index, torch.is_grad_enabled()))
+        self._start_passage((unit.index, torch.is_grad_enabled(), self._trains))
         for other in self.units:
             other.is_gathered = other.is_gathered and other.is_kept
+
+    def _mend(self) -> None:
+        """Take in what was done to the modules' parameters since the last forward."""
+        self.generation += 1
+        before = [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]
+        for unit in self.units:
+            take_in(unit)
+        check_place(self.units)
+        if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
+            self.reductions = Reductions(self._flats, self.streams)
+            self._orders.clear()
+            memory.lend(self.units)
+        trains = self._who_train()
+        if trains != self._trains:
+            self._trains = trains
+            self.reductions.suit(trains)
+            for flat in self._flats:
+                flat.make_views()
+        for unit in self.units:
+            unit.make_swaps()
+        self._upkeep = Upkeep(self.units)
+
+    def _who_train(self) -> Hashable:
+        return tuple(flat.trains for flat in self._flats)
 
     def _start_passage(self, kind: Hashable) -> None:
         self._passage = Passage(self._orders, kind, self._group, self._gather)
@@ -134,13 +176,15 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """Have `unit` gathered when its backward is about to begin."""
+    def before_backward(self, unit: Unit, generation: int) -> None:
+        """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
+        if generation != self.generation:
+            raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
         if not self._is_backward:
             self._is_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             entered = self._entered
-            self._start_passage(("backward", None if entered is None else entered.index))
+            self._start_passage(("backward", None if entered is None else entered.index, self._trains))
             self.reductions.begin(self._group)
         self._visit(unit)
 
