@@ -68,6 +68,7 @@ class Unit:
         return self.is_container or self.reshard_after_forward is False
 
     is_kept = False
+    is_needed_in_backward = True
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Unit:
         """After the module's forward."""
         self._left()
         assert self.schedule is not None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.is_needed_in_backward:
             output = with_hook(output, partial(self._before_backward, self.schedule.generation))
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
@@ -179,11 +180,16 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
+def part_of(module: nn.Module) -> Unit | None:
+    """The unit of a layer that its container gathers by itself, if it is one: see `fsdp.parts`."""
+    return module.__dict__.get("_fsdp_part")
+
+
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module and of all modules in it, outer ones first."""
+    """The units of a module and of all modules in it, outer ones first, their parts included."""
     seen = set()
     for name, child in module.named_modules():
-        unit = unit_of(child)
+        unit = unit_of(child) or part_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield name, unit
