@@ -14,14 +14,13 @@ from shardtensor.fsdp.checks import check
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.placing import own_device
-
-_OWN_FLAT = 1 << 20  # elements; a part of a container with as many is reduced by itself
 
 
 def fully_shard(
@@ -71,15 +70,22 @@ def _shard_one(
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(domain.whole, call, {"parameters": said, "options": options}, fault)
-    flats = [Flat(group, domain, device, mp_policy) for group in _groups(modules, entries)]
-    for flat in flats:
+    parts = large_layers(entries) if _holds_units(modules) else set()
+    flats: list[Flat] = []
+    flats_of_parts: dict[int, list[Flat]] = {}
+    for group in _groups(entries, parts):
+        flat = Flat(group, domain, device, mp_policy)
         flat.take_over()
+        owner = group[0].homes[0][0]
+        (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
     _move_rest(modules, device, ignored)
     for module in modules:
         for _, owner in _own_modules(module, ""):
             load_keeps_layouts(owner, domain.whole)
     unit = Unit(modules[0], flats, domain, mp_policy, reshard_after_forward, device)
     unit.modules = modules
+    for own in flats_of_parts.values():
+        make_part(own[0].entries[0].homes[0][0], own, unit)
     for module in modules:
         vars(module)["_fsdp_unit"] = unit
         module.__class__ = sharded_class(type(module))
@@ -90,7 +96,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if unit_of(module) is not None:
             raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
                 f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
                 fix="call it on each of the modules in it",
@@ -123,18 +129,16 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _groups(modules: Sequence[nn.Module], entries: list[Entry]) -> list[list[Entry]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not; large parts of a container alone."""
-    is_container = any(unit_of(child) is not None for module in modules for child in module.modules())
-    sizes: dict[int, int] = {}
-    for entry in entries:
-        owner = entry.homes[0][0]
-        sizes[id(owner)] = sizes.get(id(owner), 0) + entry.param.numel()
+def _holds_units(modules: Sequence[nn.Module]) -> bool:
+    return any(unit_of(child) is not None for module in modules for child in module.modules())
+
+
+def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
+    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone."""
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        owner = entry.homes[0][0]
-        is_apart = is_container and len(entry.homes) == 1 and sizes[id(owner)] >= _OWN_FLAT
-        key = (entry.param.dtype, entry.param.requires_grad, id(owner) if is_apart else None)
+        owner = id(entry.homes[0][0])
+        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

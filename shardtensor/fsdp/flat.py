@@ -72,6 +72,7 @@ class Flat:
         self.node: Any = None
         self.position = 0  # in the order of reductions
         self.version = -1
+        self.gathers_by = domain.shard
         self.changes = 0
         self.is_packed = True
         self._writes_before = 0  # into earlier shards
@@ -182,10 +183,10 @@ class Flat:
         assert self.whole is not None, "memory is lent before anything is gathered"
         self.version = self.writes
         source = self.shard
-        if self.compute_dtype != self.dtype:
+        if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own
             source.copy_(self.shard)
-        return self.domain.shard.all_gather_into(self.whole, source)
+        return self.gathers_by.all_gather_into(self.whole, source)
 
     @property
     def writes(self) -> int:

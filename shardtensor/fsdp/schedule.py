@@ -9,6 +9,7 @@ import torch
 
 from shardtensor.fsdp import memory
 from shardtensor.fsdp.flat import written_too_early
+from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.streams import Streams
@@ -40,6 +41,7 @@ class Schedule:
         self._writes = -1
         self._flats = self.reductions.flats
         self._upkeep = Upkeep(units)
+        self._lender = Lender(self)
         self._trains = self._who_train()
         self.reductions.suit(self._trains)
 
@@ -124,6 +126,10 @@ class Schedule:
     def _start_passage(self, kind: Hashable) -> None:
         self._passage = Passage(self._orders, kind, self._group, self._gather)
 
+    def is_running(self) -> bool:
+        """Whether a forward or a backward of its modules is going on."""
+        return self._depth > 0 or _in_backward() >= 0
+
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
         self._depth -= 1
@@ -141,7 +147,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered:
+        if unit.is_gathered and unit.stays_gathered and unit.is_awaited:
             return
         passage = self._passage
         assert passage is not None

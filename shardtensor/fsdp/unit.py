@@ -30,6 +30,7 @@ class Unit:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
+        is_awaited: whether the caller's stream was made to wait for that gather.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
         is_running: whether the module's forward is being called.
     """
@@ -50,7 +51,7 @@ class Unit:
         self.index, self.name = -1, ""
         self.is_container = self.stays_gathered = False
         self.syncs = True
-        self.is_gathered = False
+        self.is_gathered = self.is_awaited = False
         self.is_running = 0
         self.slot: Any = None
         self._pending: list[Pending] = []
@@ -68,6 +69,7 @@ class Unit:
         return self.is_container or self.reshard_after_forward is False
 
     is_kept = False
+    is_needed_in_backward = True
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Unit:
     def gather(self) -> None:
         """Start to gather; in the caller's lane."""
         self._pending = [flat.gather() for flat in self.flats]
-        self.is_gathered = True
+        self.is_gathered, self.is_awaited = True, False
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -118,6 +120,7 @@ class Unit:
             pending.wait()
         self._pending = []
         self.streams.wait(self._ready)
+        self.is_awaited = True
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""
@@ -145,7 +148,7 @@ class Unit:
         """After the module's forward."""
         self._left()
         assert self.schedule is not None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.is_needed_in_backward:
             output = with_hook(output, partial(self._before_backward, self.schedule.generation))
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
@@ -179,11 +182,16 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
+def part_of(module: nn.Module) -> Unit | None:
+    """The unit of a layer that its container gathers by itself, if it is one: see `fsdp.parts`."""
+    return module.__dict__.get("_fsdp_part")
+
+
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module and of all modules in it, outer ones first."""
+    """The units of a module and of all modules in it, outer ones first, their parts included."""
     seen = set()
     for name, child in module.named_modules():
-        unit = unit_of(child)
+        unit = unit_of(child) or part_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield name, unit

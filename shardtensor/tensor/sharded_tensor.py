@@ -281,6 +281,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     ) -> Any:
         handler = dispatch.HANDLERS.get(func)
         try:
+            if dispatch.LENDERS and (result := dispatch.lent(func, args, kwargs or {})) is not NotImplemented:
+                return result
             if handler is not None:
                 return handler(*args, **kwargs) if kwargs else handler(*args)
             return dispatch.fall_back(func, args, kwargs or {})
