@@ -115,6 +115,7 @@ class Flat:
             shell: Any = entry.param
             shell.grad, shell._flat, self.shells[i] = grad, self, shell
 
+    @torch.inference_mode(False)
     def repack(self) -> None:
         """Take the parameters, wherever their leaves lie by now, into a new range, and make their leaves views of it.
 
@@ -156,13 +157,14 @@ class Flat:
         self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
         self.make_views()
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # the first forward may be one without
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
         views = self._parts(self.whole)
         self.node = None
         if any(self.trains):
-            with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one without
-                made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
+            made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
             views = [next(made) if trains else view for trains, view in zip(self.trains, views, strict=True)]
             self.node = views[self.trains.index(True)].grad_fn
             self.node._set_sequence_nr(_LAST)

@@ -21,6 +21,7 @@ class Slot:
         self.holder: Unit | None = None
 
 
+@torch.inference_mode(False)  # else autograd would never take what lies in it
 def lend(units: Sequence[Unit]) -> None:
     """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
 
@@ -35,8 +36,7 @@ def lend(units: Sequence[Unit]) -> None:
             sharers[turn % DEPTH].append(unit)
             turn += 1
     sizes = [max(map(_size, each), default=0) for each in sharers]
-    with torch.inference_mode(False):  # else autograd would never take what lies in it
-        group, memory = gathering(units[0].domain.shard, sum(sizes), units[0].device)
+    group, memory = gathering(units[0].domain.shard, sum(sizes), units[0].device)
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
         slot = Slot()
