@@ -19,11 +19,10 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     twin = object.__new__(type(module))
     memo[id(module)] = twin
-    get_state = getattr(module, "__getstate__", None)
-    state = dict(vars(module)) if get_state is None else get_state()
-    if "_fsdp_unit" not in state:
-        state = {**state, "_fsdp_unit": vars(module)["_fsdp_unit"]}
-    state = copy.deepcopy(state, memo)
+    kind: Any = type(module).__mro__[2]  # as it was before fully_shard
+    is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # parametrized modules, for one
+    state = vars(module) if is_by_itself else module.__getstate__()  # type: ignore[operator]
+    state = copy.deepcopy({**state, "_fsdp_unit": vars(module)["_fsdp_unit"]}, memo)
     twin.__setstate__(state)
     return twin
 
