@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,8 +13,11 @@ from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.forms import Form
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.inner import Inner, is_cut
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.ranges import together
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.placing import own_device
 
@@ -30,6 +34,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ON_DEVICE,
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Callable[[nn.Module], bool] | None = None,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
@@ -39,8 +44,8 @@ def fully_shard(
     if policy is not None:
         for child in list(module.modules())[:0:-1]:
             if policy(child) and unit_of(child) is None:
-                _shard_one(child, mesh, mp_policy, reshard_after_forward, ignored)
-    return _shard_one(module, mesh, mp_policy, reshard_after_forward, ignored)
+                _shard_one(child, mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
+    return _shard_one(module, mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
 
 
 def _shard_one(
@@ -49,6 +54,8 @@ def _shard_one(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
     ignored: set[int],
+    placement: Callable[[nn.Parameter], Any] | None = None,
+    find_unused: bool = False,
 ) -> nn.Module:
     domain = Domain.of(mesh)
     device = own_device("cuda") if domain.whole.device_type == "cuda" else torch.device("cpu")
@@ -58,11 +65,21 @@ def _shard_one(
         if unit_of(module) is not None:
             raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
         entries = _entries(module, ignored)
+        for entry in entries:
+            entry.inner = Inner.of(entry.name, entry.param, domain, mesh)
+            entry.form = _form(entry, domain, placement)
     except ShardTensorError as error:
         fault = error
-    said = "\n".join(f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad}" for e in entries)
-    agree(domain.whole, f"fully_shard({type(module).__name__})", {"parameters": said}, fault)
-    flats = [Flat(group, domain, device, mp_policy) for group in _groups(module, entries)]
+    said = "\n".join(
+        f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {e.form}" for e in entries
+    )
+    facts = {"parameters": said, "find_unused": str(find_unused)}
+    agree(domain.whole, f"fully_shard({type(module).__name__})", facts, fault)
+    flats = [
+        Flat(group, domain, device, mp_policy)
+        for groups in _groups(module, entries)
+        for group in _going_together(groups, domain.shard.size)
+    ]
     for flat in flats:
         flat.take_over()
     _move_rest(module, device)
@@ -80,7 +97,37 @@ def _entries(module: nn.Module, ignored: set[int]) -> list[Entry]:
                 continue
             entry = found.setdefault(id(param), Entry(f"{prefix}{name}", param, []))
             entry.homes.append((owner, name))
-    return list(found.values())
+    return sorted(found.values(), key=lambda entry: _in_order(entry.name))
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """What sorts names with numbers in them as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _form(entry: Entry, domain: Domain, placement: Callable[[nn.Parameter], Any] | None) -> Form:
+    """How a parameter is to be cut over the data ranks."""
+    if placement is None:
+        return Form()
+    shape, inner = tuple(entry.values.shape), entry.inner
+    axis, is_named = (domain.axis, domain.is_named) if inner is None else (inner.axis, True)
+    asked = placement(entry.param)  # type: ignore[arg-type]
+    form = Form.of(asked, entry.name, shape, axis, is_named, domain.shard.size)
+    if form.dim is not None and is_cut(inner, form.dim):
+        raise LayoutError(
+            f"shard_placement_fn cuts dim {form.dim} of `{entry.name}`, which is cut already",
+            {"spec": "" if inner is None else str(inner.spec)},
+            "cut another dim, or return flat(dp)",
+        )
+    return form
+
+
+def _going_together(entries: list[Entry], ranks: int) -> list[list[Entry]]:
+    """Entries that are laid out as one: those that one rank holds by its own, in its order; those whose grains fit."""
+    if entries[0].form.owner is not None:
+        return [sorted(entries, key=lambda entry: entry.form.owner or 0)]
+    lengths, grains = [entry.values.numel() for entry in entries], [entry.grain for entry in entries]
+    return [[entries[i] for i in group] for group in together(lengths, grains, ranks)]
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
@@ -101,7 +148,8 @@ def _groups(module: nn.Module, entries: list[Entry]) -> list[list[Entry]]:
     for entry in entries:
         owner = entry.homes[0][0]
         is_apart = is_container and len(entry.homes) == 1 and sizes[id(owner)] >= _OWN_FLAT
-        key = (entry.param.dtype, entry.param.requires_grad, id(owner) if is_apart else None)
+        is_owned = entry.form.owner is not None
+        key = (entry.param.dtype, entry.param.requires_grad, id(owner) if is_apart else None, is_owned)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

@@ -19,10 +19,11 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
+from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.inner import Inner
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.ranges import Ranges, lay_out
+from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
 from shardtensor.parallel.memory import Home, become
-from shardtensor.spec.nodes import Replicate
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -32,11 +33,26 @@ _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first,
 
 @attrs.define(eq=False)
 class Entry:
-    """One parameter: its name in the unit, the object, and the modules that own it under some name."""
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
+
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
+    """
 
     name: str
     param: torch.Tensor
     homes: list[Home]
+    form: Form = Form()
+    inner: Inner | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the data ranks hold copies of."""
+        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together."""
+        return self.form.grain(tuple(self.values.shape))
 
 
 class Flat:
@@ -46,7 +62,8 @@ class Flat:
         shard: this rank's range, of the parameters' dtype; the truth about their values.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
-        views: the parameters as modules compute with them.
+        views: the parameters as they are gathered.
+        shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where they are frozen.
     """
 
@@ -59,13 +76,16 @@ class Flat:
         self.trains = params[0].requires_grad
         self.compute_dtype = (policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
-        self.shapes = [tuple(param.shape) for param in params]
-        self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
+        self.global_shapes = [tuple(param.shape) for param in params]
+        self.shapes = [tuple(entry.values.shape) for entry in entries]
+        self.ranges = _ranges(self.entries, domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
-        self.shard = self._own_range(params)
+        self.shard = self._own_range()
+        self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.views: tuple[torch.Tensor, ...] = ()
+        self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
         self.position = 0  # in the order of reductions
         self.version = -1
@@ -78,14 +98,14 @@ class Flat:
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
-    def _own_range(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        is_meta = params[0].is_meta
+    def _own_range(self) -> torch.Tensor:
+        is_meta = self.entries[0].param.is_meta
         shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta" if is_meta else self.device)
         if not is_meta:
-            for i, (param, piece) in enumerate(zip(params, self._pieces(shard), strict=True)):
+            for i, (entry, piece) in enumerate(zip(self.entries, self._stretches(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
-                    piece.copy_(param.detach().reshape(-1)[start:stop])
+                    piece.copy_(entry.form.stored(entry.values)[start:stop])
         return shard
 
     @property
@@ -94,10 +114,19 @@ class Flat:
         return self.domain.shard.index
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        leaf = piece.detach().requires_grad_(self.trains)
-        spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
-        layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
-        return wrap(leaf, layout, spec, self.domain.whole)
+        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
+        if inner is None:
+            group = self.domain.whole
+            spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)
+        else:
+            group = inner.joint
+            spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
+        layout = bind_named(spec, self.global_shapes[i], mesh_of(group))
+        if not layout.packed:
+            shape = layout.local_shape(group.rank)
+            self._reshaped.append((i, form, shape))
+            piece = form.shown(piece, shape)
+        return wrap(piece.detach().requires_grad_(self.trains), layout, spec, group)
 
     def take_over(self) -> None:
         """Turn the parameter objects into the shells, for everyone who holds them."""
@@ -134,13 +163,17 @@ class Flat:
             self.node._set_sequence_nr(_LAST)
         for view in self.views:
             view._is_param = True
+        self.shown = tuple(
+            view if entry.inner is None else entry.inner.around(view)
+            for entry, view in zip(self.entries, self.views, strict=True)
+        )
 
     def _parts(self, flat: Any) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
         starts, lengths = self.ranges.starts, self.ranges.lengths
         return [
-            flat[start : start + length].view(shape).data
-            for start, length, shape in zip(starts, lengths, self.shapes, strict=True)
+            entry.form.shown(flat[start : start + length], shape).data
+            for entry, start, length, shape in zip(self.entries, starts, lengths, self.shapes, strict=True)
         ]
 
     def gather(self) -> Pending:
@@ -232,7 +265,15 @@ class Flat:
                 leaf.grad.add_(pieces[i])  # of the user's own, or from a time when others had none
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's pieces of the parameters, views of its range."""
+        """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
+        pieces = self._stretches(shard)
+        if self._reshaped:
+            pieces = list(pieces)
+            for i, form, shape in self._reshaped:
+                pieces[i] = form.shown(pieces[i], shape)
+        return pieces
+
+    def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return shard.split_with_sizes(self._cuts)[1::2]
 
 
@@ -269,6 +310,15 @@ class _Gathered(torch.autograd.Function):
             assert flat.on_gradients is not None, "a flat whose views are used belongs to a schedule"
             flat.on_gradients(flat, grads)
         return None, None
+
+
+def _ranges(entries: Sequence[Entry], ranks: int) -> Ranges:
+    lengths = [entry.values.numel() for entry in entries]
+    owners = [entry.form.owner for entry in entries if entry.form.owner is not None]
+    if owners:
+        assert len(owners) == len(entries), "parameters with owners have a flat of their own"
+        return lay_out_owned(lengths, ranks, owners)
+    return lay_out(lengths, ranks, [entry.grain for entry in entries])
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Unit:
         """Settle what is put into modules while they run, and what afterwards."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         for flat in self.flats:
-            for entry, view, shell in zip(flat.entries, flat.views, flat.shells, strict=True):
+            for entry, view, shell in zip(flat.entries, flat.shown, flat.shells, strict=True):
                 for owner, name in entry.homes:
                     place = owner._parameters
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
