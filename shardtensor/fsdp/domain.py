@@ -19,12 +19,14 @@ class Domain:
     Args:
         whole: all the ranks.
         shard: those that hold one copy together.
+        reduce: the same ranks as `shard`, for reductions that run beside its gathers.
         replicate: those that hold the same part; of size 1 without hybrid sharding.
         axis: the name of the axis that is cut.
     """
 
     whole: Group
     shard: Group
+    reduce: Group
     replicate: Group | None
     axis: str
 
@@ -61,9 +63,9 @@ class Domain:
             whole, grid = whole.subgroup(list(whole.ranks)), None
         if grid is None:
             names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
-            return cls(whole, whole, None, names[-1])
+            return cls(whole, whole, whole.twin(), None, names[-1])
         if len(grid.names) == 1:
-            return cls(whole, whole, None, grid.names[0])
+            return cls(whole, whole, whole.twin(), None, grid.names[0])
         if len(grid.names) > 2:
             raise LayoutError(
                 f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
@@ -71,7 +73,8 @@ class Domain:
                 'name the data axes: mesh["dp"], or mesh["rep", "dp"] to repeat along the first',
             )
         rep, dp = grid.names
-        return cls(whole, whole.axis(dp), whole.axis(rep), dp)
+        shard = whole.axis(dp)
+        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
 
 
 def _named(text: str) -> Group:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import attrs
@@ -80,6 +79,8 @@ class Flat:
         self.shapes = [tuple(entry.values.shape) for entry in entries]
         self.ranges = _ranges(self.entries, domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
+        self._all_cuts = self.ranges.all_cuts()
+        self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
         self.shard = self._own_range()
         self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
@@ -92,9 +93,6 @@ class Flat:
         self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
-        self.grad: torch.Tensor | None = None
-        self._packings: dict[int, Packing] = {}
-        self._attached: list[torch.Tensor | None] = [None] * len(params)
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -170,10 +168,11 @@ class Flat:
 
     def _parts(self, flat: Any) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
-        starts, lengths = self.ranges.starts, self.ranges.lengths
+        return [part.data for part in self._as_parameters(flat.split_with_sizes(self._all_cuts)[1::2])]
+
+    def _as_parameters(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            entry.form.shown(flat[start : start + length], shape).data
-            for entry, start, length, shape in zip(self.entries, starts, lengths, self.shapes, strict=True)
+            entry.form.shown(part, shape) for entry, part, shape in zip(self.entries, parts, self.shapes, strict=True)
         ]
 
     def gather(self) -> Pending:
@@ -204,14 +203,9 @@ class Flat:
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
-    def pack(self, memory: torch.Tensor) -> tuple[Packing, list[bool]]:
-        """Lay the gradients that are held end to end in `memory`, bytes, with zeros for parameters that have none.
-
-        Returns:
-            where they lie, and of which parameters there is one.
-        """
+    def pack(self, packing: Packing) -> list[bool]:
+        """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
         grads, self.held = self.held or [None] * len(self.shells), None
-        packing = self._packings.get(memory.data_ptr()) or self._packing_in(memory)
         parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
         if not all(used):
             zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
@@ -221,48 +215,58 @@ class Flat:
             torch._foreach_zero_(zeros)
         if parts:
             torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
-        return packing, used
+        return used
 
     def reduce(self, packing: Packing) -> Pending:
         """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
-        return self.domain.shard.reduce_scatter_into(packing.own, packing.flat)
+        return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
 
-    def _packing_in(self, memory: torch.Tensor) -> Packing:
+    def packing_in(self, memory: torch.Tensor) -> Packing:
+        """Where gradients can be packed in `memory`, bytes."""
         flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
         own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        made = Packing(
+        cuts = flat.split_with_sizes(self._all_cuts)
+        return Packing(
             flat=flat,
             own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
-            parts=self._parts(flat),
-            padding=[flat[low:high] for low, high in self.ranges.padding()],
+            parts=self._as_parameters(cuts[1::2]),
+            padding=[cuts[i] for i in self._gaps],
         )
-        self._packings[memory.data_ptr()] = made
-        return made
 
-    def receive(self, summed: torch.Tensor) -> None:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there."""
+    def receive(self, summed: torch.Tensor) -> torch.Tensor:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
         if self.domain.replicate is not None:
             self.domain.replicate.all_reduce(summed)
-        grads = [shell._local.grad for shell in self.shells]
-        has_some = self.grad is not None and any(grad is not None for grad in grads)
-        if has_some and all(map(is_, grads, self._attached)):
-            self.grad.add_(summed, alpha=self.scale)  # type: ignore[union-attr]
-        else:
-            self.grad, self._attached = torch.empty_like(self.shard), [None] * len(grads)
-            torch.mul(summed, self.scale, out=self.grad)
+        grad = self._kept_gradient()
+        if grad is not None:
+            return grad.add_(summed, alpha=self.scale)
+        grad = torch.empty_like(self.shard)
+        return torch.mul(summed, self.scale, out=grad)
 
-    def attach(self, used: Sequence[bool]) -> None:
+    def _kept_gradient(self) -> torch.Tensor | None:
+        """The flat gradient that every parameter's gradient is a piece of, if it is there still.
+
+        Nothing but those pieces keeps it: its memory goes when they do.
+        """
+        grads = [shell._local.grad for shell in self.shells]
+        whole = grads[0]._base if grads[0] is not None else None
+        if whole is None or whole.shape != self.shard.shape or any(g is None or g._base is not whole for g in grads):
+            return None
+        return whole
+
+    def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
         """Make what was received the gradients of the parameters that were used."""
-        assert self.grad is not None
-        pieces = self._pieces(self.grad)
+        pieces = None
         for i, (shell, is_used) in enumerate(zip(self.shells, used, strict=True)):
-            if not is_used or self._attached[i] is not None:
-                continue
             leaf = shell._local
-            if leaf.grad is None:
-                leaf.grad = self._attached[i] = pieces[i]
+            own = leaf.grad
+            if not is_used or (own is not None and own._base is grad):
+                continue
+            pieces = self._pieces(grad) if pieces is None else pieces
+            if own is None:
+                leaf.grad = pieces[i]
             else:
-                leaf.grad.add_(pieces[i])  # of the user's own, or from a time when others had none
+                own.add_(pieces[i])  # of the user's own, or from a time when others had none
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""

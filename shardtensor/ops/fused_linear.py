@@ -39,23 +39,28 @@ BESIDE_BYTES = 16 << 20
 
 def is_large(x: torch.Tensor) -> bool:
     """Whether a sum of `x` is worth a stream, or on the CPU a thread, of its own."""
-    return x.numel() * x.element_size() >= BESIDE_BYTES
+    return x.nbytes >= BESIDE_BYTES
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``(..., k)`` as ``(rows, k)``."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight ``(n, k)``: grad ``(..., n)``, x ``(..., k)``."""
-    return _rows(grad).t() @ _rows(x)
+    return as_rows(grad).t() @ as_rows(x)
 
 
-def _refuse_second_order() -> None:
+def _refuse_second_order(x_shape: Any) -> None:
     if torch.is_grad_enabled():
         raise RuleError(
-            "gradients of gradients through a stream that is cut are not recorded",
-            fix="let the stream be `replicate`, whose layers record them",
+            "gradients of gradients through a stream that is cut are not recorded for large inputs",
+            {"input": " x ".join(map(str, x_shape))},
+            [
+                "let the stream be `replicate` in the plan: its layers record them",
+                f"give each rank less than {BESIDE_BYTES >> 20} MiB at a time: such inputs record them",
+            ],
         )
 
 
@@ -85,8 +90,8 @@ class ColumnLinear(torch.autograd.Function):
         if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
             grad_x = grad @ weight
             pending = ctx.group.all_reduce_async(grad_x) if is_large(grad_x) else None
-            grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the all-reduce
-            grad_bias = _rows(grad).sum(0) if wants_bias else None
+            grad_weight = of_weight(grad, x) if wants_weight else None  # beside the all-reduce
+            grad_bias = as_rows(grad).sum(0) if wants_bias else None
             grad_x = ctx.group.all_reduce(grad_x) if pending is None else pending.wait()
             return grad_x, grad_weight, grad_bias, None, None
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
@@ -125,6 +130,7 @@ class GatheredColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: Stretches
     ) -> torch.Tensor:
+        ctx.shape = x.shape
         x = along_dim.gathered(x, stream, group)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
@@ -134,11 +140,11 @@ class GatheredColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _refuse_second_order()
+        _refuse_second_order(ctx.shape)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
-        grad_weight = _of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
-        grad_bias = _rows(grad).sum(0) if wants_bias else None
+        grad_weight = of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
+        grad_bias = as_rows(grad).sum(0) if wants_bias else None
         return None if started is None else started.wait(), grad_weight, grad_bias, None, None
 
 
@@ -160,8 +166,8 @@ class RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         terms = collectives.sum_gradient(grad, ctx.group) if torch.is_grad_enabled() else grad  # each rank uses it
-        grad_weight = _of_weight(terms, x) if wants_weight else None
-        grad_bias = _rows(grad).sum(0) if wants_bias else None
+        grad_weight = of_weight(terms, x) if wants_weight else None
+        grad_bias = as_rows(grad).sum(0) if wants_bias else None
         return terms @ weight if wants_x else None, grad_weight, grad_bias, None
 
 
@@ -175,7 +181,7 @@ class ChunkedRowLinear(torch.autograd.Function):
         ctx.group = group
         out = x.new_empty(math.prod(x.shape[:-1]), weight.shape[0])
         pending = []
-        for part, into in zip(_rows(x).chunk(chunks), out.chunk(chunks), strict=True):
+        for part, into in zip(as_rows(x).chunk(chunks), out.chunk(chunks), strict=True):
             torch.mm(part, weight.t(), out=into)
             pending.append(group.all_reduce_async(into))
         for each in pending:

@@ -5,12 +5,15 @@ A move is a tuple of steps, settled when the module is sharded; each has its gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.group import Group
+from shardtensor.ops import siblings
 
 
 @attrs.frozen
@@ -21,6 +24,10 @@ class SumGradient:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return collectives.sum_gradient(x, self.team)
+
+    def shared(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same for products with these weights, which share the sum."""
+        return siblings.share(x, weights, self.team)
 
 
 @attrs.frozen
@@ -43,6 +50,10 @@ class Gather:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return along_dim.gather(x, self.stretches, self.team, self.sums)
+
+    def shared(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same for products with these weights, which share the sum, if there is one."""
+        return siblings.share(x, weights, self.team, self.stretches) if self.sums else self(x)
 
 
 @attrs.frozen

@@ -10,11 +10,13 @@ import attrs
 import torch
 from torch import nn
 
+from shardtensor.comm import collectives
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.parallel.layers import refuse_shell
-from shardtensor.parallel.moves import Move, moved
+from shardtensor.ops.fused_linear import is_large
+from shardtensor.parallel.layers import LinearFlow, local, refuse_shell
+from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.sharding.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.binding import bind_named
@@ -47,12 +49,16 @@ class Entering:
         moves: by the name of the argument.
         places: where each stands when it is given by position.
         wraps: by the name of the argument, for modules that work on ShardedTensors.
+        sums: what comes back is an addend.
+        siblings: names of the children whose products may read an argument as it comes in, and share its sum: see
+            `shardtensor.ops.siblings`.
     """
 
     moves: Mapping[str, Move]
     places: Mapping[str, int]
     wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
     sums: bool = False
+    siblings: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args_found = list(args)
@@ -81,8 +87,19 @@ class Entering:
         if not isinstance(x, torch.Tensor):
             return x
         refuse_shell(module, x)
+        if self.siblings and not torch.compiler.is_compiling() and is_large(x) and collectives.differentiates(x):
+            return self._shared(module, x, move)
         x = moved(x, move)
         return self.wraps[name](x) if name in self.wraps else x
+
+    def _shared(self, module: nn.Module, x: torch.Tensor, move: Move) -> torch.Tensor:
+        """`moved`, with the last sum started before the weights' gradients of those that read `x`, and met after."""
+        children = (module._modules.get(name) for name in self.siblings)
+        found = [local(child, "weight") for child in children if isinstance(child, LinearFlow)]
+        weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
+        if not (weights and x.is_floating_point() and move and isinstance(move[-1], SumGradient | Gather)):
+            return moved(x, move)
+        return move[-1].shared(moved(x, move[:-1]), weights)
 
     def __deepcopy__(self, memo: Any) -> Entering:
         return self

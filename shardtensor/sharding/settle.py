@@ -11,7 +11,7 @@ from torch import nn
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.errors import PlanError
 from shardtensor.parallel.dim_names import dim_names
-from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
+from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
 from shardtensor.sharding.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
@@ -92,7 +92,30 @@ def settle(
             fault, *facts = str(error).splitlines()
             raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
     _refuse_forgotten(root, stated, addends, tensors)
-    return found
+    siblings: dict[str, list[str]] = {}
+    for each in found:
+        if _may_share(each):
+            around, _, name = each.path.rpartition(".")
+            siblings.setdefault(around, []).append(name)
+    return [_with_siblings(each, siblings.get(each.path, [])) for each in found]
+
+
+def _may_share(layer: Settled) -> bool:
+    """Whether a layer multiplies what came into the module around it, and leaves its gradient as an addend.
+
+    Not where its weight's gradient is summed, too, which would come before the input's.
+    """
+    flow, kind = layer.layer, layer_class(type(layer.module))
+    if flow is None or kind is None or not issubclass(kind, LinearFlow):
+        return False
+    return bool(layer.path) and not (flow.enter or flow.adds_bias_last or flow.sums is not None or flow.is_transposed)
+
+
+def _with_siblings(settled: Settled, names: list[str]) -> Settled:
+    entering = settled.entering
+    if entering is None or entering.wraps or not names:
+        return settled
+    return attrs.evolve(settled, entering=attrs.evolve(entering, siblings=tuple(names)))
 
 
 def _said(flows: Stated) -> str:

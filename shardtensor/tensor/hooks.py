@@ -25,7 +25,9 @@ def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.T
     stand_in = torch.empty(tensor._local.shape, device="meta")
     like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
 
-    def on_leaf(grad: torch.Tensor) -> torch.Tensor | None:
+    def on_leaf(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # torch calls where the graph could have brought a gradient and did not, too
+            return None
         shown = gradient_of(like, grad)
         changed = hook(shown)
         return None if changed is None else local_as(changed, shown._layout, shown._group)
