@@ -13,7 +13,7 @@ from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
-from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.fsdp_module import sharded_class
 from shardtensor.fsdp.inner import Inner, is_cut
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
@@ -108,7 +108,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 def _form(entry: Entry, domain: Domain, placement: Callable[[nn.Parameter], Any] | None) -> Form:
     """How a parameter is to be cut over the data ranks."""
     if placement is None:
-        return Form()
+        return ANYWHERE
     shape, inner = tuple(entry.values.shape), entry.inner
     axis, is_named = (domain.axis, domain.is_named) if inner is None else (inner.axis, True)
     asked = placement(entry.param)  # type: ignore[arg-type]

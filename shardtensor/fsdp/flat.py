@@ -18,7 +18,7 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
@@ -40,7 +40,7 @@ class Entry:
     name: str
     param: torch.Tensor
     homes: list[Home]
-    form: Form = Form()
+    form: Form = ANYWHERE
     inner: Inner | None = None
 
     @property

@@ -45,7 +45,7 @@ class Form:
             LayoutError, SpecError: it is something else, or does not fit the parameter.
         """
         if asked is None:
-            return cls()
+            return ANYWHERE
         if type(asked).__name__ == "Shard" and isinstance(getattr(asked, "dim", None), int):
             return cls._along(asked.dim, name, shape)
         spec = as_spec(asked)
@@ -125,6 +125,10 @@ class Form:
         dims: list[Any] = [None] * len(shape) if inner is None else list(inner.dims) or [None] * len(shape)
         dims[self.dim] = Cut(axis) if len(set(counts)) == 1 else Cut(axis, sizes=counts)
         return Spec(*dims)
+
+
+ANYWHERE = Form()
+"""Ranges end anywhere in a parameter."""
 
 
 def _refusal(asked: Any, name: str) -> LayoutError:

@@ -79,7 +79,7 @@ class Inner:
         raise LayoutError(
             f"`{name}` is sharded over ranks that no mesh joins with the data ranks",
             {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(domain.shard)},
-            'shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then '
+            "shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then "
             'fully_shard(module, mesh=mesh["dp"])',
         )
 
@@ -90,7 +90,7 @@ class Inner:
     def around(self, view: torch.Tensor) -> ShardedTensor:
         """The gathered part, as modules expect it."""
         shell = _shell_over(view, self.layout, self.spec, self.group)
-        shell._is_param = True  # type: ignore[attr-defined]
+        shell._is_param = True
         return shell
 
 

@@ -136,8 +136,8 @@ def test_specs_say_what_was_asked_for(world):
         assert found == [
             "flat(dp, unit=row, sizes=(96, 0))",
             "flat(dp, sizes=(6, 0))",
-            "[-, dp sizes(2, 4)]",
-            "flat(dp, unit=8, sizes=(0, 32))",
+            "[-, dp sizes(1, 5)]",
+            "flat(dp, unit=8, sizes=(32, 0))",
         ]
 
 
