@@ -207,7 +207,7 @@ class LoneGroup:
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         assert list(ranks) == [self.rank], "a world of one has one subgroup"
-        return self
+        return self.axis()
 
     def twin(self) -> Group:
         return self
@@ -218,7 +218,7 @@ class LoneGroup:
         return alone
 
     def axis(self, *names: str) -> Group:
-        return self
+        return self if self.mesh is None else LoneGroup(self.rank, self.process_group, self.device_type)
 
     def __reduce__(self) -> tuple[Any, ...]:
         from shardtensor.comm.regain import reduce  # which knows all groups, this among them

@@ -17,11 +17,10 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.domain import Domain
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import CutLayout
 from shardtensor.mesh import Mesh
-from shardtensor.spec.nodes import Cut, Spec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of, spec_of
+from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, _shell_over
 
 
@@ -36,8 +35,8 @@ class Inner:
         joint_spec: the spec, in the names of `joint`.
     """
 
-    layout: Layout
-    spec: Spec
+    layout: CutLayout
+    spec: ShardingSpec
     group: Group
     joint: Group
     axis: str
@@ -74,18 +73,16 @@ class Inner:
                 raise _refusal(name, param, f"is cut over the data axis {axes[0]} already")
             if any(layout.numel(rank) != layout.numel(group.rank) for rank in layout.ranks):
                 raise _uneven(name, param)
-            named = spec if joint is group and isinstance(spec, Spec) else _in_names(layout, param, cut_axes)
-            return cls(layout, spec if isinstance(spec, Spec) else named, group, joint, axes[0], named)
+            named = _in_names(layout, param, cut_axes)
+            if joint is group and isinstance(spec, Spec) and not spec.named and ... not in spec.dims:
+                named = spec
+            return cls(layout, spec, group, joint, axes[0], named)
         raise LayoutError(
             f"`{name}` is sharded over ranks that no mesh joins with the data ranks",
             {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(domain.shard)},
             "shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then "
             'fully_shard(module, mesh=mesh["dp"])',
         )
-
-    def bound(self, spec: Spec, shape: tuple[int, ...]) -> Layout:
-        """The layout of the parameter as people see it."""
-        return bind_named(spec, shape, mesh_of(self.joint))
 
     def around(self, view: torch.Tensor) -> ShardedTensor:
         """The gathered part, as modules expect it."""
@@ -127,7 +124,7 @@ def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -
 
 def is_cut(inner: Inner | None, dim: int) -> bool:
     """Whether a dim of the parameter is cut already."""
-    return inner is not None and bool(inner.spec.dims) and isinstance(inner.spec.dims[dim], Cut)
+    return inner is not None and inner.layout.dims[dim] is not None
 
 
 def _listed(group: Group) -> str:
