@@ -90,6 +90,7 @@ class Flat:
         self.node: Any = None
         self.position = 0  # in the order of reductions
         self.version = -1
+        self.gathers_by = domain.shard
         self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
@@ -180,10 +181,10 @@ class Flat:
         assert self.whole is not None, "memory is lent before anything is gathered"
         self.version = self.shard._version
         source = self.shard
-        if self.compute_dtype != self.dtype:
+        if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own
             source.copy_(self.shard)
-        return self.domain.shard.all_gather_into(self.whole, source)
+        return self.gathers_by.all_gather_into(self.whole, source)
 
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardtensor.comm.copy_engines import gathering
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
@@ -21,32 +22,33 @@ class Slot:
 
 
 def lend(units: Sequence[Unit]) -> None:
-    """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns."""
-    ring: list[list[Unit]] = [[] for _ in range(DEPTH)]
+    """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
+
+    All ranks call it; where the copy engines of GPUs can gather, the memory is made known to all.
+    """
+    sharers: list[list[Unit]] = [[] for _ in range(DEPTH)]
     turn = 0
     for unit in units:
         if unit.stays_gathered:
-            _lend_slot([unit])
+            sharers.append([unit])
         else:
-            ring[turn % DEPTH].append(unit)
+            sharers[turn % DEPTH].append(unit)
             turn += 1
-    for sharers in ring:
-        _lend_slot(sharers)
-
-
-def _lend_slot(sharers: Sequence[Unit]) -> None:
-    if not sharers:
-        return
-    slot = Slot()
-    device = sharers[0].device
-    with torch.inference_mode(False):  # else autograd would never take it
-        memory = torch.empty(max(_size(unit) for unit in sharers), dtype=torch.uint8, device=device)
-    for unit in sharers:
-        unit.slot = slot
-        start = 0
-        for flat in unit.flats:
-            flat.lie_in(memory[start:])
-            start += _up(flat.whole_bytes)
+    sizes = [max(map(_size, each), default=0) for each in sharers]
+    with torch.inference_mode(False):  # else autograd would never take what lies in it
+        group, memory = gathering(units[0].domain.shard, sum(sizes), units[0].device)
+    start = 0
+    for each, size in zip(sharers, sizes, strict=True):
+        slot = Slot()
+        for unit in each:
+            unit.slot = slot
+            place = start
+            for flat in unit.flats:
+                if flat.domain.shard is units[0].domain.shard:
+                    flat.gathers_by = group
+                flat.lie_in(memory[place:])
+                place += _up(flat.whole_bytes)
+        start += size
 
 
 def _size(unit: Unit) -> int:
