@@ -118,7 +118,8 @@ class Group(Protocol):
     def twin(self) -> Group:
         """Return a group of the same ranks whose collectives can run beside this one's; all its members call it.
 
-        On cuda it has a communicator of its own. Its members still call both groups' collectives in one order.
+        Each of the two meets in an order of its own. On cuda the twin has a communicator of its own, and the members
+        still call both groups' collectives in one order where one waits for another.
         """
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:

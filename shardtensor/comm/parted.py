@@ -57,7 +57,7 @@ class Parted(ABC):
         return self._subgroups[key]
 
     def twin(self) -> Group:
-        """This group itself, where collectives take their turns in any case."""
+        """This group itself, where ranks are only pretended."""
         return self  # type: ignore[return-value]
 
     def axis(self, *names: str) -> Group:

@@ -83,7 +83,8 @@ def _shard_one(
     for flat in flats:
         flat.take_over()
     _move_rest(module, device)
-    vars(module)["_fsdp_unit"] = Unit(module, flats, domain, mp_policy, reshard_after_forward, device)
+    unit = vars(module)["_fsdp_unit"] = Unit(module, flats, domain, mp_policy, reshard_after_forward, device)
+    unit.find_unused = find_unused
     module.__class__ = sharded_class(type(module))
     return module
 

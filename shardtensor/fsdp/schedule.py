@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
+from shardtensor.fsdp.used import Uses, names_of
 
 _in_backward = torch._C._current_graph_task_id
 
@@ -24,12 +25,15 @@ class Schedule:
         self.is_current = True
         self.streams = units[0].streams
         self.gathers = self.streams.lane()
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams)
+        uses = Uses(units[0].domain, names_of(units), self.streams, any(unit.find_unused for unit in units))
+        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams, uses)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
-        self._entered: Unit | None = None
+        self._entered: set[int] = set()  # units that were called from outside since the last backward
+        self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
         self._last: Unit | None = None  # visited; its parameters are in use
+        self._kept_flats = [flat for unit in units if unit.stays_gathered for flat in unit.flats]
         self._depth = 0
         self._is_backward = False
 
@@ -69,18 +73,35 @@ class Schedule:
         if self._is_backward:  # an error broke it off
             self._is_backward = False
             self.reductions.drop()
+        self.reductions.uses.check(waits=not self.streams.is_cuda)
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
                     flat.make_views()
                 other.make_swaps()
-        self._entered = unit
-        self._start_passage((unit.index, torch.is_grad_enabled()))
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
+            self._entered.add(unit.index)
+        self._start_passage((unit.index, has_grad), lambda: self._under([unit.index]))
         for other in self.units:
             other.is_gathered = other.is_gathered and other.is_kept
 
-    def _start_passage(self, kind: Hashable) -> None:
-        self._passage = Passage(self._orders, kind, self._group, self._gather)
+    def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
+        self._passage = Passage(self._orders, kind, self._group, self._gather, units)
+
+    def _under(self, entered: Sequence[int]) -> list[int]:
+        """The units in the modules of these, these among them."""
+        return sorted({unit.index for index in entered for _, unit in units_in(self.units[index].module)})
+
+    def _flats_under(self) -> list[int]:
+        """The numbers of the flats that the backward may reach."""
+        return [i for index in self._under(self._scope) for i in self.reductions.numbers(self.units[index].flats)]
+
+    def _regathered(self) -> list[int]:
+        """The units that a backward may have to gather again, in the order of a backward."""
+        units = [self.units[index] for index in self._under(self._scope)]
+        again = [unit for unit in units if not unit.stays_gathered and any(flat.trains for flat in unit.flats)]
+        return [unit.index for unit in reversed(again)]
 
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
@@ -90,7 +111,8 @@ class Schedule:
         passage = self._passage
         passage.end()
         if passage.is_learning:
-            self.reductions.agree_on_use(self._group)
+            among = [i for unit in self.units for i in self.reductions.numbers(unit.flats)]
+            self.reductions.agree_on_use(self._group, among)
         if not torch.is_grad_enabled():
             self.gathers.join()
 
@@ -99,7 +121,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered:
+        if unit.is_gathered and unit.stays_gathered and unit.is_ready:
             return
         passage = self._passage
         assert passage is not None
@@ -123,6 +145,7 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
+            holder.let_go()
         unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:
@@ -131,6 +154,8 @@ class Schedule:
         with self.gathers:
             unit.gather()
             unit.started(self.gathers)
+        if self._is_backward:
+            self.reductions.pass_by(unit.flats)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -139,9 +164,11 @@ class Schedule:
         if not self._is_backward:
             self._is_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            entered = self._entered
-            self._start_passage(("backward", None if entered is None else entered.index))
-            self.reductions.begin(self._group)
+            if self._entered:
+                self._scope, self._entered = tuple(sorted(self._entered)), set()
+            self._start_passage(("backward", self._scope), self._regathered)
+            self.reductions.begin(self._scope, self._flats_under)
+            self.reductions.pass_by(self._kept_flats)
         self._visit(unit)
 
     def _end_backward(self) -> None:

@@ -30,6 +30,7 @@ class Unit:
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
+        is_ready: whether the caller's stream waits for that gather already.
         is_running: whether the module's forward is being called.
     """
 
@@ -47,8 +48,8 @@ class Unit:
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
         self.is_container = self.stays_gathered = False
-        self.syncs = True
-        self.is_gathered = False
+        self.syncs, self.find_unused = True, False
+        self.is_gathered = self.is_ready = False
         self.is_running = 0
         self.slot: Any = None
         self._pending: list[Pending] = []
@@ -98,7 +99,7 @@ class Unit:
     def gather(self) -> None:
         """Start to gather; in the caller's lane."""
         self._pending = [flat.gather() for flat in self.flats]
-        self.is_gathered = True
+        self.is_gathered, self.is_ready = True, False
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -106,6 +107,13 @@ class Unit:
             pending.wait()
         self._pending = []
         self.streams.wait(self._ready)
+        self.is_ready = True
+
+    def let_go(self) -> None:
+        """Let no gather write into the memory any more, for another unit is to lie there."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""
