@@ -9,7 +9,7 @@ gradients of all of them are there, which is when they are packed and sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -63,7 +63,10 @@ class Flat:
         whole: the gathered range, of the dtype of computation; None until memory is lent.
         views: the parameters as they are gathered.
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
-        node: the autograd node of `views`; None where they are frozen.
+        node: the autograd node of `views`; None where all are frozen.
+        trains: which parameters require a gradient.
+        is_packed: whether, for all that is known, the leaves are views of `shard`.
+        changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
     """
 
     def __init__(
@@ -72,9 +75,8 @@ class Flat:
         self.entries, self.domain, self.device, self.policy = list(entries), domain, device, policy
         params = [entry.param for entry in entries]
         self.dtype = params[0].dtype
-        self.trains = params[0].requires_grad
-        self.compute_dtype = (policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
+        self.trains = tuple(param.requires_grad for param in params)
+        self._settle_dtypes()
         self.global_shapes = [tuple(param.shape) for param in params]
         self.shapes = [tuple(entry.values.shape) for entry in entries]
         self.ranges = _ranges(self.entries, domain.shard.size)
@@ -91,9 +93,16 @@ class Flat:
         self.position = 0  # in the order of reductions
         self.version = -1
         self.gathers_by = domain.shard
+        self.changes = 0
+        self.is_packed = True
+        self._writes_before = 0  # into earlier shards
         self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
+
+    def _settle_dtypes(self) -> None:
+        self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
+        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -125,13 +134,36 @@ class Flat:
             shape = layout.local_shape(group.rank)
             self._reshaped.append((i, form, shape))
             piece = form.shown(piece, shape)
-        return wrap(piece.detach().requires_grad_(self.trains), layout, spec, group)
+        return wrap(piece.detach().requires_grad_(self.trains[i]), layout, spec, group)
 
     def take_over(self) -> None:
-        """Turn the parameter objects into the shells, for everyone who holds them."""
+        """Turn the parameter objects into the shells, for everyone who holds them; a gradient comes along."""
         for i, entry in enumerate(self.entries):
+            grad = entry.param.grad
             become(entry.param, self.shells[i])
-            self.shells[i] = entry.param  # type: ignore[call-overload]
+            shell: Any = entry.param
+            shell.grad, shell._flat, self.shells[i] = grad, self, shell
+
+    def repack(self) -> None:
+        """Take the parameters, wherever their leaves lie by now, into a new range, and make their leaves views of it.
+
+        Gradients and hooks come along.
+        """
+        leaves = [shell._local for shell in self.shells]
+        self.dtype = leaves[0].dtype
+        self.trains = tuple(leaf.requires_grad for leaf in leaves)
+        self._writes_before += self.shard._version + 1
+        self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
+        self._settle_dtypes()
+        for shell, leaf, piece in zip(self.shells, leaves, self._pieces(self.shard), strict=True):
+            piece.copy_(leaf.detach())
+            fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
+            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
+            fresh._backward_hooks = leaf._backward_hooks
+            fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+            shell._flat = self
+            shell._replace_local(fresh)
+        self.is_packed = True
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
@@ -154,12 +186,15 @@ class Flat:
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
-        if not self.trains:
-            self.views, self.node = tuple(self._parts(self.whole)), None
-        else:
-            self.views = _Gathered.apply(_anchor(self.device), weakref.ref(self))
-            self.node = self.views[0].grad_fn
+        views = self._parts(self.whole)
+        self.node = None
+        if any(self.trains):
+            with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one without
+                made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
+            views = [next(made) if trains else view for trains, view in zip(self.trains, views, strict=True)]
+            self.node = views[self.trains.index(True)].grad_fn
             self.node._set_sequence_nr(_LAST)
+        self.views = tuple(views)
         for view in self.views:
             view._is_param = True
         self.shown = tuple(
@@ -179,21 +214,29 @@ class Flat:
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
-        self.version = self.shard._version
+        self.version = self.writes
         source = self.shard
         if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own
             source.copy_(self.shard)
         return self.gathers_by.all_gather_into(self.whole, source)
 
+    @property
+    def writes(self) -> int:
+        """How often the parameters were written."""
+        return self.shard._version + self._writes_before
+
+    def leaf_changed(self, is_replaced: bool) -> None:
+        """Take note that a parameter has another leaf, or one that requires a gradient or does so no longer."""
+        self.changes += 1
+        if is_replaced:
+            self.is_packed = False
+            self._writes_before += 1
+
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
-        if self.version not in (-1, self.shard._version):
-            raise RuleError(
-                "parameters were written between a forward and its backward",
-                {"parameters": ", ".join(entry.name for entry in self.entries[:4])},
-                "call backward before the optimizer steps or values are loaded",
-            )
+        if self.version not in (-1, self.writes):
+            raise written_too_early(entry.name for entry in self.entries)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -301,7 +344,8 @@ class _Gathered(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         owner = flat()
         assert owner is not None
-        return tuple(owner._parts(owner.whole))
+        ctx.trains = owner.trains
+        return tuple(part for part, trains in zip(owner._parts(owner.whole), owner.trains, strict=True) if trains)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
@@ -313,8 +357,20 @@ class _Gathered(torch.autograd.Function):
         flat = ctx.flat()
         if flat is not None:
             assert flat.on_gradients is not None, "a flat whose views are used belongs to a schedule"
+            if len(grads) < len(ctx.trains):
+                found = iter(grads)
+                grads = tuple(next(found) if trains else None for trains in ctx.trains)
             flat.on_gradients(flat, grads)
         return None, None
+
+
+def written_too_early(names: Iterable[str]) -> RuleError:
+    """The refusal of a backward whose parameters are no longer those of the forward."""
+    return RuleError(
+        "parameters were written between a forward and its backward",
+        {"parameters": ", ".join([*names][:4])},
+        "call backward before the optimizer steps or values are loaded",
+    )
 
 
 def _ranges(entries: Sequence[Entry], ranks: int) -> Ranges:

@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.copies import deep_copy
 from shardtensor.fsdp.unit import Unit, unit_of, units_in
+from shardtensor.fsdp.upkeep import take_in_if_ready
 
 
 class FSDPModule:
@@ -27,6 +30,27 @@ class FSDPModule:
             unit.abandon()
             raise
         return unit.leave(output)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)  # type: ignore[misc]
+        take_in_if_ready(self._fsdp_unit)
+        return applied
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Return an independent copy, as fully sharded as this, on the same ranks. It sends nothing."""
+        return deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuleError(
+            "a fully sharded module cannot be pickled: it holds process groups",
+            {"module": type(self).__name__},
+            "save model.state_dict(), build the module anew, fully_shard it and load that",
+        )
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in the backwards to come, or let them add up on each rank."""

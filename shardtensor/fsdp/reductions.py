@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -39,6 +39,8 @@ class Reductions:
         self._met: list[int] = []
         self._order: list[int] = []
         self._expectations: dict[Hashable, dict[int, int]] = {}
+        self._suit: Hashable = None
+        self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, dict[int, int]]]] = {}
         self._expected: list[int] = []
         self._places: dict[int, int] = {}  # in `_expected`, by number
         self._comes: list[bool] = []  # for each expected: whether this rank's backward brings it
@@ -56,9 +58,15 @@ class Reductions:
             flat.on_gradients = self.arrived
         self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
 
+    def suit(self, trains: Hashable) -> None:
+        """Go by what was learned when these parameters were trained."""
+        self._known[self._suit] = (self._met, self._order, self._expectations)
+        self._suit = trains
+        self._met, self._order, self._expectations = self._known.get(trains, ([], [], {}))
+
     # -- the order --------------------------------------------------------------------------------------------------
 
-    def numbers(self, flats: Sequence[Flat]) -> list[int]:
+    def numbers(self, flats: Iterable[Flat]) -> list[int]:
         """The numbers of some flats."""
         return [self._numbers[id(flat)] for flat in flats]
 
@@ -66,26 +74,26 @@ class Reductions:
         """Take note that a forward uses these now."""
         self._met += [number for number in self.numbers(flats) if number not in self._met]
 
-    def agree_on_use(self, group: Group, among: Sequence[int]) -> None:
-        """Settle the order on all ranks, from what each noted; `among` are those that may be used at other times."""
+    def agree_on_use(self, group: Group) -> None:
+        """Settle the order on all ranks, from what each noted; what none has used yet has its place, too."""
         found = group.exchange_objects(self._met)
         order = dict.fromkeys(number for met in found for number in met)
-        self._order = completed(list(order), among)[::-1]
+        self._order = completed(list(order), range(len(self.flats)))[::-1]
         self._expectations = {}
 
-    def begin(self, scope: Hashable, among: Callable[[], Sequence[int]]) -> None:
+    def begin(self, scope: Hashable, among: Callable[[], Sequence[Flat]]) -> None:
         """At the start of a backward: know what comes, and what this rank has no gradients of.
 
         Args:
             scope: what tells backwards from others.
-            among: the numbers of the flats that it may reach; those of them that train are reduced, on all ranks.
+            among: the flats that it may reach; those of them that train are reduced, on all ranks.
         """
         self.uses.check(waits=True)
         self._next = 0
         places = self._expectations.get(scope)
         if places is None:
-            inside = set(among())
-            expected = [i for i in self._order if i in inside and self.flats[i].trains]
+            inside = set(self.numbers(among()))
+            expected = [i for i in self._order if i in inside and any(self.flats[i].trains)]
             places = self._expectations[scope] = {number: place for place, number in enumerate(expected)}
         self._places, self._expected = places, list(places)
         self._comes = [_will_run(self.flats[number].node) for number in places]

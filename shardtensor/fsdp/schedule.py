@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 
 import torch
 
 from shardtensor.fsdp import memory
+from shardtensor.fsdp.flat import Flat, written_too_early
+from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
+from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 from shardtensor.fsdp.used import Uses, names_of
 
+_version = attrgetter("shard._version")
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -25,17 +30,26 @@ class Schedule:
         self.is_current = True
         self.streams = units[0].streams
         self.gathers = self.streams.lane()
-        uses = Uses(units[0].domain, names_of(units), self.streams, any(unit.find_unused for unit in units))
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams, uses)
+        self._uses = Uses(units[0].domain, names_of(units), self.streams, any(unit.find_unused for unit in units))
+        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams, self._uses)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
         self._entered: set[int] = set()  # units that were called from outside since the last backward
         self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
         self._last: Unit | None = None  # visited; its parameters are in use
-        self._kept_flats = [flat for unit in units if unit.stays_gathered for flat in unit.flats]
+        self._kept_flats = [
+            flat for unit in units if unit.stays_gathered or not unit.is_needed_in_backward for flat in unit.flats
+        ]
         self._depth = 0
         self._is_backward = False
+        self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
+        self._writes = -1
+        self._flats = self.reductions.flats
+        self._upkeep = Upkeep(units)
+        self._lender = Lender(self)
+        self._trains = self._who_train()
+        self.reductions.suit(self._trains)
 
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
@@ -45,9 +59,11 @@ class Schedule:
             unit.index, unit.name = len(units), name
             units.append(unit)
         for unit in units:
+            take_in(unit)
             unit.settle()
             if unit.schedule is not None:
                 unit.schedule.is_current = False
+        check_place(units)
         memory.lend(units)
         streams = Streams(entered.device)
         for unit in units:
@@ -73,35 +89,74 @@ class Schedule:
         if self._is_backward:  # an error broke it off
             self._is_backward = False
             self.reductions.drop()
-        self.reductions.uses.check(waits=not self.streams.is_cuda)
+        self._uses.check(waits=not self.streams.is_cuda)
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
                     flat.make_views()
                 other.make_swaps()
+        if not self._upkeep.holds():
+            self._mend()
+        writes = sum(map(_version, self._flats))
+        if writes != self._writes:
+            self._writes = writes
+            self.generation += 1
         has_grad = torch.is_grad_enabled()
         if has_grad:
             self._entered.add(unit.index)
-        self._start_passage((unit.index, has_grad), lambda: self._under([unit.index]))
+        kind = ("forward", unit.index, has_grad, self._trains)
+        self._start_passage(kind, lambda: [each.index for each in self._under([unit.index])])
         for other in self.units:
             other.is_gathered = other.is_gathered and other.is_kept
+
+    def _mend(self) -> None:
+        """Take in what was done to the modules' parameters since the last forward."""
+        self.generation += 1
+        before = [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]
+        for unit in self.units:
+            take_in(unit)
+        check_place(self.units)
+        if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
+            self.reductions = Reductions(self._flats, self.streams, self._uses)
+            self._orders.clear()
+            memory.lend(self.units)
+        trains = self._who_train()
+        if trains != self._trains:
+            self._trains = trains
+            self.reductions.suit(trains)
+            for flat in self._flats:
+                flat.make_views()
+        for unit in self.units:
+            unit.make_swaps()
+        self._upkeep = Upkeep(self.units)
+
+    def _who_train(self) -> Hashable:
+        return tuple(flat.trains for flat in self._flats)
 
     def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
         self._passage = Passage(self._orders, kind, self._group, self._gather, units)
 
-    def _under(self, entered: Sequence[int]) -> list[int]:
+    def _under(self, entered: Sequence[int]) -> list[Unit]:
         """The units in the modules of these, these among them."""
-        return sorted({unit.index for index in entered for _, unit in units_in(self.units[index].module)})
+        modules = [module for index in entered for module in self.units[index].modules]
+        inside = {unit.index for module in modules for _, unit in units_in(module)}
+        return [unit for unit in self.units if unit.index in inside]
 
-    def _flats_under(self) -> list[int]:
-        """The numbers of the flats that the backward may reach."""
-        return [i for index in self._under(self._scope) for i in self.reductions.numbers(self.units[index].flats)]
+    def _flats_of_backward(self) -> list[Flat]:
+        return [flat for unit in self._under(self._scope) for flat in unit.flats]
 
-    def _regathered(self) -> list[int]:
-        """The units that a backward may have to gather again, in the order of a backward."""
-        units = [self.units[index] for index in self._under(self._scope)]
-        again = [unit for unit in units if not unit.stays_gathered and any(flat.trains for flat in unit.flats)]
-        return [unit.index for unit in reversed(again)]
+    def _units_of_backward(self) -> list[int]:
+        """Those that a backward may have to gather again, in its order."""
+        again = [
+            unit.index
+            for unit in self._under(self._scope)
+            if unit.is_needed_in_backward and not unit.stays_gathered and any(any(flat.trains) for flat in unit.flats)
+        ]
+        return again[::-1]
+
+    def is_running(self) -> bool:
+        """Whether a forward or a backward of its modules is going on."""
+        return self._depth > 0 or _in_backward() >= 0
 
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
@@ -111,8 +166,7 @@ class Schedule:
         passage = self._passage
         passage.end()
         if passage.is_learning:
-            among = [i for unit in self.units for i in self.reductions.numbers(unit.flats)]
-            self.reductions.agree_on_use(self._group, among)
+            self.reductions.agree_on_use(self._group)
         if not torch.is_grad_enabled():
             self.gathers.join()
 
@@ -159,15 +213,17 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """Have `unit` gathered when its backward is about to begin."""
+    def before_backward(self, unit: Unit, generation: int) -> None:
+        """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
+        if generation != self.generation:
+            raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
         if not self._is_backward:
             self._is_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if self._entered:
                 self._scope, self._entered = tuple(sorted(self._entered)), set()
-            self._start_passage(("backward", self._scope), self._regathered)
-            self.reductions.begin(self._scope, self._flats_under)
+            self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
+            self.reductions.begin(self._scope, self._flats_of_backward)
             self.reductions.pass_by(self._kept_flats)
         self._visit(unit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ class Unit:
         reshard_after_forward: bool | int | None,
         device: torch.device,
     ) -> None:
+        self.modules = [module]
         self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
@@ -54,10 +56,11 @@ class Unit:
         self.slot: Any = None
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._rnns: list[nn.RNNBase] = []
 
     def settle(self) -> None:
         """Know what there is to know before the first forward."""
-        self.is_container = sum(1 for _ in units_in(self.module)) > 1
+        self.is_container = any(unit is not self for module in self.modules for _, unit in units_in(module))
         self.stays_gathered = self._stays_gathered()
 
     def _stays_gathered(self) -> bool:
@@ -66,6 +69,7 @@ class Unit:
         return self.is_container or self.reshard_after_forward is False
 
     is_kept = False
+    is_needed_in_backward = True
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -79,16 +83,25 @@ class Unit:
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
                     views[name], shells[name] = view, shell
         self._swaps = list(found.values())
+        owners = {id(owner): owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes}
+        self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
 
     def show_views(self) -> None:
         """Let modules compute with the gathered parameters."""
         for place, views, _ in self._swaps:
             place.update(views)
+        self._show_rnns()
 
     def show_shells(self) -> None:
         """Let modules show their sharded parameters."""
         for place, _, shells in self._swaps:
             place.update(shells)
+        self._show_rnns()
+
+    def _show_rnns(self) -> None:
+        """Have recurrent layers, which keep a list of their parameters, list those that are shown."""
+        for owner in self._rnns:
+            owner._flat_weights = [owner._parameters[name] for name in owner._flat_weights_names]
 
     def use(self, streams: Streams) -> None:
         """Be gathered beside these streams from now on."""
@@ -140,11 +153,11 @@ class Unit:
     def leave(self, output: Any) -> Any:
         """After the module's forward."""
         self._left()
-        if torch.is_grad_enabled():
-            output = with_hook(output, self._before_backward)
+        assert self.schedule is not None
+        if torch.is_grad_enabled() and self.is_needed_in_backward:
+            output = with_hook(output, partial(self._before_backward, self.schedule.generation))
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
-        assert self.schedule is not None
         self.schedule.leave(self)
         return output
 
@@ -159,9 +172,9 @@ class Unit:
         if not self.is_running:
             self.show_shells()
 
-    def _before_backward(self, grad: torch.Tensor) -> None:
+    def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
         assert self.schedule is not None
-        self.schedule.before_backward(self)
+        self.schedule.before_backward(self, generation)
 
     def _found_schedule(self) -> Schedule:
         from shardtensor.fsdp.schedule import Schedule
@@ -175,9 +188,16 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
+def part_of(module: nn.Module) -> Unit | None:
+    """The unit of a layer that its container gathers by itself, if it is one: see `fsdp.parts`."""
+    return module.__dict__.get("_fsdp_part")
+
+
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module and of all modules in it, outer ones first."""
+    """The units of a module and of all modules in it, outer ones first, their parts included."""
+    seen = set()
     for name, child in module.named_modules():
-        unit = unit_of(child)
-        if unit is not None:
+        unit = unit_of(child) or part_of(child)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
             yield name, unit

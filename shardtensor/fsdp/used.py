@@ -17,7 +17,6 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.streams import Streams
 
 _SHOWN = 8
@@ -53,7 +52,7 @@ class Uses:
     # -- exactly ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> dict[int, list[bool]]:
-        """Return, for each flat by number, the parameters that other ranks used and this one did not. All ranks call it."""
+        """Return, for each flat by number, the parameters that only other ranks used. All ranks call it."""
         mine = self._masks(self.pattern)
         blob = b"".join(mine)
         blobs = self._domain.whole.exchange(blob)
@@ -164,5 +163,3 @@ def _teams(domain: Domain) -> tuple[Group, ...]:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
-
-

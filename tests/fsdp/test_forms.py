@@ -110,7 +110,7 @@ def test_in_real_processes(world):
 
 def owners():
     group = as_group()
-    module = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(5))
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     turn = iter(range(5))
     fully_shard(module, shard_placement_fn=lambda param: f"only(dp, {next(turn) % group.size})")
     return [tuple(p.local_tensor().shape) if p.local_shards() else None for p in module.parameters()]
@@ -176,7 +176,7 @@ def test_ranks_agree_on_forms(world):
 
 
 def in_name_order():
-    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(12))
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(12)))
     fully_shard(model)
     return [entry.name for entry in model._fsdp_unit.flats[0].entries][:4]
 
