@@ -23,6 +23,7 @@ class Passage:
         kind: passes of one kind are taken to visit the same units.
         gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
         units: those that may be visited, in the order in which they would be.
+        pick: of the units that ranks want, the one that is gathered first.
     """
 
     def __init__(
@@ -32,12 +33,13 @@ class Passage:
         group: Group,
         gather: Callable[[int], None],
         units: Callable[[], Sequence[int]] = tuple,
+        pick: Callable[[set[int]], int] = min,
     ) -> None:
         self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
         known = orders.get(kind)
         self.is_learning = known is None
         self.order: list[int] = [] if known is None else known
-        self._units = units
+        self._units, self._pick = units, pick
         self._next = 0
 
     def visit(self, unit: int) -> None:
@@ -72,7 +74,7 @@ class Passage:
             wanted = {int.from_bytes(blob, "little", signed=True) for blob in blobs} - {_DONE}
             if not wanted:
                 return
-            first = min(wanted)
+            first = self._pick(wanted)
             self.order.append(first)
             self._gather(first)
             if first == unit:

@@ -134,7 +134,8 @@ class Schedule:
         return tuple(flat.trains for flat in self._flats)
 
     def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
-        self._passage = Passage(self._orders, kind, self._group, self._gather, units)
+        pick = max if self._is_backward else min
+        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick)
 
     def _under(self, entered: Sequence[int]) -> list[Unit]:
         """The units in the modules of these, these among them."""
@@ -195,6 +196,8 @@ class Schedule:
     def _gather(self, index: int) -> None:
         unit = self.units[index]
         if unit.is_gathered:
+            if self._is_backward:
+                self.reductions.pass_by(unit.flats)
             return
         holder = unit.slot.holder
         if holder is not None:
@@ -228,9 +231,9 @@ class Schedule:
         self._visit(unit)
 
     def _end_backward(self) -> None:
-        self._is_backward = False
         assert self._passage is not None
         self._passage.end()
+        self._is_backward = False
         self.reductions.end()
         self.gathers.join()
         for unit in self.units:

@@ -81,14 +81,13 @@ class Uses:
         pattern, self.pattern = self.pattern, []
         if self._domain.size == 1:
             return
-        is_new = pattern != self._last
-        self._last = pattern
+        if pattern != self._last:
+            self._last, self._flag = pattern, None
         if self._is_exact or self._fault is not None or (self._streams.is_cuda and _is_capturing()):
             return
-        if is_new:
+        if self._flag is None:
             number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
             self._brought = [number, -number]
-        if is_new or self._flag is None:
             self._flag = torch.tensor(self._brought, device=self._streams.device)
         for team in _teams(self._domain):
             team.all_reduce(self._flag, "max")
