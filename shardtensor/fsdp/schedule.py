@@ -176,7 +176,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered and unit.is_ready:
+        if unit.is_gathered and unit.stays_gathered and unit.is_awaited:
             return
         passage = self._passage
         assert passage is not None

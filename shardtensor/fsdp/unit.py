@@ -30,8 +30,8 @@ class Unit:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
+        is_awaited: whether the caller's stream was made to wait for that gather.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
-        is_ready: whether the caller's stream waits for that gather already.
         is_running: whether the module's forward is being called.
     """
 
@@ -51,7 +51,7 @@ class Unit:
         self.index, self.name = -1, ""
         self.is_container = self.stays_gathered = False
         self.syncs, self.find_unused = True, False
-        self.is_gathered = self.is_ready = False
+        self.is_gathered = self.is_awaited = False
         self.is_running = 0
         self.slot: Any = None
         self._pending: list[Pending] = []
@@ -112,7 +112,7 @@ class Unit:
     def gather(self) -> None:
         """Start to gather; in the caller's lane."""
         self._pending = [flat.gather() for flat in self.flats]
-        self.is_gathered, self.is_ready = True, False
+        self.is_gathered, self.is_awaited = True, False
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -120,7 +120,7 @@ class Unit:
             pending.wait()
         self._pending = []
         self.streams.wait(self._ready)
-        self.is_ready = True
+        self.is_awaited = True
 
     def let_go(self) -> None:
         """Let no gather write into the memory any more, for another unit is to lie there."""
