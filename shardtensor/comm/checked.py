@@ -66,6 +66,7 @@ class CheckedGroup(Parted):
         self.size, self.rank, self.ranks, self.index = group.size, group.rank, group.ranks, group.index
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
         self._group, self._meeting = group, meeting
+        self._twin: CheckedGroup | None = None
 
     @classmethod
     def over(cls, group: Group) -> CheckedGroup:
@@ -142,8 +143,12 @@ class CheckedGroup(Parted):
         self._group.barrier()
 
     def twin(self) -> Group:
-        twin = self._group.twin()
-        return self if twin is self._group else CheckedGroup(twin, self._meeting)
+        if self._twin is None:
+            own = self._meeting
+            meeting = Meeting(own.board, f"twin of {own.name}", own.ranks, own.timeout_s)
+            _meet(meeting, "twin")
+            self._twin = CheckedGroup(self._group.twin(), meeting)
+        return self._twin
 
     subgroup, axis = Parted.subgroup, Parted.axis  # of checked groups: `_make_subgroup` checks what it makes
 

@@ -118,7 +118,8 @@ class Group(Protocol):
     def twin(self) -> Group:
         """Return a group of the same ranks whose collectives can run beside this one's; all its members call it.
 
-        On cuda it has a communicator of its own. Its members still call both groups' collectives in one order.
+        Each of the two meets in an order of its own. On cuda the twin has a communicator of its own, and the members
+        still call both groups' collectives in one order where one waits for another.
         """
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
@@ -207,7 +208,7 @@ class LoneGroup:
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         assert list(ranks) == [self.rank], "a world of one has one subgroup"
-        return self
+        return self.axis()
 
     def twin(self) -> Group:
         return self
@@ -218,7 +219,7 @@ class LoneGroup:
         return alone
 
     def axis(self, *names: str) -> Group:
-        return self
+        return self if self.mesh is None else LoneGroup(self.rank, self.process_group, self.device_type)
 
     def __reduce__(self) -> tuple[Any, ...]:
         from shardtensor.comm.regain import reduce  # which knows all groups, this among them

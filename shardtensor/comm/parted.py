@@ -51,11 +51,13 @@ class Parted(ABC):
         key = tuple(sorted(ranks))  # torch orders a new group by rank
         assert set(key) <= set(self.ranks), "a subgroup is made of members"
         if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
+            made = self._make_subgroup(key)
+            is_self = made.mesh is not None  # all of the ranks: in a row, though they may be a grid here
+            self._subgroups[key] = made.on_mesh(None, {}) if is_self else made  # type: ignore[arg-type]
         return self._subgroups[key]
 
     def twin(self) -> Group:
-        """This group itself, where collectives take their turns in any case."""
+        """This group itself, where ranks are only pretended."""
         return self  # type: ignore[return-value]
 
     def axis(self, *names: str) -> Group:

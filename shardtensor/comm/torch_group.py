@@ -212,7 +212,7 @@ class TorchGroup(Parted):
 
     def twin(self) -> Group:
         ranks = tuple(self.ranks)
-        if self.wire.backends.get("cuda") != "nccl" or list(ranks) != sorted(ranks):  # torch orders a new group
+        if "fake" in self.wire.backends.values() or list(ranks) != sorted(ranks):  # torch orders a new group
             return self
         if self._twin is None:
             self._twin = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.checks import check
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.inner import Inner, is_cut
 from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.ranges import together
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
 from shardtensor.parallel.loading import load_keeps_layouts
@@ -33,6 +37,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ON_DEVICE,
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Callable[[nn.Module], bool] | None = None,
+    find_unused: bool = False,
 ) -> Any:
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
@@ -44,8 +49,8 @@ def fully_shard(
     if policy is not None:
         for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
             if policy(child) and unit_of(child) is None:
-                _shard_one([child], mesh, mp_policy, reshard_after_forward, ignored)
-    _shard_one(modules, mesh, mp_policy, reshard_after_forward, ignored)
+                _shard_one([child], mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
+    _shard_one(modules, mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
     return module
 
 
@@ -55,6 +60,8 @@ def _shard_one(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
     ignored: set[int],
+    placement: Callable[[nn.Parameter], Any] | None,
+    find_unused: bool,
 ) -> None:
     domain = Domain.of(mesh)
     device = own_device("cuda") if domain.whole.device_type == "cuda" else torch.device("cpu")
@@ -64,16 +71,22 @@ def _shard_one(
         _check_modules(modules)
         entries = _entries(modules, ignored)
         check(modules, entries, mp_policy)
+        for entry in entries:
+            entry.inner = Inner.of(entry.name, entry.param, domain, mesh)
+            entry.form = _form(entry, domain, placement)
     except ShardTensorError as error:
         fault = error
-    said = "\n".join(f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad}" for e in entries)
-    options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}"
+    said = "\n".join(
+        f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {e.form}" for e in entries
+    )
+    options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(domain.whole, call, {"parameters": said, "options": options}, fault)
     parts = large_layers(entries) if _holds_units(modules) else set()
     flats: list[Flat] = []
     flats_of_parts: dict[int, list[Flat]] = {}
-    for group in _groups(entries, parts):
+    groups = [group for alike in _groups(entries, parts) for group in _going_together(alike, domain.shard.size)]
+    for group in groups:
         flat = Flat(group, domain, device, mp_policy)
         flat.take_over()
         owner = group[0].homes[0][0]
@@ -83,7 +96,7 @@ def _shard_one(
         for _, owner in _own_modules(module, ""):
             load_keeps_layouts(owner, domain.whole)
     unit = Unit(modules[0], flats, domain, mp_policy, reshard_after_forward, device)
-    unit.modules = modules
+    unit.modules, unit.find_unused = modules, find_unused
     for own in flats_of_parts.values():
         make_part(own[0].entries[0].homes[0][0], own, unit)
     for module in modules:
@@ -115,7 +128,37 @@ def _entries(modules: Sequence[nn.Module], ignored: set[int]) -> list[Entry]:
                 continue
             entry = found.setdefault(id(param), Entry(f"{prefix}{name}", param, []))
             entry.homes.append((owner, name))
-    return list(found.values())
+    return sorted(found.values(), key=lambda entry: _in_order(entry.name))
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """What sorts names with numbers in them as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _form(entry: Entry, domain: Domain, placement: Callable[[nn.Parameter], Any] | None) -> Form:
+    """How a parameter is to be cut over the data ranks."""
+    if placement is None:
+        return ANYWHERE
+    shape, inner = tuple(entry.values.shape), entry.inner
+    axis, is_named = (domain.axis, domain.is_named) if inner is None else (inner.axis, True)
+    asked = placement(entry.param)  # type: ignore[arg-type]
+    form = Form.of(asked, entry.name, shape, axis, is_named, domain.shard.size)
+    if form.dim is not None and is_cut(inner, form.dim):
+        raise LayoutError(
+            f"shard_placement_fn cuts dim {form.dim} of `{entry.name}`, which is cut already",
+            {"spec": "" if inner is None else str(inner.spec)},
+            "cut another dim, or return flat(dp)",
+        )
+    return form
+
+
+def _going_together(entries: list[Entry], ranks: int) -> list[list[Entry]]:
+    """Entries that are laid out as one: those that one rank holds by its own, in its order; those whose grains fit."""
+    if entries[0].form.owner is not None:
+        return [sorted(entries, key=lambda entry: entry.form.owner or 0)]
+    lengths, grains = [entry.values.numel() for entry in entries], [entry.grain for entry in entries]
+    return [[entries[i] for i in group] for group in together(lengths, grains, ranks)]
 
 
 def _homes(found: dict[int, Entry], param: nn.Parameter) -> Sequence[Home]:
@@ -138,7 +181,8 @@ def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
         owner = id(entry.homes[0][0])
-        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None)
+        is_owned = entry.form.owner is not None
+        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None, is_owned)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

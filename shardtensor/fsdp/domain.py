@@ -9,6 +9,7 @@ import attrs
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
+from shardtensor.mesh import Mesh
 
 
 @attrs.frozen(eq=False)
@@ -30,18 +31,27 @@ class Domain:
     axis: str
 
     @property
+    def is_named(self) -> bool:
+        """Whether `axis` is a name that the mesh gave it; else it goes by any."""
+        return self.whole.mesh is not None
+
+    @property
     def size(self) -> int:
         """How many ranks compute a gradient, each of its own part of the batch."""
         return self.whole.size
 
     @classmethod
     def of(cls, mesh: Any) -> Domain:
-        """Read a mesh: of one axis, or of two, the first of which repeats.
+        """Read a mesh of data ranks: of one axis, or of two, the first of which repeats.
+
+        Args:
+            mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
+                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``, as for `data_parallel`.
 
         Raises:
             LayoutError: it has more axes, or this rank is not in it.
         """
-        whole = as_group(mesh)
+        whole = _named(mesh) if isinstance(mesh, str) else as_group(mesh)
         if whole.index < 0:
             raise LayoutError(
                 f"rank {whole.rank} is not in the mesh that a module is to be fully sharded over",
@@ -49,10 +59,11 @@ class Domain:
                 "call fully_shard on the ranks of the mesh only",
             )
         grid = whole.mesh
-        if mesh is None or grid is None:
-            return cls(
-                whole, whole, whole.twin(), None, grid.names[-1] if grid is not None and len(grid.names) == 1 else "dp"
-            )
+        if mesh is None and grid is not None:
+            whole, grid = whole.subgroup(list(whole.ranks)), None
+        if grid is None:
+            names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
+            return cls(whole, whole, whole.twin(), None, names[-1])
         if len(grid.names) == 1:
             return cls(whole, whole, whole.twin(), None, grid.names[0])
         if len(grid.names) > 2:
@@ -64,3 +75,20 @@ class Domain:
         rep, dp = grid.names
         shard = whole.axis(dp)
         return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
+
+
+def _named(text: str) -> Group:
+    """The ranks along axes of the default mesh."""
+    world, names = as_group(None), tuple(name.strip() for name in text.split("*"))
+    grid = world.mesh
+    unknown = [name for name in names if grid is None or name not in grid.names]
+    if grid is None or unknown:
+        raise LayoutError(
+            f'there is no axis "{unknown[0]}": the default group has '
+            + ("no named axes" if grid is None else f"the axes {', '.join(grid.names)}"),
+            {"mesh": text},
+            'pass the DeviceMesh of the data ranks, mesh["dp"]',
+        )
+    team = world.axis(*names)
+    axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
+    return team.on_mesh(Mesh(axes, team.ranks), {}) if len(names) > 1 else team

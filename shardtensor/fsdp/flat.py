@@ -18,10 +18,11 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
+from shardtensor.fsdp.forms import ANYWHERE, Form
+from shardtensor.fsdp.inner import Inner
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.ranges import Ranges, lay_out
+from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
 from shardtensor.parallel.memory import Home, become
-from shardtensor.spec.nodes import Replicate
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -31,11 +32,26 @@ _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first,
 
 @attrs.define(eq=False)
 class Entry:
-    """One parameter: its name in the unit, the object, and the modules that own it under some name."""
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
+
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
+    """
 
     name: str
     param: torch.Tensor
     homes: list[Home]
+    form: Form = ANYWHERE
+    inner: Inner | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the data ranks hold copies of."""
+        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together."""
+        return self.form.grain(tuple(self.values.shape))
 
 
 class Flat:
@@ -45,7 +61,8 @@ class Flat:
         shard: this rank's range, of the parameters' dtype; the truth about their values.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
-        views: the parameters as modules compute with them.
+        views: the parameters as they are gathered.
+        shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
         trains: which parameters require a gradient.
         is_packed: whether, for all that is known, the leaves are views of `shard`.
@@ -60,15 +77,18 @@ class Flat:
         self.dtype = params[0].dtype
         self.trains = tuple(param.requires_grad for param in params)
         self._settle_dtypes()
-        self.shapes = [tuple(param.shape) for param in params]
-        self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
+        self.global_shapes = [tuple(param.shape) for param in params]
+        self.shapes = [tuple(entry.values.shape) for entry in entries]
+        self.ranges = _ranges(self.entries, domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
-        self.shard = self._own_range(params)
+        self.shard = self._own_range()
+        self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.views: tuple[torch.Tensor, ...] = ()
+        self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
         self.position = 0  # in the order of reductions
         self.version = -1
@@ -86,14 +106,14 @@ class Flat:
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
-    def _own_range(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        is_meta = params[0].is_meta
+    def _own_range(self) -> torch.Tensor:
+        is_meta = self.entries[0].param.is_meta
         shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta" if is_meta else self.device)
         if not is_meta:
-            for i, (param, piece) in enumerate(zip(params, self._pieces(shard), strict=True)):
+            for i, (entry, piece) in enumerate(zip(self.entries, self._stretches(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
-                    piece.copy_(param.detach().reshape(-1)[start:stop])
+                    piece.copy_(entry.form.stored(entry.values)[start:stop])
         return shard
 
     @property
@@ -102,10 +122,19 @@ class Flat:
         return self.domain.shard.index
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        leaf = piece.detach().requires_grad_(self.trains[i])
-        spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
-        layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
-        return wrap(leaf, layout, spec, self.domain.whole)
+        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
+        if inner is None:
+            group = self.domain.whole
+            spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)
+        else:
+            group = inner.joint
+            spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
+        layout = bind_named(spec, self.global_shapes[i], mesh_of(group))
+        if not layout.packed:
+            shape = layout.local_shape(group.rank)
+            self._reshaped.append((i, form, shape))
+            piece = form.shown(piece, shape)
+        return wrap(piece.detach().requires_grad_(self.trains[i]), layout, spec, group)
 
     def take_over(self) -> None:
         """Turn the parameter objects into the shells, for everyone who holds them; a gradient comes along."""
@@ -128,7 +157,6 @@ class Flat:
         self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
         self._settle_dtypes()
         for shell, leaf, piece in zip(self.shells, leaves, self._pieces(self.shard), strict=True):
-            piece = piece.view(leaf.shape)
             piece.copy_(leaf.detach())
             fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
@@ -171,13 +199,18 @@ class Flat:
         self.views = tuple(views)
         for view in self.views:
             view._is_param = True
+        self.shown = tuple(
+            view if entry.inner is None else entry.inner.around(view)
+            for entry, view in zip(self.entries, self.views, strict=True)
+        )
 
     def _parts(self, flat: Any) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
-        starts, lengths = self.ranges.starts, self.ranges.lengths
+        return [part.data for part in self._as_parameters(flat.split_with_sizes(self._all_cuts)[1::2])]
+
+    def _as_parameters(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            flat[start : start + length].view(shape).data
-            for start, length, shape in zip(starts, lengths, self.shapes, strict=True)
+            entry.form.shown(part, shape) for entry, part, shape in zip(self.entries, parts, self.shapes, strict=True)
         ]
 
     def gather(self) -> Pending:
@@ -242,7 +275,7 @@ class Flat:
         return Packing(
             flat=flat,
             own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
-            parts=[cut.view(shape) for cut, shape in zip(cuts[1::2], self.shapes, strict=True)],
+            parts=self._as_parameters(cuts[1::2]),
             padding=[cuts[i] for i in self._gaps],
         )
 
@@ -282,7 +315,15 @@ class Flat:
                 own.add_(pieces[i])  # of the user's own, or from a time when others had none
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's pieces of the parameters, views of its range."""
+        """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
+        pieces = self._stretches(shard)
+        if self._reshaped:
+            pieces = list(pieces)
+            for i, form, shape in self._reshaped:
+                pieces[i] = form.shown(pieces[i], shape)
+        return pieces
+
+    def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return shard.split_with_sizes(self._cuts)[1::2]
 
 
@@ -332,6 +373,15 @@ def written_too_early(names: Iterable[str]) -> RuleError:
         {"parameters": ", ".join([*names][:4])},
         "call backward before the optimizer steps or values are loaded",
     )
+
+
+def _ranges(entries: Sequence[Entry], ranks: int) -> Ranges:
+    lengths = [entry.values.numel() for entry in entries]
+    owners = [entry.form.owner for entry in entries if entry.form.owner is not None]
+    if owners:
+        assert len(owners) == len(entries), "parameters with owners have a flat of their own"
+        return lay_out_owned(lengths, ranks, owners)
+    return lay_out(lengths, ranks, [entry.grain for entry in entries])
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

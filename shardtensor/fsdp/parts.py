@@ -96,8 +96,11 @@ def _borrowed(shell: Any) -> torch.Tensor:
     flat: Flat = shell._flat
     number = next(i for i, known in enumerate(flat.shells) if known is shell)
     if shell.requires_grad and torch.is_grad_enabled():
-        return _Borrowed.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
-    return _whole(flat, number)
+        whole = _Borrowed.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
+    else:
+        whole = _whole(flat, number)
+    inner = flat.entries[number].inner
+    return whole if inner is None else inner.around(whole)
 
 
 def _whole(flat: Flat, number: int) -> torch.Tensor:

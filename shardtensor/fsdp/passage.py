@@ -1,13 +1,14 @@
 """The order in which all ranks gather, equal on all of them by construction.
 
 A first pass through the units asks: at each unit that has to be gathered the ranks exchange which one it is, and all
-gather all that any of them wants. What came of it is the order of later passes, which ask nothing: a rank that skips a
-unit gathers it all the same when it goes past it.
+gather the first of those that any of them wants. What came of it is the order of later passes, which ask nothing: a
+rank that skips a unit gathers it all the same when it goes past it. Units that no rank came to in the first pass have
+their places in the order, too, in case that some rank comes to them later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from shardtensor.comm.group import Group
 
@@ -21,15 +22,24 @@ class Passage:
         orders: what earlier passes came to, by kind of pass; this one adds its own.
         kind: passes of one kind are taken to visit the same units.
         gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
+        units: those that may be visited, in the order in which they would be.
+        pick: of the units that ranks want, the one that is gathered first.
     """
 
     def __init__(
-        self, orders: dict[Hashable, list[int]], kind: Hashable, group: Group, gather: Callable[[int], None]
+        self,
+        orders: dict[Hashable, list[int]],
+        kind: Hashable,
+        group: Group,
+        gather: Callable[[int], None],
+        units: Callable[[], Sequence[int]] = tuple,
+        pick: Callable[[set[int]], int] = min,
     ) -> None:
         self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
         known = orders.get(kind)
         self.is_learning = known is None
         self.order: list[int] = [] if known is None else known
+        self._units, self._pick = units, pick
         self._next = 0
 
     def visit(self, unit: int) -> None:
@@ -49,19 +59,40 @@ class Passage:
     def end(self) -> None:
         """Gather what other ranks visit beyond this one's last; the order is known from now on."""
         if self.is_learning:
-            while any(asked != _DONE for asked in self._ask(_DONE)):
-                pass
-            self._orders[self._kind] = self.order
+            self._ask(_DONE)
+            self.order = self._orders[self._kind] = completed(self.order, self._units())
+            self._next = len(self.order)
         else:
             for other in self.order[self._next :]:
                 self._gather(other)
             self._next = len(self.order)
 
-    def _ask(self, unit: int) -> list[int]:
-        blobs = self._group.exchange(unit.to_bytes(4, "little", signed=True))
-        asked = sorted({int.from_bytes(blob, "little", signed=True) for blob in blobs})
-        for wanted in asked:
-            if wanted != _DONE:
-                self.order.append(wanted)
-                self._gather(wanted)
-        return asked
+    def _ask(self, unit: int) -> None:
+        """Gather what ranks want, one after the other, until `unit` was its turn; or until all are done."""
+        while True:
+            blobs = self._group.exchange(unit.to_bytes(4, "little", signed=True))
+            wanted = {int.from_bytes(blob, "little", signed=True) for blob in blobs} - {_DONE}
+            if not wanted:
+                return
+            first = self._pick(wanted)
+            self.order.append(first)
+            self._gather(first)
+            if first == unit:
+                return
+
+
+def completed(order: Sequence[int], units: Sequence[int]) -> list[int]:
+    """Return `order` with those of `units` that it lacks, each after the last one that comes before it in `units`.
+
+    Example:
+        >>> completed([0, 2, 0, 2, 5], [0, 1, 2, 3])
+        [0, 2, 0, 1, 2, 3, 5]
+    """
+    made, place = list(order), -1
+    for unit in units:
+        if unit in made:
+            place = len(made) - 1 - made[::-1].index(unit)
+        else:
+            place += 1
+            made.insert(place, unit)
+    return made

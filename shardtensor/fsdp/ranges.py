@@ -1,14 +1,24 @@
-"""How the parameters of a gather unit lie end to end, and which range of them each rank holds. Integers only."""
+"""How the parameters of a gather unit lie end to end, and which range of them each rank holds. Integers only.
+
+Ranges are of one size, always, so that to gather them is one collective without copies, and so is to reduce them. Where
+a boundary would fall inside a grain of a parameter, the ranges grow or padding comes between parameters, whichever
+wastes less; parameters whose grains do not go together are laid out apart (`together`), each part with ranges of its
+own. Ranges of different sizes would save the padding, but NCCL has no collective for them: it broadcasts each in turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import attrs
 
 ALIGNMENT = 16
 """Elements; every parameter starts at a multiple, so that kernels find their vectors aligned."""
+
+_TRIES = 64
+_WASTE = 8  # a layout that wastes less than one part in so many is good enough
 
 
 @attrs.frozen
@@ -31,6 +41,11 @@ class Ranges:
     def total(self) -> int:
         """Elements of the whole, padding included."""
         return self.chunk * self.ranks
+
+    @property
+    def waste(self) -> int:
+        """Elements of padding."""
+        return self.total - sum(self.lengths)
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
         """The part of a parameter that a rank holds, as a range of its own elements; perhaps empty."""
@@ -58,18 +73,153 @@ class Ranges:
         return attrs.evolve(self, chunk=self.total, ranks=1).cuts(0)
 
 
-def lay_out(lengths: Sequence[int], ranks: int) -> Ranges:
+def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = None) -> Ranges:
     """Lay parameters of these lengths end to end and cut them into `ranks` equal ranges.
+
+    Args:
+        lengths: elements of each parameter.
+        units: its grain: no range ends inside a parameter but at a multiple of so many of its elements. One that is
+            no longer than its grain lies in one range. None: ranges may end anywhere.
 
     Example:
         >>> ranges = lay_out([40, 8], 2)
         >>> ranges.starts, ranges.chunk, ranges.sizes(0), ranges.sizes(1)
         ((0, 48), 32, (32, 8), (0, 8))
+        >>> lay_out([96, 40], 2, [24, 1]).sizes(0), lay_out([96, 40], 2, [96, 1]).sizes(0)
+        ((72, 24), (96, 0))
     """
-    ends = accumulate((_up(length, ALIGNMENT) for length in lengths), initial=0)
-    *starts, total = ends
-    chunk = _up(-(-total // ranks), ALIGNMENT)
-    return Ranges(tuple(lengths), tuple(starts), chunk, ranks)
+    return _lay_out(tuple(lengths), ranks, tuple(units) if units is not None else (1,) * len(lengths))
+
+
+@lru_cache(maxsize=4096)
+def _lay_out(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...]) -> Ranges:
+    """The smallest layout found; among nearly equal ones that whose ranges are aligned."""
+    aligned = _smallest(lengths, ranks, units, ALIGNMENT)
+    if aligned.waste * _WASTE <= sum(lengths) or all(unit == 1 for unit in units):
+        return aligned
+    other = _smallest(lengths, ranks, units, 1)
+    return other if other.total * _WASTE < aligned.total * (_WASTE - 1) else aligned
+
+
+def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step: int) -> Ranges:
+    """The layout of the smallest range, a multiple of `step`, that is tried."""
+    found: Ranges | None = None
+    least = max([-(-sum(lengths) // ranks), *_undivided(lengths, units), 1])
+    for grain in _grains(lengths, units, step):
+        for chunk in _chunks(_up(least, grain), grain):
+            if found is not None and chunk >= found.chunk:
+                break
+            starts = _place(lengths, units, chunk, ranks)
+            if starts is not None:
+                found = Ranges(lengths, tuple(starts), chunk, ranks)
+                break
+    assert found is not None, "a range that holds everything is tried"
+    return found
+
+
+def _undivided(lengths: Sequence[int], units: Sequence[int]) -> Iterator[int]:
+    return (length for length, unit in zip(lengths, units, strict=True) if unit >= length)
+
+
+def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:
+    """Numbers that ranges may be multiples of: the longest parameters' grains fit into those."""
+    divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if 1 < unit < n), reverse=True)
+    grains, common, limit = {step}, step, sum(lengths)
+    for unit in list(dict.fromkeys(unit for _, unit in divided))[:_TRIES]:
+        common = math.lcm(common, unit) if math.lcm(common, unit) <= limit else common
+        grains |= {common, math.lcm(step, unit)}
+    return sorted(grains, reverse=True)
+
+
+def _chunks(first: int, grain: int) -> Iterator[int]:
+    """Multiples of `grain`: one after the other, then in growing steps, without end."""
+    for i in range(_TRIES):
+        yield first + i * grain
+    chunk = first + _TRIES * grain
+    while True:
+        yield chunk
+        chunk += _up(chunk // _TRIES, grain)
+
+
+def _place(lengths: Sequence[int], units: Sequence[int], chunk: int, ranks: int) -> list[int] | None:
+    """Where each parameter starts when ranges are of `chunk` elements; None where they do not fit."""
+    starts, end = [], 0
+    for length, unit in zip(lengths, units, strict=True):
+        start = _up(end, ALIGNMENT)
+        if unit > 1 and length:
+            placed = _start(start, length, unit, chunk)
+            if placed is None:
+                return None
+            start = placed
+        starts.append(start)
+        end = start + length
+    return starts if end <= chunk * ranks else None
+
+
+def _start(least: int, length: int, unit: int, chunk: int) -> int | None:
+    """The first aligned place from `least` on where all boundaries inside a parameter are between its grains."""
+    boundary = (least // chunk + 1) * chunk
+    for _ in range(2 + ALIGNMENT):
+        if least + length <= boundary:
+            return least
+        if unit < length:
+            start = _congruent(least, boundary, unit)
+            if start is not None and start < boundary and (start + length <= boundary + chunk or not chunk % unit):
+                return start
+        least = _up(boundary, ALIGNMENT)
+        boundary = (least // chunk + 1) * chunk
+    return None
+
+
+def _congruent(least: int, boundary: int, unit: int) -> int | None:
+    """The first multiple of the alignment from `least` on that is a multiple of `unit` before `boundary`."""
+    common = math.gcd(ALIGNMENT, unit)
+    if boundary % common:
+        return None
+    period = unit // common
+    wanted = boundary // common * pow(ALIGNMENT // common, -1, period) % period
+    turn = -(-least // ALIGNMENT)
+    return (turn + (wanted - turn) % period) * ALIGNMENT
+
+
+def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:
+    """Lay each parameter into the range of its owner; `owners` do not decrease.
+
+    Example:
+        >>> ranges = lay_out_owned([40, 8, 20], 3, [0, 2, 2])
+        >>> ranges.starts, ranges.chunk, ranges.sizes(1)
+        ((0, 96, 112), 48, (0, 0, 8))
+    """
+    ends, starts = [0] * ranks, []
+    for length, owner in zip(lengths, owners, strict=True):
+        starts.append(ends[owner])
+        ends[owner] = _up(ends[owner] + length, ALIGNMENT)
+    chunk = max(*ends, ALIGNMENT)
+    places = [start + owner * chunk for start, owner in zip(starts, owners, strict=True)]
+    return Ranges(tuple(lengths), tuple(places), chunk, ranks)
+
+
+def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which parameters are laid out together: all, unless their grains waste more so than one grain at a time would.
+
+    Returns:
+        their numbers, in groups.
+
+    Example:
+        >>> together([64 * 48, 48], [48, 1], 4), together([64 * 997, 64 * 1009], [997, 1009], 8)
+        ([[0, 1]], [[0], [1]])
+    """
+    everything = list(range(len(lengths)))
+    common = lay_out(lengths, ranks, units).waste
+    if common * _WASTE <= sum(lengths):
+        return [everything]
+    apart: dict[int, list[int]] = {}
+    for i in everything:
+        apart.setdefault(0 if units[i] >= lengths[i] > 1 else units[i], []).append(i)
+    groups = list(apart.values())
+    waste = sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
+    saved = common - waste
+    return groups if saved * _WASTE > sum(lengths) and saved > ranks * ALIGNMENT * _TRIES else [everything]
 
 
 def _up(value: int, multiple: int) -> int:

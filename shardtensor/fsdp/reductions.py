@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,9 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp.flat import Flat, Packing
+from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
+from shardtensor.fsdp.used import Uses
 
 _BUFFERS = 2
 _KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
@@ -30,15 +32,21 @@ class _Flight:
 class Reductions:
     """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
 
-    def __init__(self, flats: Sequence[Flat], streams: Streams) -> None:
-        self.flats, self._streams = list(flats), streams
+    def __init__(self, flats: Sequence[Flat], streams: Streams, used: Uses) -> None:
+        self.flats, self._streams, self.uses = list(flats), streams, used
         self.lane = streams.lane()
         self.is_on = True
-        self._uses: list[int] = []
+        self._met: list[int] = []
         self._order: list[int] = []
-        self._expected: list[int] | None = None
+        self._expectations: dict[Hashable, dict[int, int]] = {}
         self._suit: Hashable = None
-        self._known: dict[Hashable, tuple[list[int], list[int], list[int] | None]] = {}
+        self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, dict[int, int]]]] = {}
+        self._expected: list[int] = []
+        self._places: dict[int, int] = {}  # in `_expected`, by number
+        self._comes: list[bool] = []  # for each expected: whether this rank's backward brings it
+        self._passed: set[int] | None = None  # where some do not come: those that may be sent without
+        self._nested: set[int] = set()  # that come in a backward inside of a backward
+        self._landed: dict[int, torch.Tensor] | None = None
         self._next = 0
         self._flights: list[_Flight | None] = [None] * _BUFFERS
         self._events = [streams.event() for _ in range(_BUFFERS)]
@@ -52,32 +60,57 @@ class Reductions:
 
     def suit(self, trains: Hashable) -> None:
         """Go by what was learned when these parameters were trained."""
-        self._known[self._suit] = (self._uses, self._order, self._expected)
+        self._known[self._suit] = (self._met, self._order, self._expectations)
         self._suit = trains
-        self._uses, self._order, self._expected = self._known.get(trains, ([], [], None))
+        self._met, self._order, self._expectations = self._known.get(trains, ([], [], {}))
 
     # -- the order --------------------------------------------------------------------------------------------------
 
+    def numbers(self, flats: Iterable[Flat]) -> list[int]:
+        """The numbers of some flats."""
+        return [self._numbers[id(flat)] for flat in flats]
+
     def used(self, flats: Sequence[Flat]) -> None:
         """Take note that a forward uses these now."""
-        for flat in flats:
-            number = self._numbers[id(flat)]
-            if number not in self._uses:
-                self._uses.append(number)
+        self._met += [number for number in self.numbers(flats) if number not in self._met]
 
     def agree_on_use(self, group: Group) -> None:
-        """Settle the order on all ranks, from what each noted."""
-        found = group.exchange_objects(self._uses)
-        self._order = list(dict.fromkeys(number for uses in found for number in uses))[::-1]
-        self._expected = None
+        """Settle the order on all ranks, from what each noted; what none has used yet has its place, too."""
+        found = group.exchange_objects(self._met)
+        order = dict.fromkeys(number for met in found for number in met)
+        self._order = completed(list(order), range(len(self.flats)))[::-1]
+        self._expectations = {}
 
-    def begin(self, group: Group) -> None:
-        """At the start of a backward: know what will come. The first time, the ranks ask each other."""
+    def begin(self, scope: Hashable, among: Callable[[], Sequence[Flat]]) -> None:
+        """At the start of a backward: know what comes, and what this rank has no gradients of.
+
+        Args:
+            scope: what tells backwards from others.
+            among: the flats that it may reach; those of them that train are reduced, on all ranks.
+        """
+        self.uses.check(waits=True)
         self._next = 0
-        if self._expected is None:
-            mine = [bool(flat.node is not None and _will_run(flat.node)) for flat in self.flats]
-            found = group.exchange_objects(mine)
-            self._expected = [i for i in self._order if any(masks[i] for masks in found)]
+        places = self._expectations.get(scope)
+        if places is None:
+            inside = set(self.numbers(among()))
+            expected = [i for i in self._order if i in inside and any(self.flats[i].trains)]
+            places = self._expectations[scope] = {number: place for place, number in enumerate(expected)}
+        self._places, self._expected = places, list(places)
+        self._comes = [_will_run(self.flats[number].node) for number in places]
+        self._passed = None
+        if not all(self._comes):
+            self._comes = [comes or i in self._nested for comes, i in zip(self._comes, places, strict=True)]
+            self._passed = set()
+        self._landed = {} if self.uses.asks else None
+
+    def pass_by(self, flats: Sequence[Flat]) -> None:
+        """Send zeros for those of these flats that this rank has no gradients of, if it is their turn.
+
+        Other ranks that wait for them may be what this one waits for.
+        """
+        if self._passed is not None and self.is_on:
+            self._passed.update(self.numbers(flats))
+            self._send_those_there()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -86,32 +119,57 @@ class Reductions:
         flat.hold(grads)
         if not self.is_on:
             return
-        expected = self._expected or []
         number = self._numbers[id(flat)]
-        if number not in expected[self._next :]:
+        place = self._places.get(number, -1)
+        if self._passed is not None and not self._comes[place]:
+            self._nested.add(number)
+        if place < self._next:
             self._send(flat)
-            return
-        while self._next < len(expected) and self.flats[expected[self._next]].held is not None:
-            self._send(self.flats[expected[self._next]])
+        else:
+            self._send_those_there()
+
+    def _send_those_there(self) -> None:
+        while self._next < len(self._expected):
+            number = self._expected[self._next]
+            flat = self.flats[number]
+            if flat.held is None:
+                passed = self._passed
+                if passed is None or self._comes[self._next] or number not in passed:
+                    return
             self._next += 1
+            self._send(flat)
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
         if self.is_on:
-            for number in (self._expected or [])[self._next :]:
+            for number in self._expected[self._next :]:
                 self._send(self.flats[number])
-            self._next = len(self._expected or [])
+            self._next = len(self._expected)
         for _ in self._flights:
             self._land(self._turn)
             self._turn = (self._turn + 1) % _BUFFERS
         self.lane.join()
+        if self.is_on:
+            if self._landed is not None:
+                self._attach_missed(self._landed)
+            with self.lane:
+                self.uses.end()
         if self._memory_size > _KEPT:
             self._memory, self._packings = {}, {}
+
+    def _attach_missed(self, landed: dict[int, torch.Tensor]) -> None:
+        """Make what other ranks brought the gradients of parameters that only they used."""
+        for number, missed in self.uses.settle().items():
+            flat = self.flats[number]
+            flat.attach(landed[number], missed)
+            self._run_hooks(flat, missed)
+        self._landed = None
 
     def drop(self) -> None:
         """Forget what a broken backward left."""
         for flat in self.flats:
             flat.held = None
+        self.uses.drop()
         self._flights = [None] * _BUFFERS
 
     def _send(self, flat: Flat) -> None:
@@ -120,6 +178,7 @@ class Reductions:
         self._turn = (turn + 1) % _BUFFERS
         packing = self._packing(flat, turn)
         used = flat.pack(packing)
+        self.uses.pattern.append((self._numbers[id(flat)], used))
         if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
             return
@@ -142,6 +201,8 @@ class Reductions:
             flight.grad = flat.receive(flight.packing.own)
         assert flight.grad is not None
         flat.attach(flight.grad, flight.used)
+        if self._landed is not None:
+            self._landed[self._numbers[id(flat)]] = flight.grad
         for shell in flat.shells:
             hooks: Any = shell._local._post_accumulate_grad_hooks
             if hooks:

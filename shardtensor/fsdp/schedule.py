@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 
 import torch
 
 from shardtensor.fsdp import memory
-from shardtensor.fsdp.flat import written_too_early
+from shardtensor.fsdp.flat import Flat, written_too_early
 from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
+from shardtensor.fsdp.used import Uses, names_of
 
 _version = attrgetter("shard._version")
 _in_backward = torch._C._current_graph_task_id
@@ -29,12 +30,17 @@ class Schedule:
         self.is_current = True
         self.streams = units[0].streams
         self.gathers = self.streams.lane()
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams)
+        self._uses = Uses(units[0].domain, names_of(units), self.streams, any(unit.find_unused for unit in units))
+        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams, self._uses)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
-        self._entered: Unit | None = None
+        self._entered: set[int] = set()  # units that were called from outside since the last backward
+        self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
         self._last: Unit | None = None  # visited; its parameters are in use
+        self._kept_flats = [
+            flat for unit in units if unit.stays_gathered or not unit.is_needed_in_backward for flat in unit.flats
+        ]
         self._depth = 0
         self._is_backward = False
         self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
@@ -83,6 +89,7 @@ class Schedule:
         if self._is_backward:  # an error broke it off
             self._is_backward = False
             self.reductions.drop()
+        self._uses.check(waits=not self.streams.is_cuda)
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
@@ -94,8 +101,11 @@ class Schedule:
         if writes != self._writes:
             self._writes = writes
             self.generation += 1
-        self._entered = unit
-        self._start_passage((unit.index, torch.is_grad_enabled(), self._trains))
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
+            self._entered.add(unit.index)
+        kind = ("forward", unit.index, has_grad, self._trains)
+        self._start_passage(kind, lambda: [each.index for each in self._under([unit.index])])
         for other in self.units:
             other.is_gathered = other.is_gathered and other.is_kept
 
@@ -107,7 +117,7 @@ class Schedule:
             take_in(unit)
         check_place(self.units)
         if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
-            self.reductions = Reductions(self._flats, self.streams)
+            self.reductions = Reductions(self._flats, self.streams, self._uses)
             self._orders.clear()
             memory.lend(self.units)
         trains = self._who_train()
@@ -123,8 +133,27 @@ class Schedule:
     def _who_train(self) -> Hashable:
         return tuple(flat.trains for flat in self._flats)
 
-    def _start_passage(self, kind: Hashable) -> None:
-        self._passage = Passage(self._orders, kind, self._group, self._gather)
+    def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
+        pick = max if self._is_backward else min
+        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick)
+
+    def _under(self, entered: Sequence[int]) -> list[Unit]:
+        """The units in the modules of these, these among them."""
+        modules = [module for index in entered for module in self.units[index].modules]
+        inside = {unit.index for module in modules for _, unit in units_in(module)}
+        return [unit for unit in self.units if unit.index in inside]
+
+    def _flats_of_backward(self) -> list[Flat]:
+        return [flat for unit in self._under(self._scope) for flat in unit.flats]
+
+    def _units_of_backward(self) -> list[int]:
+        """Those that a backward may have to gather again, in its order."""
+        again = [
+            unit.index
+            for unit in self._under(self._scope)
+            if unit.is_needed_in_backward and not unit.stays_gathered and any(any(flat.trains) for flat in unit.flats)
+        ]
+        return again[::-1]
 
     def is_running(self) -> bool:
         """Whether a forward or a backward of its modules is going on."""
@@ -167,10 +196,13 @@ class Schedule:
     def _gather(self, index: int) -> None:
         unit = self.units[index]
         if unit.is_gathered:
+            if self._is_backward:
+                self.reductions.pass_by(unit.flats)
             return
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
+            holder.let_go()
         unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:
@@ -179,6 +211,8 @@ class Schedule:
         with self.gathers:
             unit.gather()
             unit.started(self.gathers)
+        if self._is_backward:
+            self.reductions.pass_by(unit.flats)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -189,15 +223,17 @@ class Schedule:
         if not self._is_backward:
             self._is_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            entered = self._entered
-            self._start_passage(("backward", None if entered is None else entered.index, self._trains))
-            self.reductions.begin(self._group)
+            if self._entered:
+                self._scope, self._entered = tuple(sorted(self._entered)), set()
+            self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
+            self.reductions.begin(self._scope, self._flats_of_backward)
+            self.reductions.pass_by(self._kept_flats)
         self._visit(unit)
 
     def _end_backward(self) -> None:
-        self._is_backward = False
         assert self._passage is not None
         self._passage.end()
+        self._is_backward = False
         self.reductions.end()
         self.gathers.join()
         for unit in self.units:

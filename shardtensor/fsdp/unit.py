@@ -50,7 +50,7 @@ class Unit:
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
         self.is_container = self.stays_gathered = False
-        self.syncs = True
+        self.syncs, self.find_unused = True, False
         self.is_gathered = self.is_awaited = False
         self.is_running = 0
         self.slot: Any = None
@@ -77,7 +77,7 @@ class Unit:
         """Settle what is put into modules while they run, and what afterwards."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         for flat in self.flats:
-            for entry, view, shell in zip(flat.entries, flat.views, flat.shells, strict=True):
+            for entry, view, shell in zip(flat.entries, flat.shown, flat.shells, strict=True):
                 for owner, name in entry.homes:
                     place = owner._parameters
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
@@ -121,6 +121,12 @@ class Unit:
         self._pending = []
         self.streams.wait(self._ready)
         self.is_awaited = True
+
+    def let_go(self) -> None:
+        """Let no gather write into the memory any more, for another unit is to lie there."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""

@@ -76,7 +76,7 @@ def take_in_if_ready(unit: Unit) -> None:
 
 def _take_in(flat: Flat) -> None:
     for i, entry in enumerate(flat.entries):
-        found = _present(entry, flat.shapes[i])
+        found = _present(entry, flat.global_shapes[i])
         if found is not flat.shells[i]:
             _adopt(flat, i, found)
     leaves = [shell._local for shell in flat.shells]

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction
+from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction, overwrite
 from shardtensor.comm.parted import Parted
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.comm.wire import Wire
@@ -39,8 +39,9 @@ class SimGroup(Parted):
 
     device_type = "cpu"
 
-    def __init__(self, world: World, member: Member, ranks: Ranks) -> None:
+    def __init__(self, world: World, member: Member, ranks: Ranks, twin: int = 0) -> None:
         super().__init__()
+        self._number = twin
         self.world, self.member = world, member
         self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
         self.ranks = ranks
@@ -52,7 +53,8 @@ class SimGroup(Parted):
     def _post(
         self, name: str, text: str, alike: tuple[Any, ...], brought: Any, combine: Any, check: Any = None
     ) -> Slot:
-        return self.world.post(self.member, self.ranks, Call(name, text, (name, *alike), brought, combine, check))
+        call = Call(name, text, (name, *alike), brought, combine, check)
+        return self.world.post(self.member, self.ranks, call, self._number)
 
     def _collect(self, *args: Any) -> Any:
         return self.world.wait(self.member, self._post(*args))
@@ -77,27 +79,41 @@ class SimGroup(Parted):
         return _Started(self, slot, take)
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return self.reduce_scatter_async(flat, counts).wait()
+
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         check_reduction("sum", flat.dtype)
         assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
         counts = [flat.numel() // self.size] * self.size if counts is None else list(counts)
         assert sum(counts) == flat.numel(), "counts must add up to the elements given"
-        total = self._collect(
+        slot = self._post(
             *("reduce_scatter", f"{_elements(flat)} as {_counts(counts)}", (tuple(counts), flat.dtype)),
             *(_WIRE.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
         )
         scale = 2 if flat.dtype.is_complex else 1
-        return _WIRE.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
+        return _Started(
+            self, slot, lambda total: _WIRE.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
+        )
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        return _Into(out, self.reduce_scatter_async(flat))
 
     # -- moves --------------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return self._start_all_gather(t, counts).wait()
+
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        return _Into(out, self._start_all_gather(part, None))
+
+    def _start_all_gather(self, t: torch.Tensor, counts: Sequence[int] | None) -> Pending:
         counts = [t.numel()] * self.size if counts is None else list(counts)
         assert counts[self.index] == t.numel(), "this rank brings other than its count"
-        joined = self._collect(
+        slot = self._post(
             *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
             *(_WIRE.to_move(t), _joined),
         )
-        return _WIRE.from_move(joined.clone(), t)
+        return _Started(self, slot, lambda joined: _WIRE.from_move(joined.clone(), t))
 
     def all_to_all(
         self,
@@ -179,6 +195,9 @@ class SimGroup(Parted):
             return LoneGroup(self.rank)
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
+    def twin(self) -> Group:
+        return SimGroup(self.world, self.member, self.ranks, self._number + 1)
+
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)
         group.mesh, group._axes = mesh, axes
@@ -201,6 +220,18 @@ class _Started:
         if self.result is None:
             self.result = self.take(self.group.world.wait(self.group.member, self.slot))
         return self.result
+
+
+class _Into:
+    """A collective that writes what it makes into a tensor."""
+
+    __slots__ = ("out", "started")
+
+    def __init__(self, out: torch.Tensor, started: Pending) -> None:
+        self.out, self.started = out, started
+
+    def wait(self) -> torch.Tensor:
+        return overwrite(self.out, self.started.wait())
 
 
 def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:

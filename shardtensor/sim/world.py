@@ -55,7 +55,7 @@ class World:
         self.failures: dict[int, BaseException] = {}  # by rank, the first one first
         self.stopped: dict[int, str] = {}  # where the ranks stood that were stopped
         self._start = state
-        self._channels: dict[Ranks, Channel] = {}
+        self._channels: dict[tuple[Ranks, int], Channel] = {}
         self._names: dict[Ranks, str] = {}
         self._over = threading.Semaphore(0)
 
@@ -176,10 +176,10 @@ class World:
             raise slot.fault()
         return slot.board
 
-    def post(self, member: Member, ranks: Ranks, call: Call) -> Slot:
-        """Bring a rank's part in its next collective of the group of `ranks`."""
+    def post(self, member: Member, ranks: Ranks, call: Call, twin: int = 0) -> Slot:
+        """Bring a rank's part in its next collective of the group of `ranks`, or of a twin of it."""
         self._check_running(member, call)
-        channel = self.channel(ranks)
+        channel = self.channel(ranks, twin)
         index = ranks.index(member.rank)
         slot = channel.next_slot(index)
         other = next((i for i, there in enumerate(slot.calls) if there is not None), None)
@@ -199,11 +199,11 @@ class World:
             self._check_reachable(slot)
         return slot
 
-    def channel(self, ranks: Ranks) -> Channel:
-        """The channel of the group of some ranks; one for all groups of these."""
-        if ranks not in self._channels:
-            self._channels[ranks] = Channel(ranks)
-        return self._channels[ranks]
+    def channel(self, ranks: Ranks, twin: int = 0) -> Channel:
+        """The channel of the group of some ranks; one for all groups of these, but for those that are twins."""
+        if (ranks, twin) not in self._channels:
+            self._channels[ranks, twin] = Channel(ranks)
+        return self._channels[ranks, twin]
 
     # -- faults -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,148 @@
+"""Parameters that are sharded already, over axes other than the data axes, as in tensor parallelism.
+
+What is gathered then is this rank's part, and modules compute with it as they did: in a ShardedTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group, simulated
+from shardtensor.errors import LayoutError
+from shardtensor.fsdp.domain import Domain
+from shardtensor.layout.layout import CutLayout
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.tensor.placing import spec_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
+
+
+@attrs.frozen(eq=False)
+class Inner:
+    """How a parameter was sharded before, and where the data axis is beside the axes of that.
+
+    Attributes:
+        layout, spec, group: of the parameter as modules compute with it.
+        joint: the ranks of all these axes.
+        axis: what the data axis is called there.
+        joint_spec: the spec, in the names of `joint`.
+    """
+
+    layout: CutLayout
+    spec: ShardingSpec
+    group: Group
+    joint: Group
+    axis: str
+    joint_spec: Spec
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor, domain: Domain, mesh: Any) -> Inner | None:
+        """Read a parameter; None where it is plain.
+
+        Args:
+            mesh: what the user named the data ranks by.
+
+        Raises:
+            LayoutError: data ranks hold different parts of it, or no mesh at hand has all the axes.
+        """
+        if not isinstance(param, ShardedTensor):
+            return None
+        layout, group = param._layout, param._group
+        spec = param.sharding_spec()
+        if not isinstance(layout, CutLayout) or layout.partial:
+            raise _refusal(name, param, "is sharded in a way that its parts cannot be cut further")
+        for joint in _joint_groups(group, mesh):
+            grid = joint.mesh
+            assert grid is not None
+            axes = _axes_of(grid, domain.shard)
+            cut_axes = (grid.names if joint is group else _axes_of(grid, group)) if axes else None
+            if not axes or not cut_axes:
+                continue
+            if joint is group and (layout.grid != grid.sizes or layout.ranks != grid.ranks):
+                raise _refusal(name, param, "is not sharded over all of its mesh")
+            if len(axes) > 1:
+                raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
+            if {grid.names[i] for i in layout.parting_axes if joint is group} & set(axes):
+                raise _refusal(name, param, f"is cut over the data axis {axes[0]} already")
+            if any(layout.numel(rank) != layout.numel(group.rank) for rank in layout.ranks):
+                raise _uneven(name, param)
+            named = _in_names(layout, param, cut_axes)
+            if joint is group and isinstance(spec, Spec) and not spec.named and ... not in spec.dims:
+                named = spec
+            return cls(layout, spec, group, joint, axes[0], named)
+        raise LayoutError(
+            f"`{name}` is sharded over ranks that no mesh joins with the data ranks",
+            {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(domain.shard)},
+            "shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then "
+            'fully_shard(module, mesh=mesh["dp"])',
+        )
+
+    def around(self, view: torch.Tensor) -> ShardedTensor:
+        """The gathered part, as modules expect it."""
+        shell = shell_over(view, self.layout, self.spec, self.group)
+        shell._is_param = True
+        return shell
+
+
+def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
+    """Groups with named axes that may have both the parameter's and the data ranks'."""
+    if group.mesh is not None:
+        yield group
+    if isinstance(mesh, dist.DeviceMesh):
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None
+        if root is not None and root is not mesh and root.ndim > 1:
+            yield as_group(root)
+    world = simulated.get()
+    if world is not None and world.mesh is not None and world is not group:
+        yield world
+
+
+def _axes_of(grid: Mesh, team: Group) -> tuple[str, ...] | None:
+    """The axes of a grid along which the ranks of a group lie, in its order; the last ones that fit."""
+    numbers = range(len(grid.names))
+    for count in numbers:
+        for axes in reversed(list(combinations(numbers, count + 1))):
+            if grid.ranks_along(team.rank, axes) == tuple(team.ranks):
+                return tuple(grid.names[i] for i in axes)
+    return None
+
+
+def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:
+    """The spec of a layout in the axis names of another mesh."""
+    spec = spec_of(attrs.evolve(layout, names=names), param.device)
+    if not isinstance(spec, Spec) or len(names) != len(layout.grid):
+        raise _refusal("a parameter", param, "is sharded by a spec that names no axes")
+    return spec
+
+
+def is_cut(inner: Inner | None, dim: int) -> bool:
+    """Whether a dim of the parameter is cut already."""
+    return inner is not None and inner.layout.dims[dim] is not None
+
+
+def _listed(group: Group) -> str:
+    return ", ".join(map(str, list(group.ranks)[:16]))
+
+
+def _refusal(name: str, param: ShardedTensor, what: str) -> LayoutError:
+    return LayoutError(
+        f"`{name}` {what}",
+        {"spec": str(param.sharding_spec()), "its ranks": _listed(param._group)},
+        "leave it out: ignored_params=[...]; or shard it by a spec such as [tp, -] over other axes",
+    )
+
+
+def _uneven(name: str, param: ShardedTensor) -> LayoutError:
+    sizes = (param._layout.numel(rank) for rank in list(param._layout.ranks)[:16])
+    return LayoutError(
+        f"the parts of `{name}` are of different sizes, and fully_shard cuts parts of one size further",
+        {"spec": str(param.sharding_spec()), "elements": ", ".join(map(str, sizes))},
+        ["cut it evenly", "leave it out: ignored_params=[...]"],
+    )
