@@ -48,6 +48,7 @@ class Schedule:
         self._flats = self.reductions.flats
         self._upkeep = Upkeep(units)
         self._lender = Lender(self)
+        self._seen_training: dict[Hashable, int] = {}
         self._trains = self._who_train()
         self.reductions.suit(self._trains)
 
@@ -130,8 +131,9 @@ class Schedule:
             unit.make_swaps()
         self._upkeep = Upkeep(self.units)
 
-    def _who_train(self) -> Hashable:
-        return tuple(flat.trains for flat in self._flats)
+    def _who_train(self) -> int:
+        """A number for which parameters require a gradient now."""
+        return self._seen_training.setdefault(tuple(flat.trains for flat in self._flats), len(self._seen_training))
 
     def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
         pick = max if self._is_backward else min
