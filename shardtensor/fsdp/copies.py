@@ -21,7 +21,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo[id(module)] = twin
     kind: Any = type(module).__mro__[2]  # as it was before fully_shard
     is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # parametrized modules, for one
-    state = vars(module) if is_by_itself else module.__getstate__()  # type: ignore[operator]
+    state = vars(module) if is_by_itself else module.__getstate__()
     state = copy.deepcopy({**state, "_fsdp_unit": vars(module)["_fsdp_unit"]}, memo)
     twin.__setstate__(state)
     return twin

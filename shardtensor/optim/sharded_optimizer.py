@@ -21,7 +21,7 @@ from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
-from shardtensor.tensor.copied import wrote_each
+from shardtensor.tensor.copied import count_fused_steps, wrote_each
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -231,10 +231,8 @@ class ShardedOptimizer(optim.Optimizer):
             own.update(group)
             own["params"] = leaves
         step_in_lanes(self._inner, self._inner_step)
-        for own in self._inner.param_groups:
-            if own.get("fused"):  # these kernels count no version, which autograd and fully sharded modules go by
-                torch._C._increment_version(own["params"])
         wrote_each(held.param for held in self._held.values())
+        count_fused_steps(self._inner)
         return loss
 
     def _inner_step(self, *closure: Any) -> Any:

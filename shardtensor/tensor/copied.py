@@ -48,6 +48,13 @@ def wrote_each(tensors: Iterable[Any]) -> None:
             x._memory.writes += 1
 
 
+def count_fused_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Count a version of what fused kernels stepped, which they do not; autograd and fully sharded modules go by it."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            torch._C._increment_version(group["params"])
+
+
 def over_memory_of(x: ShardedTensor, shell: ShardedTensor) -> ShardedTensor:
     """Return `shell`, which shows the memory of `x` or a part of it; a copy where `x` is one."""
     shell._memory = memory_of(x)

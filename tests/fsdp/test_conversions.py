@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense_twin import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -251,3 +252,50 @@ def test_a_parameter_put_in_place(world: int) -> None:
             sharded(ids_of(0)[1])
 
     st.simulate(world, body)
+
+
+FORMS = {
+    "rows": lambda p: "flat(dp, unit=row)",
+    "dim 0": lambda p: Shard(0),
+    "dim 1": lambda p: Shard(p.dim() - 1),
+    "owners": lambda p: f"only(dp, {p.numel() % as_group().size})",
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_shards(world: int, name: str) -> None:
+    def body() -> None:
+        dense = net()
+        sharded = shard(copy.deepcopy(dense), shard_placement_fn=FORMS[name])
+        train(dense, sharded, [torch.optim.Adam(m.parameters(), lr=0.1) for m in (dense, sharded)], 1)
+        for model in (dense, sharded):
+            model.float().double()
+        assert is_packed(sharded)
+        other = copy.deepcopy(sharded)
+        train(dense, sharded, [torch.optim.Adam(m.parameters(), lr=0.1) for m in (dense, sharded)], 1)
+        other.load_state_dict(dense.state_dict(), assign=True)
+        train(dense, other, [torch.optim.Adam(m.parameters(), lr=0.1) for m in (dense, other)], 1)
+        other.head.weight.requires_grad_(False)
+        dense.head.weight.requires_grad_(False)
+        train(dense, other, [torch.optim.Adam(m.parameters(), lr=0.1) for m in (dense, other)], 1)
+        assert is_packed(other)
+
+    st.simulate(world, body)
+
+
+def test_hybrid() -> None:
+    def body() -> None:
+        dense = net()
+        sharded = shard(copy.deepcopy(dense), mesh=as_group())
+        train(dense, sharded, [torch.optim.Adam(m.parameters(), lr=0.1) for m in (dense, sharded)], 1)
+        for model in (dense, sharded):
+            model.float().double()
+        other = copy.deepcopy(sharded)
+        other.load_state_dict(dense.state_dict(), assign=True)
+        for each in (sharded, other):
+            same_values(dense, each)
+            train(copy.deepcopy(dense), each, [], 1)
+            assert is_packed(each)
+
+    st.simulate("rep=2, dp=2", body)
