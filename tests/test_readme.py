@@ -15,7 +15,8 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED = PROGRAMS
 
 
 def _run(program: str) -> dict:
@@ -103,6 +104,25 @@ def test_an_operation_of_ones_own_gives_the_dense_result(world, size):
         HANDLERS.clear(), ROWS.clear()
         HANDLERS.update(kept[0])
         ROWS.update(kept[1])
+
+
+def fully_sharded() -> tuple[str, float]:
+    torch.manual_seed(0)
+    names = _run(SHARDED.replace("print(", "shown = ("))
+    return str(names["shown"].sharding_spec()), names["loss"].item()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fully_sharded_model_has_the_loss_of_the_model(world, size):
+    torch.manual_seed(0)
+    dense = _run(
+        SHARDED.replace("    fully_shard(", "    str(")
+        .replace("\nfully_shard(", "\nstr(")
+        .replace(", mp_policy=policy", "")
+    )
+    for spec, loss in world(fully_sharded, size):
+        assert spec.startswith("flat(dp, sizes=(")
+        assert loss == pytest.approx(dense["loss"].item(), rel=0.02)  # of products in bfloat16
 
 
 def whole_modules() -> tuple:

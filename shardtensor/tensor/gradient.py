@@ -13,15 +13,15 @@ _NOTHING = torch.empty(0)
 
 
 def shown(tensor: ShardedTensor) -> ShardedTensor | None:
-    """The gradient of `tensor`."""
+    """The gradient of `tensor`, of which another was shown before."""
     grad = tensor._local.grad
     if grad is None:
         return None
-    cached = tensor._grad_shell
-    if cached is None or cached[0] is not grad:
-        shell = _idle(tensor, grad)
-        cached = tensor._grad_shell = (grad, gradient_of(tensor, grad) if shell is None else shell)
-    return cached[1]
+    shell = _idle(tensor, grad)
+    if shell is None:
+        shell = gradient_of(tensor, grad)
+    tensor._grad_shell = (grad, shell)
+    return shell
 
 
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:

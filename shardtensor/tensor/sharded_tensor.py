@@ -221,6 +221,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     @property
     def grad(self) -> ShardedTensor | None:
         """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
+        cached = self._grad_shell
+        if cached is not None and cached[0] is self._local.grad:
+            return cached[1]
         return gradient.shown(self)
 
     @grad.setter
