@@ -21,7 +21,7 @@ from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
-from shardtensor.tensor.copied import count_fused_steps, wrote_each
+from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -231,8 +231,7 @@ class ShardedOptimizer(optim.Optimizer):
             own.update(group)
             own["params"] = leaves
         step_in_lanes(self._inner, self._inner_step)
-        wrote_each(held.param for held in self._held.values())
-        count_fused_steps(self._inner)
+        stepped(self._inner, (held.param for held in self._held.values()))
         return loss
 
     def _inner_step(self, *closure: Any) -> Any:

@@ -48,8 +48,12 @@ def wrote_each(tensors: Iterable[Any]) -> None:
             x._memory.writes += 1
 
 
-def count_fused_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Count a version of what fused kernels stepped, which they do not; autograd and fully sharded modules go by it."""
+def stepped(optimizer: torch.optim.Optimizer, shown: Iterable[Any]) -> None:
+    """Count a write into what an optimizer stepped, and into the tensors that show it.
+
+    Fused kernels count no version of what they write, which autograd and fully sharded modules go by.
+    """
+    wrote_each(shown)
     for group in optimizer.param_groups:
         if group.get("fused"):
             torch._C._increment_version(group["params"])

@@ -32,14 +32,13 @@ def is_packed(model: nn.Module) -> bool:
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "float": lambda m: m.float(),
     "bfloat16": lambda m: m.bfloat16(),
-    "to": lambda m: m.to("cpu", torch.float32),
     "there and back": lambda m: m.float().double(),
-    "cpu": lambda m: m.cpu(),
+    "to": lambda m: m.to("cpu", torch.float32),
     "apply": lambda m: m.apply(lambda each: each.float()),
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("when", ["before the first forward", "after a step", "with gradients"])
 def test_conversions(world: int, name: str, when: str) -> None:
@@ -140,7 +139,7 @@ def _rows(value: torch.Tensor) -> str:
     return ", ".join(["0"] * (size - 1) + [str(value.shape[0])])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("tied", [False, True])
