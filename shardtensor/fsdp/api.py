@@ -13,6 +13,7 @@ from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.parts import Reshard, read_reshard
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.placing import own_device
@@ -39,15 +40,16 @@ def fully_shard(
     if policy is not None:
         for child in list(module.modules())[:0:-1]:
             if policy(child) and unit_of(child) is None:
-                _shard_one(child, mesh, mp_policy, reshard_after_forward, ignored)
-    return _shard_one(module, mesh, mp_policy, reshard_after_forward, ignored)
+                _shard_one(child, mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
+    return _shard_one(module, mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
 
 
 def _shard_one(
     module: nn.Module,
     mesh: Any,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: Reshard,
     ignored: set[int],
 ) -> nn.Module:
     domain = Domain.of(mesh)
@@ -55,13 +57,15 @@ def _shard_one(
     fault: ShardTensorError | None = None
     entries: list[Entry] = []
     try:
+        reshard_after_forward = read_reshard(reshard_after_forward, domain.shard)
         if unit_of(module) is not None:
             raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
         entries = _entries(module, ignored)
     except ShardTensorError as error:
         fault = error
     said = "\n".join(f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad}" for e in entries)
-    agree(domain.whole, f"fully_shard({type(module).__name__})", {"parameters": said}, fault)
+    options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}"
+    agree(domain.whole, f"fully_shard({type(module).__name__})", {"parameters": said, "options": options}, fault)
     flats = [Flat(group, domain, device, mp_policy) for group in _groups(module, entries)]
     for flat in flats:
         flat.take_over()

@@ -17,6 +17,7 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.carry import Carry
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.ranges import Ranges, lay_out
@@ -67,8 +68,10 @@ class Flat:
         self.views: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
         self.position = 0  # in the order of reductions
-        self.version = -1
-        self.scale = 1 / domain.size  # of summed gradients
+        self.scale, self.prescale = 1.0, 0.0  # of gradients: after they are summed; before, where not 0
+        self.divide_by(domain.size)
+        self.syncs = True
+        self.carry = Carry(domain.replicate, self.reduce_dtype)
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
         self._packings: dict[int, Packing] = {}
@@ -126,7 +129,8 @@ class Flat:
         if not self.trains:
             self.views, self.node = tuple(self._parts(self.whole)), None
         else:
-            self.views = _Gathered.apply(_anchor(self.device), weakref.ref(self))
+            with torch.inference_mode(False), torch.enable_grad():
+                self.views = _Gathered.apply(_anchor(self.device), weakref.ref(self))
             self.node = self.views[0].grad_fn
             self.node._set_sequence_nr(_LAST)
         for view in self.views:
@@ -143,30 +147,35 @@ class Flat:
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
-        self.version = self.shard._version
         source = self.shard
         if self.compute_dtype != self.dtype:
             source = self._own
             source.copy_(self.shard)
         return self.domain.shard.all_gather_into(self.whole, source)
 
-    def check_unchanged(self) -> None:
-        """Refuse to gather again, for a backward, what was written since the forward."""
-        if self.version not in (-1, self.shard._version):
-            raise RuleError(
-                "parameters were written between a forward and its backward",
-                {"parameters": ", ".join(entry.name for entry in self.entries[:4])},
-                "call backward before the optimizer steps or values are loaded",
-            )
+    def is_as_gathered(self) -> bool:
+        """Whether this rank's range still has the values that were gathered. On cuda the host waits for the answer."""
+        if self.compute_dtype != self.dtype:
+            return torch.equal(self._own, self.shard.to(self.compute_dtype))
+        return torch.equal(self._own, self.shard)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep gradients of whole parameters, added to those that are kept."""
-        if self.held is None:
+        if not self.syncs:
+            self.carry.add(grads)
+        elif self.held is None:
             self.held = grads
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
+
+    def divide_by(self, factor: float) -> None:
+        """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
+        if self.reduce_dtype == torch.float16:
+            self.prescale = 1 / factor
+        else:
+            self.scale = 1 / factor
 
     def pack(self, memory: torch.Tensor) -> tuple[Packing, list[bool]]:
         """Lay the gradients that are held end to end in `memory`, bytes, with zeros for parameters that have none.
@@ -175,6 +184,8 @@ class Flat:
             where they lie, and of which parameters there is one.
         """
         grads, self.held = self.held or [None] * len(self.shells), None
+        if self.carry.is_loaded:
+            grads = self.carry.unload(grads)
         packing = self._packings.get(memory.data_ptr()) or self._packing_in(memory)
         parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
         if not all(used):
@@ -185,6 +196,8 @@ class Flat:
             torch._foreach_zero_(zeros)
         if parts:
             torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
+        if self.prescale:
+            packing.flat.mul_(self.prescale)
         return packing, used
 
     def reduce(self, packing: Packing) -> Pending:
@@ -203,15 +216,25 @@ class Flat:
         self._packings[memory.data_ptr()] = made
         return made
 
-    def receive(self, summed: torch.Tensor) -> torch.Tensor:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
-        if self.domain.replicate is not None:
-            self.domain.replicate.all_reduce(summed)
+    def forget_packings(self) -> None:
+        """Gradients will be packed elsewhere."""
+        self._packings.clear()
+
+    def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
+
+        None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
+        """
+        scale: float | None = self.scale
+        if self.carry.is_special:
+            scale = self.carry.finish(summed, used, self.scale)
+            if scale is None:
+                return None
         grad = self._kept_gradient()
         if grad is not None:
-            return grad.add_(summed, alpha=self.scale)
+            return grad.add_(summed, alpha=scale)
         grad = torch.empty_like(self.shard)
-        return torch.mul(summed, self.scale, out=grad)
+        return torch.mul(summed, scale, out=grad)
 
     def _kept_gradient(self) -> torch.Tensor | None:
         """The flat gradient that every parameter's gradient is a piece of, if it is there still.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,8 @@ from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp import streams
 from shardtensor.fsdp.flat import Flat, Packing
 
-_BUFFERS = 2
+BUFFERS = 2
+"""Reductions on their way at a time, where nothing else is asked."""
 
 
 @attrs.define(eq=False)
@@ -32,18 +33,26 @@ class Reductions:
     def __init__(self, flats: Sequence[Flat], device: torch.device) -> None:
         self.flats, self.device = list(flats), device
         self.lane, self._is_cuda = streams.lane(device), device.type == "cuda"
-        self.is_on = True
         self._uses: list[int] = []
         self._order: list[int] = []
-        self._expected: list[int] | None = None
+        self._expected: list[int] = []
+        self._known: dict[Hashable, list[int]] = {}  # what is expected, by kind of backward
         self._next = 0
-        self._flights: list[_Flight | None] = [None] * _BUFFERS
-        self._events = [streams.event(device) for _ in range(_BUFFERS)]
-        self._memory: list[torch.Tensor] = []
-        self._turn = 0
+        self._is_carrying = False  # whether some gradients may wait for a later backward
+        self.resize(BUFFERS)
         for flat in flats:
             flat.on_gradients = self.arrived
         self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
+
+    def resize(self, buffers: int) -> None:
+        """Have as many reductions on their way at a time; between two backwards."""
+        self._buffers = buffers
+        self._flights: list[_Flight | None] = [None] * buffers
+        self._events = [streams.event(self.device) for _ in range(buffers)]
+        self._memory: list[torch.Tensor] = []
+        self._turn = 0
+        for flat in self.flats:
+            flat.forget_packings()
 
     # -- the order --------------------------------------------------------------------------------------------------
 
@@ -58,53 +67,77 @@ class Reductions:
         """Settle the order on all ranks, from what each noted."""
         found = group.exchange_objects(self._uses)
         self._order = list(dict.fromkeys(number for uses in found for number in uses))[::-1]
-        self._expected = None
+        self._known.clear()
 
-    def begin(self, group: Group) -> None:
-        """At the start of a backward: know what will come. The first time, the ranks ask each other."""
+    def begin(self, group: Group, kind: Hashable) -> None:
+        """At the start of a backward: know what will come. The first time, the ranks ask each other.
+
+        Args:
+            group: all ranks.
+            kind: backwards of one kind are taken to bring the same gradients.
+        """
         self._next = 0
-        if self._expected is None:
+        known = self._known.get(kind)
+        if known is None:
             mine = [bool(flat.node is not None and _will_run(flat.node)) for flat in self.flats]
             found = group.exchange_objects(mine)
-            self._expected = [i for i in self._order if any(masks[i] for masks in found)]
+            known = self._known[kind] = [i for i in self._order if any(masks[i] for masks in found)]
+        self._expected = known
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def arrived(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a flat's whole parameters, and send what is next in order and there."""
         flat.hold(grads)
-        if not self.is_on:
+        if not flat.syncs:
+            self._is_carrying = True
             return
-        expected = self._expected or []
+        expected = self._expected
         number = self._numbers[id(flat)]
         if number not in expected[self._next :]:
             self._send(flat)
             return
-        while self._next < len(expected) and self.flats[expected[self._next]].held is not None:
-            self._send(self.flats[expected[self._next]])
+        while self._next < len(expected):
+            first = self.flats[expected[self._next]]
+            if first.held is not None:
+                self._send(first)
+            elif first.syncs:
+                break
             self._next += 1
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
-        if self.is_on:
-            for number in (self._expected or [])[self._next :]:
+        for number in self._expected[self._next :]:
+            if self.flats[number].syncs:
                 self._send(self.flats[number])
-            self._next = len(self._expected or [])
+        self._next = len(self._expected)
+        if self._is_carrying:
+            self._send_carried()
         for _ in self._flights:
             self._land(self._turn)
-            self._turn = (self._turn + 1) % _BUFFERS
+            self._turn = (self._turn + 1) % self._buffers
         self.lane.join()
 
+    def _send_carried(self) -> None:
+        """Send what waits from earlier backwards for parameters that this one did not use."""
+        for flat in self.flats:
+            if flat.syncs and flat.carry.is_due:
+                self._send(flat)
+        self._is_carrying = any(flat.carry.is_waiting for flat in self.flats)
+
     def drop(self) -> None:
-        """Forget what a broken backward left."""
+        """Forget what a broken backward left; what earlier ones left to wait stays."""
         for flat in self.flats:
             flat.held = None
-        self._flights = [None] * _BUFFERS
+        for flight in self._flights:
+            if flight is not None and flight.pending is not None:
+                flight.pending.wait()  # or it would write into memory of the next
+        self._flights = [None] * self._buffers
 
     def _send(self, flat: Flat) -> None:
         turn = self._turn
         self._land(turn)
-        self._turn = (turn + 1) % _BUFFERS
+        self._turn = (turn + 1) % self._buffers
         packing, used = flat.pack(self._buffer(turn))
         if not self._is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
@@ -112,7 +145,7 @@ class Reductions:
         self.lane.follow()
         with self.lane:
             flat.reduce(packing).wait()
-            grad = flat.receive(packing.own)
+            grad = flat.receive(packing.own, used)
             self.lane.mark(self._events[turn])
         self._flights[turn] = _Flight(flat, used, packing, grad=grad)
 
@@ -125,8 +158,10 @@ class Reductions:
             self._events[turn].wait()
         else:
             flight.pending.wait()
-            flight.grad = flat.receive(flight.packing.own)
-        assert flight.grad is not None
+            flight.grad = flat.receive(flight.packing.own, flight.used)
+        if flight.grad is None:
+            self._is_carrying = True
+            return
         flat.attach(flight.grad, flight.used)
         for shell in flat.shells:
             hooks: Any = shell._local._post_accumulate_grad_hooks
@@ -143,7 +178,7 @@ class Reductions:
     def _buffer(self, turn: int) -> torch.Tensor:
         if not self._memory:
             size = max(flat.gradient_bytes for flat in self.flats)
-            self._memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(_BUFFERS)]
+            self._memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._buffers)]
         return self._memory[turn]
 
 

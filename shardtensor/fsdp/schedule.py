@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from shardtensor.fsdp import memory, streams
+from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.passage import Passage
-from shardtensor.fsdp.reductions import Reductions
+from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.unit import Unit, units_in
 
+_nothing: Callable[[], Any] = type(None)
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -32,6 +35,11 @@ class Schedule:
         self._depth = 0
         self._is_backward = False
         self._stream: Any = streams.current_stream(self.device)
+        self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
+        self._kept = Kept(self._group, self.device)
+        self.keeps_some = any(unit.keeps_after_backward for unit in units)
+        self.is_stale = False
+        self.post_optim_event: Any = None
 
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
@@ -44,6 +52,7 @@ class Schedule:
             unit.settle()
             if unit.schedule is not None:
                 unit.schedule.is_current = False
+                unit.generation += 1  # what graphs saved lies in other memory
         memory.lend(units)
         schedule = cls(units)
         for unit in units:
@@ -57,15 +66,16 @@ class Schedule:
         """Have `unit` gathered when its forward is about to begin."""
         if _in_backward() < 0 and not self._depth:
             self._begin(unit)
-        self._depth += 1
         self._visit(unit)
+        self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
-        if self._is_backward:  # an error broke it off
-            self._is_backward = False
-            self.reductions.drop()
+        if self._is_backward:
+            self._break_off()
+        if self.is_stale:
+            self._lend_anew()
         stream = streams.current_stream(self.device)
         if stream != self._stream:
             self._stream = stream
@@ -74,9 +84,78 @@ class Schedule:
                     flat.make_views()
                 other.make_swaps()
         self._entered = unit
+        if self.post_optim_event is not None:
+            self._wait_for_optimizer()
         self._start_passage((unit.index, torch.is_grad_enabled()))
+        kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
         for other in self.units:
-            other.is_gathered = other.is_gathered and other.is_kept
+            other.is_gathered = False
+        for other in kept:
+            other.is_gathered = True
+
+    def _wait_for_optimizer(self) -> None:
+        """Let gathers wait for the event that the user gave, too; it is good for one forward."""
+        if self.device.type == "cuda":
+            self.post_optim_event.wait(torch.cuda.current_stream())
+        self.post_optim_event = None
+
+    def _lend_anew(self) -> None:
+        """Lend memory by the options as they are now, unless on some rank a graph needs what lies in it."""
+        is_idle = all(unit.slot.is_idle for unit in self.units)
+        if not all(map(any, self._group.exchange(bytes([is_idle])))):
+            return  # the next forward tries again
+        self.is_stale = False
+        self.keeps_some = any(unit.keeps_after_backward for unit in self.units)
+        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
+        self._orders.clear()
+        self._passage = None
+        self._kept.keep_only(())
+        self._lend()
+
+    def _lend(self) -> None:
+        for unit in self.units:
+            unit.settle()
+        memory.lend(self.units)
+        for unit in self.units:
+            unit.is_gathered = False
+            unit.make_swaps()
+
+    # -- gathering by the user ----------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather `unit` now, so that its next forward has no need to."""
+        is_between = not self._depth and _in_backward() < 0
+        if not unit.has_own_slot:
+            unit.is_asked = self.is_stale = True
+        if is_between:
+            if self._is_backward:
+                self._break_off()
+            if self.is_stale:
+                self._lend_anew()
+            if unit not in self._kept:
+                unit.is_gathered = False
+        if unit.is_gathered or not self._is_free(unit) or (unit.slot.holder in self._kept and not unit.has_own_slot):
+            return
+        self._gather(unit.index)
+        if is_between:
+            self._kept.keep(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Have `unit` gathered again before its next use."""
+        self._kept.drop(unit)
+        if not unit.is_running:
+            unit.is_gathered = False
+
+    def reset(self) -> None:
+        """Forget all that a broken forward or backward left, and gradients that wait."""
+        self._depth, self._last = 0, None
+        self._break_off()
+        for unit in self.units:
+            self.reshard(unit)
+            unit.finish()
+            for flat in unit.flats:
+                flat.carry.drop()
+        self.gathers.join()
 
     def _start_passage(self, kind: Hashable) -> None:
         self._passage = Passage(self._orders, kind, self._group, self._gather)
@@ -98,7 +177,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered:
+        if unit.is_gathered and unit.is_ready and unit.stays_gathered:
             return
         passage = self._passage
         assert passage is not None
@@ -107,9 +186,22 @@ class Schedule:
             self._gather(unit.index)  # this pass goes another way; on all ranks, or collectives do not meet
         unit.wait()
         self._last = unit
+        if unit.ahead[self._is_backward] != 1:
+            self._run_ahead(passage.reach(unit.ahead[self._is_backward]))
+            return
         ahead = passage.ahead()
         if ahead is not None and self._is_free(self.units[ahead]):
             self._gather(ahead)
+
+    def _run_ahead(self, numbers: Sequence[int]) -> None:
+        """Gather units in the order of their use, as long as that takes no memory from one of them."""
+        for number in numbers:
+            unit = self.units[number]
+            holder = unit.slot.holder
+            is_next = holder is not None and holder is not unit and holder.is_gathered and holder.index in numbers
+            if is_next or not self._is_free(unit):
+                return
+            self._gather(number)
 
     def _is_free(self, unit: Unit) -> bool:
         holder = unit.slot.holder
@@ -122,26 +214,40 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
+            holder.finish()
         unit.slot.holder = unit
         if self._is_backward:
-            for flat in unit.flats:
-                flat.check_unchanged()
+            unit.check()
         self.gathers.follow()
         with self.gathers:
-            unit.gather()
+            unit.gather(self._is_backward)
             unit.started(self.gathers)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit) -> None:
         """Have `unit` gathered when its backward is about to begin."""
+        if self._is_backward and self._ending() is None:
+            self._break_off()
         if not self._is_backward:
-            self._is_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            entered = self._entered
-            self._start_passage(("backward", None if entered is None else entered.index))
-            self.reductions.begin(self._group)
-        self._visit(unit)
+            self._begin_backward()
+        if not unit.skips_backward:
+            self._visit(unit)
+
+    def _begin_backward(self) -> None:
+        def end() -> None:  # lives as long as autograd's task
+            self._end_backward()
+
+        self._is_backward, self._ending = True, weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        kind = ("backward", None if self._entered is None else self._entered.index)
+        self._start_passage(kind)
+        self.reductions.begin(self._group, kind)
+
+    def _break_off(self) -> None:
+        """Leave a backward that an error ended."""
+        self._is_backward = False
+        self.reductions.drop()
 
     def _end_backward(self) -> None:
         self._is_backward = False
@@ -149,5 +255,9 @@ class Schedule:
         self._passage.end()
         self.reductions.end()
         self.gathers.join()
+        kept = ()
+        if self.keeps_some or self._kept:
+            kept = [unit for unit in self.units if unit.is_gathered and (unit.keeps_after_backward or unit in self._kept)]
+            self._kept.keep_only(kept)
         for unit in self.units:
-            unit.is_gathered = unit.is_gathered and unit.is_kept
+            unit.is_gathered = unit in kept

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardtensor.comm.group import Pending
+from shardtensor.errors import RuleError
 from shardtensor.fsdp import streams
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.parts import Parts, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.values import cast_floats, with_hook
 
@@ -28,6 +31,15 @@ class Unit:
     Attributes:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
+        has_own_slot: whether no other unit is gathered into its memory.
+        is_asked: whether the user asks for it, by ``unshard()``.
+        keeps_after_backward: whether it stays gathered after backward, until something writes to it.
+        skips_backward: whether its backward needs no parameters.
+        ahead: how many units are gathered ahead of the work while it runs, in forward and in backward.
+        reductions_ahead: how many reductions may be on their way at a time; 0 for what is usual.
+        parts: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
+        generation: of the values that graphs were made with.
+        is_ready: whether what is done next finds it gathered.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
         is_running: whether the module's forward is being called.
@@ -39,16 +51,24 @@ class Unit:
         flats: list[Flat],
         domain: Domain,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
+        reshard_after_forward: Reshard,
         device: torch.device,
     ) -> None:
         self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
-        self.is_container = self.stays_gathered = False
-        self.syncs = True
-        self.is_gathered = False
+        self.parts: Parts | None = None
+        if type(reshard_after_forward) is int:
+            self.parts = Parts(flats, domain.shard, reshard_after_forward)
+        self.is_container = self.stays_gathered = self.has_own_slot = False
+        self.is_asked = False
+        self.keeps_after_backward = False
+        self.skips_backward = False
+        self.ahead, self.reductions_ahead = [1, 1], 0
+        self.generation = 0
+        self._versions: list[int] = []
+        self.is_gathered = self.is_ready = False
         self.is_running = 0
         self.slot: Any = None
         self._ready = streams.event(device)
@@ -59,13 +79,12 @@ class Unit:
         """Know what there is to know before the first forward."""
         self.is_container = sum(1 for _ in units_in(self.module)) > 1
         self.stays_gathered = self._stays_gathered()
+        self.has_own_slot = self.stays_gathered or self.is_asked or self.keeps_after_backward
 
     def _stays_gathered(self) -> bool:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= _SMALL
         return self.is_container or self.reshard_after_forward is False
-
-    is_kept = False
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -92,10 +111,39 @@ class Unit:
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start to gather; in the caller's lane."""
-        self._pending = [flat.gather() for flat in self.flats]
-        self.is_gathered = True
+    def gather(self, is_again: bool) -> None:
+        """Start to gather, for a forward or again for its backward; in the caller's lane."""
+        if self.parts is None:
+            self._pending = [flat.gather() for flat in self.flats]
+        else:
+            self._pending = self.parts.gather(is_again)
+        self.is_gathered, self.is_ready = True, False
+        if not is_again and torch.is_grad_enabled():  # what runs without has no backward that could miss a write
+            versions = [flat.shard._version for flat in self.flats]
+            if versions != self._versions:
+                self._versions = versions
+                self.generation += 1
+
+    def check(self, generation: int | None = None) -> None:
+        """Refuse the backward of a forward whose parameters were written since.
+
+        Args:
+            generation: which forward's; None for the last one's.
+        """
+        versions = [flat.shard._version for flat in self.flats] if generation is None else self._versions
+        if versions == self._versions and generation in (None, self.generation):
+            return
+        raise RuleError(
+            "parameters were written between a forward and its backward",
+            {"module": self.name or type(self.module).__name__},
+            "call backward before the optimizer steps or values are loaded",
+        )
+
+    def finish(self) -> None:
+        """Let a gather come to its end whose memory is taken for another one; in the caller's lane."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -103,6 +151,7 @@ class Unit:
             pending.wait()
         self._pending = []
         self._ready.wait()
+        self.is_ready = True
 
     def started(self, lane: streams.Lane) -> None:
         """Note where in `lane` the gather is."""
@@ -116,21 +165,21 @@ class Unit:
         """Before the module's forward."""
         schedule = self.schedule
         if schedule is None or not schedule.is_current:
-            schedule = self._found_schedule()
+            schedule = self.found_schedule()
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
         schedule.enter(self)
         if not self.is_running:
             self.show_views()
         self.is_running += 1
-        policy = self.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
         """After the module's forward."""
         self._left()
         if torch.is_grad_enabled():
-            output = with_hook(output, self._before_backward)
+            output = with_hook(output, partial(self._before_backward, self.generation))
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         assert self.schedule is not None
@@ -148,11 +197,16 @@ class Unit:
         if not self.is_running:
             self.show_shells()
 
-    def _before_backward(self, grad: torch.Tensor) -> None:
+    def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
         assert self.schedule is not None
+        if generation != self.generation:
+            self.check(generation)
         self.schedule.before_backward(self)
 
-    def _found_schedule(self) -> Schedule:
+    def found_schedule(self) -> Schedule:
+        """The schedule that it belongs to, or one of its own and of the units in it."""
+        if self.schedule is not None and self.schedule.is_current:
+            return self.schedule
         from shardtensor.fsdp.schedule import Schedule
 
         self.schedule = Schedule.over(self)
