@@ -9,11 +9,12 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
-from shardtensor.fsdp import streams
 from shardtensor.fsdp.flat import Flat, Packing
+from shardtensor.fsdp.streams import Streams
 
 BUFFERS = 2
 """Reductions on their way at a time, where nothing else is asked."""
+_KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
 
 
 @attrs.define(eq=False)
@@ -30,15 +31,16 @@ class _Flight:
 class Reductions:
     """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
 
-    def __init__(self, flats: Sequence[Flat], device: torch.device) -> None:
-        self.flats, self.device = list(flats), device
-        self.lane, self._is_cuda = streams.lane(device), device.type == "cuda"
+    def __init__(self, flats: Sequence[Flat], streams: Streams) -> None:
+        self.flats, self._streams = list(flats), streams
+        self.lane = streams.lane()
         self._uses: list[int] = []
         self._order: list[int] = []
         self._expected: list[int] = []
         self._known: dict[Hashable, list[int]] = {}  # what is expected, by kind of backward
         self._next = 0
         self._is_carrying = False  # whether some gradients may wait for a later backward
+        self._memory_size = max(flat.gradient_bytes for flat in flats)
         self.resize(BUFFERS)
         for flat in flats:
             flat.on_gradients = self.arrived
@@ -48,11 +50,10 @@ class Reductions:
         """Have as many reductions on their way at a time; between two backwards."""
         self._buffers = buffers
         self._flights: list[_Flight | None] = [None] * buffers
-        self._events = [streams.event(self.device) for _ in range(buffers)]
+        self._events = [self._streams.event() for _ in range(buffers)]
         self._memory: list[torch.Tensor] = []
+        self._packings: dict[tuple[int, int], Packing] = {}
         self._turn = 0
-        for flat in self.flats:
-            flat.forget_packings()
 
     # -- the order --------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,8 @@ class Reductions:
             self._land(self._turn)
             self._turn = (self._turn + 1) % self._buffers
         self.lane.join()
+        if self._memory_size > _KEPT:
+            self._memory, self._packings = [], {}
 
     def _send_carried(self) -> None:
         """Send what waits from earlier backwards for parameters that this one did not use."""
@@ -138,8 +141,9 @@ class Reductions:
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % self._buffers
-        packing, used = flat.pack(self._buffer(turn))
-        if not self._is_cuda:
+        packing = self._packing(flat, turn)
+        used = flat.pack(packing)
+        if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
             return
         self.lane.follow()
@@ -155,7 +159,7 @@ class Reductions:
             return
         flat = flight.flat
         if flight.pending is None:
-            self._events[turn].wait()
+            self._streams.wait(self._events[turn])
         else:
             flight.pending.wait()
             flight.grad = flat.receive(flight.packing.own, flight.used)
@@ -175,11 +179,14 @@ class Reductions:
                 for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):
                     hook(shell._local)
 
-    def _buffer(self, turn: int) -> torch.Tensor:
-        if not self._memory:
-            size = max(flat.gradient_bytes for flat in self.flats)
-            self._memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._buffers)]
-        return self._memory[turn]
+    def _packing(self, flat: Flat, turn: int) -> Packing:
+        place = (turn, self._numbers[id(flat)])
+        if place not in self._packings:
+            if not self._memory:
+                shape, device = (self._buffers, self._memory_size), self._streams.device
+                self._memory = list(torch.empty(shape, dtype=torch.uint8, device=device))
+            self._packings[place] = flat.packing_in(self._memory[turn])
+        return self._packings[place]
 
 
 def _will_run(node: Any) -> bool:

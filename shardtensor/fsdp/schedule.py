@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from shardtensor.fsdp import memory, streams
+from shardtensor.fsdp import memory
 from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
+from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 
 _nothing: Callable[[], Any] = type(None)
@@ -25,8 +26,9 @@ class Schedule:
         self.units = units
         self.device = units[0].device
         self.is_current = True
-        self.gathers = streams.lane(self.device)
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.device)
+        self.streams = units[0].streams
+        self.gathers = self.streams.lane()
+        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
@@ -34,7 +36,6 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._depth = 0
         self._is_backward = False
-        self._stream: Any = streams.current_stream(self.device)
         self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
         self._kept = Kept(self._group, self.device)
         self.keeps_some = any(unit.keeps_after_backward for unit in units)
@@ -54,6 +55,9 @@ class Schedule:
                 unit.schedule.is_current = False
                 unit.generation += 1  # what graphs saved lies in other memory
         memory.lend(units)
+        streams = Streams(entered.device)
+        for unit in units:
+            unit.use(streams)
         schedule = cls(units)
         for unit in units:
             unit.schedule = schedule
@@ -76,9 +80,7 @@ class Schedule:
             self._break_off()
         if self.is_stale:
             self._lend_anew()
-        stream = streams.current_stream(self.device)
-        if stream != self._stream:
-            self._stream = stream
+        if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
                     flat.make_views()
@@ -96,7 +98,7 @@ class Schedule:
     def _wait_for_optimizer(self) -> None:
         """Let gathers wait for the event that the user gave, too; it is good for one forward."""
         if self.device.type == "cuda":
-            self.post_optim_event.wait(torch.cuda.current_stream())
+            self.post_optim_event.wait(self.streams.caller)
         self.post_optim_event = None
 
     def _lend_anew(self) -> None:
