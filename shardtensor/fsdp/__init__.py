@@ -1,7 +1,12 @@
 """`fully_shard`: parameters that lie in shards and are gathered just in time."""
 
 from shardtensor.fsdp.api import fully_shard
-from shardtensor.fsdp.fsdp_module import FSDPModule
+from shardtensor.fsdp.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy
 
 __all__ = [
@@ -10,5 +15,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

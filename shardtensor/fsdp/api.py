@@ -11,8 +11,9 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.flat import Entry
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.offload import flat_of
 from shardtensor.fsdp.parts import Reshard, read_reshard
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
@@ -66,7 +67,7 @@ def _shard_one(
     said = "\n".join(f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad}" for e in entries)
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}"
     agree(domain.whole, f"fully_shard({type(module).__name__})", {"parameters": said, "options": options}, fault)
-    flats = [Flat(group, domain, device, mp_policy) for group in _groups(module, entries)]
+    flats = [flat_of(group, domain, device, mp_policy, offload_policy) for group in _groups(module, entries)]
     for flat in flats:
         flat.take_over()
     _move_rest(module, device)

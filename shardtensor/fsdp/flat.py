@@ -81,13 +81,16 @@ class Flat:
 
     def _own_range(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
         is_meta = params[0].is_meta
-        shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta" if is_meta else self.device)
+        shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta") if is_meta else self._empty_shard()
         if not is_meta:
             for i, (param, piece) in enumerate(zip(params, self._pieces(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
                     piece.copy_(param.detach().reshape(-1)[start:stop])
         return shard
+
+    def _empty_shard(self) -> torch.Tensor:
+        return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     @property
     def index(self) -> int:
@@ -127,13 +130,13 @@ class Flat:
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
-        if not self.trains:
-            self.views, self.node = tuple(self._parts(self.whole)), None
-        else:
-            with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # whatever holds where the first forward is called
+            if self.trains:
                 self.views = _Gathered.apply(_anchor(self.device), weakref.ref(self))
-            self.node = self.views[0].grad_fn
-            self.node._set_sequence_nr(_LAST)
+                self.node = self.views[0].grad_fn
+                self.node._set_sequence_nr(_LAST)
+            else:
+                self.views, self.node = tuple(self._parts(self.whole)), None
         for view in self.views:
             view._is_param = True
 
@@ -217,11 +220,15 @@ class Flat:
 
         None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
         """
-        scale: float | None = self.scale
+        scale = self.scale
         if self.carry.is_special:
-            scale = self.carry.finish(summed, used, self.scale)
-            if scale is None:
+            left = self.carry.finish(summed, used, scale)
+            if left is None:
                 return None
+            scale = left
+        return self._accept(summed, scale)
+
+    def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
         grad = self._kept_gradient()
         if grad is not None:
             return grad.add_(summed, alpha=scale)

@@ -24,6 +24,7 @@ class Kept:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self._is_cuda = group, device.type == "cuda"
         self._seen: dict[Unit, Any] = {}
+        self._steps = 0
 
     def __bool__(self) -> bool:
         return bool(self._seen)
@@ -31,15 +32,20 @@ class Kept:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._seen
 
-    def keep(self, unit: Unit) -> None:
-        """Keep a unit that is being gathered."""
+    def begin(self) -> None:
+        """Take note that a pass begins, in which units may be gathered that are kept afterwards."""
         if self._is_cuda:
             _Steps.watch()
+            self._steps = _Steps.count
+
+    def keep(self, unit: Unit) -> None:
+        """Keep a unit that is being gathered."""
+        self.begin()
         self._seen[unit] = self._generation(unit)
 
     def keep_only(self, units: Iterable[Unit]) -> None:
         """Keep these, as they were when they were gathered, and no others."""
-        self._seen = {unit: self._seen.get(unit) or self._generation(unit) for unit in units}
+        self._seen = {unit: self._seen.get(unit) or (unit.versions, self._steps) for unit in units}
 
     def drop(self, unit: Unit) -> None:
         """Keep a unit no longer."""

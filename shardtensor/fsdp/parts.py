@@ -55,7 +55,7 @@ class Parts:
     def gather(self, is_again: bool) -> list[Pending]:
         """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""
         if is_again and self._is_filled:
-            return [self.group.all_gather_into(flat.whole, kept) for flat, kept in self._pairs()]
+            return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
         for pending in [flat.gather() for flat in self.flats]:
             pending.wait()
         if torch.is_grad_enabled():
@@ -65,10 +65,13 @@ class Parts:
     def _fill(self) -> None:
         if not self._kept:
             with torch.inference_mode(False):
-                self._kept = [flat.whole.new_empty(flat.ranges.total // self.ranks) for flat in self.flats]
-        for flat, kept in self._pairs():
-            kept.copy_(flat.whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
+                self._kept = [whole.new_empty(whole.numel() // self.ranks) for whole in self._wholes()]
+        for whole, kept in self._pairs():
+            kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
         self._is_filled = True
 
-    def _pairs(self) -> list[tuple[Flat, torch.Tensor]]:
-        return list(zip(self.flats, self._kept, strict=True))
+    def _wholes(self) -> list[torch.Tensor]:
+        return [flat.whole for flat in self.flats if flat.whole is not None]
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(self._wholes(), self._kept, strict=True))

@@ -10,6 +10,7 @@ import torch
 
 from shardtensor.fsdp import memory
 from shardtensor.fsdp.kept import Kept
+from shardtensor.fsdp.offload import OffloadedFlat
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.streams import Streams
@@ -39,6 +40,7 @@ class Schedule:
         self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
         self._kept = Kept(self._group, self.device)
         self.keeps_some = any(unit.keeps_after_backward for unit in units)
+        self._offloads = any(isinstance(flat, OffloadedFlat) for unit in units for flat in unit.flats)
         self.is_stale = False
         self.post_optim_event: Any = None
 
@@ -89,6 +91,8 @@ class Schedule:
         if self.post_optim_event is not None:
             self._wait_for_optimizer()
         self._start_passage((unit.index, torch.is_grad_enabled()))
+        if self.keeps_some:
+            self._kept.begin()
         kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
         for other in self.units:
             other.is_gathered = False
@@ -173,6 +177,8 @@ class Schedule:
             self.reductions.agree_on_use(self._group)
         if not torch.is_grad_enabled():
             self.gathers.join()
+        if self._offloads:
+            self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
 
     def abandon(self, unit: Unit) -> None:
         """Go on after a forward that raised."""
@@ -257,9 +263,15 @@ class Schedule:
         self._passage.end()
         self.reductions.end()
         self.gathers.join()
-        kept = ()
-        if self.keeps_some or self._kept:
-            kept = [unit for unit in self.units if unit.is_gathered and (unit.keeps_after_backward or unit in self._kept)]
-            self._kept.keep_only(kept)
+        kept = self._keep_gathered() if self.keeps_some or self._kept else ()
         for unit in self.units:
-            unit.is_gathered = unit in kept
+            unit.is_gathered = False
+        for unit in kept:
+            unit.is_gathered = True
+
+    def _keep_gathered(self) -> list[Unit]:
+        """Keep what is to stay gathered after a backward."""
+        units = [unit for unit in self.units if unit.keeps_after_backward or unit in self._kept]
+        kept = [unit for unit in units if unit.is_gathered]
+        self._kept.keep_only(kept)
+        return kept

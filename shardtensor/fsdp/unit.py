@@ -39,6 +39,7 @@ class Unit:
         reductions_ahead: how many reductions may be on their way at a time; 0 for what is usual.
         parts: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
         generation: of the values that graphs were made with.
+        versions: what the shards' version counters were then.
         is_ready: whether what is done next finds it gathered.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
@@ -67,7 +68,7 @@ class Unit:
         self.skips_backward = False
         self.ahead, self.reductions_ahead = [1, 1], 0
         self.generation = 0
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self.is_gathered = self.is_ready = False
         self.is_running = 0
         self.slot: Any = None
@@ -84,6 +85,13 @@ class Unit:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= _SMALL
         return self.is_container or self.reshard_after_forward is False
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether all its parameters are tables of embeddings, whose backward does not read them."""
+        owners = [owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes]
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -123,8 +131,8 @@ class Unit:
         self.is_gathered, self.is_ready = True, False
         if not is_again and torch.is_grad_enabled():  # what runs without has no backward that could miss a write
             versions = [flat.shard._version for flat in self.flats]
-            if versions != self._versions:
-                self._versions = versions
+            if versions != self.versions:
+                self.versions = versions
                 self.generation += 1
 
     def check(self, generation: int | None = None) -> None:
@@ -133,8 +141,8 @@ class Unit:
         Args:
             generation: which forward's; None for the last one's.
         """
-        versions = [flat.shard._version for flat in self.flats] if generation is None else self._versions
-        if versions == self._versions and generation in (None, self.generation):
+        versions = [flat.shard._version for flat in self.flats] if generation is None else self.versions
+        if versions == self.versions and generation in (None, self.generation):
             return
         raise RuleError(
             "parameters were written between a forward and its backward",
