@@ -50,6 +50,8 @@ class Flat:
         node: the autograd node of `views`; None where they are frozen.
     """
 
+    is_offloaded = False  # whether shards and gradients lie elsewhere than the whole
+
     def __init__(
         self, entries: Sequence[Entry], domain: Domain, device: torch.device, policy: MixedPrecisionPolicy
     ) -> None:

@@ -15,6 +15,8 @@ from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Offl
 class OffloadedFlat(Flat):
     """A flat whose shard is copied to the device to be gathered, and whose summed gradient is copied back."""
 
+    is_offloaded = True
+
     def __init__(
         self, entries: Sequence[Entry], domain: Domain, device: torch.device, policy: MixedPrecisionPolicy, pin: bool
     ) -> None:
@@ -39,8 +41,6 @@ class OffloadedFlat(Flat):
             return grad.add_(averaged.cpu())
         grad = self._empty_shard()
         grad.copy_(averaged, non_blocking=self._pin)
-        if averaged.is_cuda:
-            torch.cuda.current_stream().synchronize()  # hooks and the optimizer read it on the CPU
         return grad
 
 

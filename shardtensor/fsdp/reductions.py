@@ -112,11 +112,9 @@ class Reductions:
             if self.flats[number].syncs:
                 self._send(self.flats[number])
         self._next = len(self._expected)
+        self._land_all()
         if self._is_carrying:
             self._send_carried()
-        for _ in self._flights:
-            self._land(self._turn)
-            self._turn = (self._turn + 1) % self._buffers
         self.lane.join()
         if self._memory_size > _KEPT:
             self._memory, self._packings = [], {}
@@ -126,7 +124,13 @@ class Reductions:
         for flat in self.flats:
             if flat.syncs and flat.carry.is_due:
                 self._send(flat)
+        self._land_all()
         self._is_carrying = any(flat.carry.is_waiting for flat in self.flats)
+
+    def _land_all(self) -> None:
+        for _ in self._flights:
+            self._land(self._turn)
+            self._turn = (self._turn + 1) % self._buffers
 
     def drop(self) -> None:
         """Forget what a broken backward left; what earlier ones left to wait stays."""
@@ -160,6 +164,8 @@ class Reductions:
         flat = flight.flat
         if flight.pending is None:
             self._streams.wait(self._events[turn])
+            if flat.is_offloaded:
+                self._events[turn].synchronize()  # hooks and the optimizer read gradients on the CPU
         else:
             flight.pending.wait()
             flight.grad = flat.receive(flight.packing.own, flight.used)

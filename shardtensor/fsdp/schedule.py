@@ -10,7 +10,6 @@ import torch
 
 from shardtensor.fsdp import memory
 from shardtensor.fsdp.kept import Kept
-from shardtensor.fsdp.offload import OffloadedFlat
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.streams import Streams
@@ -40,7 +39,7 @@ class Schedule:
         self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
         self._kept = Kept(self._group, self.device)
         self.keeps_some = any(unit.keeps_after_backward for unit in units)
-        self._offloads = any(isinstance(flat, OffloadedFlat) for unit in units for flat in unit.flats)
+        self._offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
         self.is_stale = False
         self.post_optim_event: Any = None
 
