@@ -99,8 +99,9 @@ class FSDPModule:
                 fix="give a number of ranks to fully_shard(reshard_after_forward=)",
             )
         for unit in _units(self, recurse):
-            unit.reshard_after_forward, unit.parts = reshard_after_forward, None
-            _is_changed(unit)
+            if unit.reshard_after_forward is not reshard_after_forward:
+                unit.reshard_after_forward, unit.parts = reshard_after_forward, None
+                _is_changed(unit)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free gathered parameters after backward, or keep them for the next forward, as long as nobody writes to them.
@@ -108,8 +109,9 @@ class FSDPModule:
         Keeping them saves gathers while gradients accumulate. A forward after an optimizer's step gathers in any case.
         """
         for unit in _units(self, recurse):
-            unit.keeps_after_backward = not reshard_after_backward
-            _is_changed(unit)
+            if unit.keeps_after_backward is reshard_after_backward:
+                unit.keeps_after_backward = not reshard_after_backward
+                _is_changed(unit)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ahead as many modules as the list has, while this one runs forward; without a call, one.
@@ -125,8 +127,10 @@ class FSDPModule:
 
     def _set_prefetch(self, direction: int, modules: Sequence[Any]) -> None:
         _check_all_sharded(modules)
-        self._fsdp_unit.ahead[direction] = len(modules)
-        _is_changed(self._fsdp_unit)
+        ahead = self._fsdp_unit.ahead
+        if ahead[direction] != len(modules):
+            ahead[direction] = len(modules)
+            _is_changed(self._fsdp_unit)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say that this module's backward needs no parameters (False), which saves a gather.
@@ -134,8 +138,10 @@ class FSDPModule:
         It is taken at its word where that can be seen to be true: for a module whose parameters are all of embeddings.
         """
         unit = self._fsdp_unit
-        unit.skips_backward = not unshard_in_backward and unit.is_lookup
-        _is_changed(unit)
+        skips = not unshard_in_backward and unit.is_lookup
+        if unit.skips_backward is not skips:
+            unit.skips_backward = skips
+            _is_changed(unit)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -220,8 +226,9 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise LayoutError(f"max_input_buffers={max_input_buffers} is below 1", fix="give 2, or more")
         for unit in _units(self, recurse):
-            unit.reductions_ahead = max_input_buffers
-            _is_changed(unit)
+            if unit.reductions_ahead != max_input_buffers:
+                unit.reductions_ahead = max_input_buffers
+                _is_changed(unit)
 
     # -- what torch's has and this has not ----------------------------------------------------------------------------
 

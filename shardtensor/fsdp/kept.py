@@ -47,6 +47,10 @@ class Kept:
         """Keep these, as they were when they were gathered, and no others."""
         self._seen = {unit: self._seen.get(unit) or (unit.versions, self._steps) for unit in units}
 
+    def units(self) -> list[Unit]:
+        """Those that are kept."""
+        return list(self._seen)
+
     def drop(self, unit: Unit) -> None:
         """Keep a unit no longer."""
         self._seen.pop(unit, None)

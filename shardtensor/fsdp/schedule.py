@@ -114,16 +114,18 @@ class Schedule:
         self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         self._orders.clear()
         self._passage = None
-        self._kept.keep_only(())
-        self._lend()
-
-    def _lend(self) -> None:
+        kept = [(unit, [flat.whole for flat in unit.flats]) for unit in self._kept.units() if unit.is_gathered]
+        for unit, _ in kept:
+            unit.wait()
         for unit in self.units:
             unit.settle()
         memory.lend(self.units)
         for unit in self.units:
             unit.is_gathered = False
             unit.make_swaps()
+        for unit, wholes in kept:
+            unit.move_from(wholes)
+            unit.slot.holder = unit
 
     # -- gathering by the user ----------------------------------------------------------------------------------------
 

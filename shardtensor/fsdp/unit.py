@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ class Unit:
         else:
             self._pending = self.parts.gather(is_again)
         self.is_gathered, self.is_ready = True, False
-        if not is_again and torch.is_grad_enabled():  # what runs without has no backward that could miss a write
+        if not is_again:
             versions = [flat.shard._version for flat in self.flats]
             if versions != self.versions:
                 self.versions = versions
@@ -155,6 +155,12 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending = []
+
+    def move_from(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Take what was gathered into other memory."""
+        for flat, whole in zip(self.flats, wholes, strict=True):
+            flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
+        self.is_gathered = self.is_ready = True
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
