@@ -111,6 +111,12 @@ class Flat:
             become(entry.param, self.shells[i])
             self.shells[i] = entry.param  # type: ignore[call-overload]
 
+    def show_shells(self) -> None:
+        """Let modules show the shells, in their turn."""
+        for entry, shell in zip(self.entries, self.shells, strict=True):
+            for owner, name in entry.homes:
+                owner._parameters[name] = shell  # type: ignore[assignment]
+
     # -- the whole --------------------------------------------------------------------------------------------------
 
     @property

@@ -54,8 +54,12 @@ def _lend_slot(sharers: Sequence[Unit]) -> None:
     if not sharers:
         return
     device = sharers[0].device
-    with torch.inference_mode(False):  # else autograd would never take it
-        memory = torch.empty(max(_size(unit) for unit in sharers), dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # else autograd would never take it, nor views of it
+        _fill_slot(sharers, device)
+
+
+def _fill_slot(sharers: Sequence[Unit], device: torch.device) -> None:
+    memory = torch.empty(max(_size(unit) for unit in sharers), dtype=torch.uint8, device=device)
     slot = Slot(memory)
     for unit in sharers:
         unit.slot = slot

@@ -180,6 +180,7 @@ class Reductions:
                 return
 
     def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
+        flat.show_shells()  # the module's backward is done with the others
         for shell, is_used in zip(flat.shells, used, strict=True):
             if is_used:
                 for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):

@@ -247,15 +247,23 @@ class Schedule:
         def end() -> None:  # lives as long as autograd's task
             self._end_backward()
 
-        self._is_backward, self._ending = True, weakref.ref(end)
+        self._is_backward, self._ending = True, weakref.ref(end, self._ended)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         kind = ("backward", None if self._entered is None else self._entered.index)
         self._start_passage(kind)
         self.reductions.begin(self._group, kind)
 
+    def _ended(self, _: Any) -> None:
+        """Show sharded parameters when autograd's task is gone, whether it came to its end or broke off."""
+        for unit in self.units:
+            if unit.is_in_backward:
+                unit.end_backward()
+
     def _break_off(self) -> None:
         """Leave a backward that an error ended."""
         self._is_backward = False
+        for unit in self.units:
+            unit.end_backward()
         self.reductions.drop()
 
     def _end_backward(self) -> None:
@@ -267,6 +275,8 @@ class Schedule:
         kept = self._keep_gathered() if self.keeps_some or self._kept else ()
         for unit in self.units:
             unit.is_gathered = False
+            if unit.is_in_backward:
+                unit.end_backward()
         for unit in kept:
             unit.is_gathered = True
 

@@ -43,7 +43,8 @@ class Unit:
         is_ready: whether what is done next finds it gathered.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
-        is_running: whether the module's forward is being called.
+        is_running: how many calls of the module's forward are going on.
+        is_in_backward: whether its backward has begun, and the whole has not ended.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Unit:
         self.generation = 0
         self.versions: list[int] = []
         self.is_gathered = self.is_ready = False
-        self.is_running = 0
+        self.is_running, self.is_in_backward = 0, False
         self.slot: Any = None
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
@@ -211,6 +212,12 @@ class Unit:
 
     def _left(self) -> None:
         self.is_running -= 1
+        if not self.is_running and not self.is_in_backward:
+            self.show_shells()
+
+    def end_backward(self) -> None:
+        """After a backward that went through the module."""
+        self.is_in_backward = False
         if not self.is_running:
             self.show_shells()
 
@@ -218,6 +225,9 @@ class Unit:
         assert self.schedule is not None
         if generation != self.generation:
             self.check(generation)
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            self.show_views()  # a part of the module may be computed again
         self.schedule.before_backward(self)
 
     def found_schedule(self) -> Schedule:

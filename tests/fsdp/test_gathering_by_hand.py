@@ -1,4 +1,4 @@
-"""`unshard`, `reshard`, every `reshard_after_forward`, prefetch lists: they change what is sent and when, not results."""
+"""`unshard`, `reshard`, `reshard_after_forward`, prefetch lists: they change what is sent and when, not results."""
 
 from __future__ import annotations
 
@@ -280,8 +280,7 @@ def test_prefetch_lists(world, size):
 
 def _other_paths():
     """Ranks that go through other blocks gather the same ones in the same order, with prefetch lists, too."""
-    torch.manual_seed(0)
-    dense, model = twins(reshard_after_forward=True)
+    _, model = twins(reshard_after_forward=True)
     _prefetch(model)
     rank = as_group().rank
     for step in range(3):
