@@ -210,7 +210,7 @@ def timeout_of(process_group: Any) -> float:
     return dist.default_pg_timeout.total_seconds()
 
 
-def new_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
+def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None) -> Any:
     """Make a process group of `ranks`, ascending global ranks; only they call it.
 
     torch names such a group with a number that counts other groups too, and that ranks with other memberships count
@@ -222,6 +222,6 @@ def new_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
     torch_name = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
     try:
-        return dist.new_group(ranks, timedelta(seconds=timeout_s), use_local_synchronization=True)
+        return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)
     finally:
         distributed_c10d._process_group_name = torch_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,20 +10,23 @@ from torch import nn
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.fsdp.checks import check
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Entry
+from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.fsdp_module import sharded_class
+from shardtensor.fsdp.near import Reshard, read_reshard
 from shardtensor.fsdp.offload import flat_of
-from shardtensor.fsdp.parts import Reshard, read_reshard
+from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
+from shardtensor.fsdp.upkeep import after_load
+from shardtensor.parallel.loading import load_keeps_layouts
+from shardtensor.parallel.memory import Home
 from shardtensor.tensor.placing import own_device
-
-_OWN_FLAT = 1 << 20  # elements; a part of a container with as many is reduced by itself
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
@@ -32,60 +35,95 @@ def fully_shard(
     offload_policy: OffloadPolicy = ON_DEVICE,
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Callable[[nn.Module], bool] | None = None,
-) -> nn.Module:
+) -> Any:
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
-    Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves.
+    Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves. A list of
+    modules is one unit, gathered when any of them runs.
     """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
     ignored = {id(param) for param in ignored_params or ()}
     if policy is not None:
-        for child in list(module.modules())[:0:-1]:
+        for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
             if policy(child) and unit_of(child) is None:
-                _shard_one(child, mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
-    return _shard_one(module, mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
+                _shard_one([child], mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
+    _shard_one(modules, mesh, mp_policy, offload_policy, reshard_after_forward, ignored)
+    return module
 
 
 def _shard_one(
-    module: nn.Module,
+    modules: list[nn.Module],
     mesh: Any,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     reshard_after_forward: Reshard,
     ignored: set[int],
-) -> nn.Module:
+) -> None:
     domain = Domain.of(mesh)
     device = own_device("cuda") if domain.whole.device_type == "cuda" else torch.device("cpu")
     fault: ShardTensorError | None = None
     entries: list[Entry] = []
     try:
         reshard_after_forward = read_reshard(reshard_after_forward, domain.shard)
-        if unit_of(module) is not None:
-            raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
-        entries = _entries(module, ignored)
+        _check_modules(modules)
+        entries = _entries(modules, ignored)
+        check(modules, entries, mp_policy)
     except ShardTensorError as error:
         fault = error
     said = "\n".join(f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad}" for e in entries)
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}"
-    agree(domain.whole, f"fully_shard({type(module).__name__})", {"parameters": said, "options": options}, fault)
-    flats = [flat_of(group, domain, device, mp_policy, offload_policy) for group in _groups(module, entries)]
-    for flat in flats:
+    call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
+    agree(domain.whole, call, {"parameters": said, "options": options}, fault)
+    parts = large_layers(entries) if _holds_units(modules) else set()
+    flats: list[Flat] = []
+    flats_of_parts: dict[int, list[Flat]] = {}
+    for group in _groups(entries, parts):
+        flat = flat_of(group, domain, device, mp_policy, offload_policy)
         flat.take_over()
-    _move_rest(module, device)
-    vars(module)["_fsdp_unit"] = Unit(module, flats, domain, mp_policy, reshard_after_forward, device)
-    module.__class__ = sharded_class(type(module))
-    return module
+        owner = group[0].homes[0][0]
+        (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
+    _move_rest(modules, device, ignored)
+    for module in modules:
+        for _, owner in _own_modules(module, ""):
+            load_keeps_layouts(owner, domain.whole)
+    unit = Unit(modules[0], flats, domain, mp_policy, reshard_after_forward, device)
+    unit.modules = modules
+    for own in flats_of_parts.values():
+        make_part(own[0].entries[0].homes[0][0], own, unit)
+    for module in modules:
+        vars(module)["_fsdp_unit"] = unit
+        module.__class__ = sharded_class(type(module))
+        module.register_load_state_dict_post_hook(after_load)
 
 
-def _entries(module: nn.Module, ignored: set[int]) -> list[Entry]:
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if unit_of(module) is not None:
+            raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
+        if type(module).forward is nn.Module.forward:
+            raise LayoutError(
+                f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
+                fix="call it on each of the modules in it",
+            )
+    if not modules:
+        raise LayoutError("fully_shard got an empty list of modules")
+
+
+def _entries(modules: Sequence[nn.Module], ignored: set[int]) -> list[Entry]:
     """The parameters that no inner unit has taken, each once, in name order as modules give it."""
     found: dict[int, Entry] = {}
-    for prefix, owner in _own_modules(module, ""):
+    roots = [(module, f"{i}." if len(modules) > 1 else "") for i, module in enumerate(modules)]
+    for prefix, owner in dict.fromkeys(item for module, start in roots for item in _own_modules(module, start)):
         for name, param in owner._parameters.items():
-            if param is None or id(param) in ignored:
+            if param is None or id(param) in ignored or any((owner, name) == home for home in _homes(found, param)):
                 continue
             entry = found.setdefault(id(param), Entry(f"{prefix}{name}", param, []))
             entry.homes.append((owner, name))
     return list(found.values())
+
+
+def _homes(found: dict[int, Entry], param: nn.Parameter) -> Sequence[Home]:
+    return found[id(param)].homes if id(param) in found else ()
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
@@ -95,24 +133,27 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _groups(module: nn.Module, entries: list[Entry]) -> list[list[Entry]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not; large parts of a container alone."""
-    is_container = any(unit_of(child) is not None for child in module.modules())
-    sizes: dict[int, int] = {}
-    for entry in entries:
-        owner = entry.homes[0][0]
-        sizes[id(owner)] = sizes.get(id(owner), 0) + entry.param.numel()
+def _holds_units(modules: Sequence[nn.Module]) -> bool:
+    return any(unit_of(child) is not None for module in modules for child in module.modules())
+
+
+def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
+    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone."""
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        owner = entry.homes[0][0]
-        is_apart = is_container and len(entry.homes) == 1 and sizes[id(owner)] >= _OWN_FLAT
-        key = (entry.param.dtype, entry.param.requires_grad, id(owner) if is_apart else None)
+        owner = id(entry.homes[0][0])
+        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 
 
-def _move_rest(module: nn.Module, device: torch.device) -> None:
-    for owner in module.modules():
+def _move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
+    """Bring buffers, and parameters that stay whole, to the device; what two modules share stays shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for owner in [owner for module in modules for owner in module.modules()]:
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
-                owner._buffers[name] = buffer.to(device)
+                owner._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+        for param in owner._parameters.values():
+            if param is not None and id(param) in ignored and param.device != device and not param.is_meta:
+                param.data = param.data.to(device)

@@ -17,14 +17,16 @@ class Carry:
 
     Attributes:
         is_loaded: whether there are whole gradients that wait.
+        dtype: of reductions.
         is_special: whether a sum over one copy's ranks is not all: there are more copies, or there is a hook.
         all_reduces: sum over the copies in the backwards to come, or only add up what one copy's ranks summed.
         hook: called with this rank's range of the averaged gradient, before it becomes the parameters'.
         stream: where the hook runs; None for where the reduction does.
     """
 
-    def __init__(self, replicate: Group | None, dtype: torch.dtype) -> None:
-        self.replicate, self.dtype = replicate, dtype
+    def __init__(self, replicate: Group | None) -> None:
+        self.replicate = replicate
+        self.dtype = torch.float32
         self.all_reduces = True
         self.is_loaded = False
         self.set_hook(None, None)
@@ -107,6 +109,13 @@ class Carry:
                 self.hook(summed)
             torch.cuda.current_stream().wait_stream(self.stream)
         return 1.0
+
+    def fresh(self) -> Carry:
+        """One with the same settings and nothing that waits."""
+        made = Carry(self.replicate)
+        made.dtype, made.all_reduces = self.dtype, self.all_reduces
+        made.set_hook(self.hook, self.stream)
+        return made
 
     def drop(self) -> None:
         """Forget all that waits."""

@@ -9,7 +9,7 @@ gradients of all of them are there, which is when they are packed and sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -47,7 +47,10 @@ class Flat:
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
         views: the parameters as modules compute with them.
-        node: the autograd node of `views`; None where they are frozen.
+        node: the autograd node of `views`; None where all are frozen.
+        trains: which parameters require a gradient.
+        is_packed: whether, for all that is known, the leaves are views of `shard`.
+        changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
     """
 
     is_offloaded = False  # whether shards and gradients lie elsewhere than the whole
@@ -58,9 +61,10 @@ class Flat:
         self.entries, self.domain, self.device, self.policy = list(entries), domain, device, policy
         params = [entry.param for entry in entries]
         self.dtype = params[0].dtype
-        self.trains = params[0].requires_grad
-        self.compute_dtype = (policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
+        self.trains = tuple(param.requires_grad for param in params)
+        self.divisor = float(domain.size)  # of summed gradients
+        self.carry = Carry(domain.replicate)
+        self._settle_dtypes()
         self.shapes = [tuple(param.shape) for param in params]
         self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
@@ -72,12 +76,20 @@ class Flat:
         self.views: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
         self.position = 0  # in the order of reductions
-        self.scale, self.prescale = 1.0, 0.0  # of gradients: after they are summed; before, where not 0
-        self.divide_by(domain.size)
+        self.version = -1
+        self.gathers_by = domain.shard
+        self.changes = 0
+        self.is_packed = True
+        self._writes_before = 0  # into earlier shards
         self.syncs = True
-        self.carry = Carry(domain.replicate, self.reduce_dtype)
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
+
+    def _settle_dtypes(self) -> None:
+        self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
+        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.carry.dtype = self.reduce_dtype
+        self.divide_by(self.divisor)
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -100,16 +112,40 @@ class Flat:
         return self.domain.shard.index
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        leaf = piece.detach().requires_grad_(self.trains)
+        leaf = piece.detach().requires_grad_(self.trains[i])
         spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
         layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
         return wrap(leaf, layout, spec, self.domain.whole)
 
     def take_over(self) -> None:
-        """Turn the parameter objects into the shells, for everyone who holds them."""
+        """Turn the parameter objects into the shells, for everyone who holds them; a gradient comes along."""
         for i, entry in enumerate(self.entries):
+            grad = entry.param.grad
             become(entry.param, self.shells[i])
-            self.shells[i] = entry.param  # type: ignore[call-overload]
+            shell: Any = entry.param
+            shell.grad, shell._flat, self.shells[i] = grad, self, shell
+
+    def repack(self) -> None:
+        """Take the parameters, wherever their leaves lie by now, into a new range, and make their leaves views of it.
+
+        Gradients and hooks come along.
+        """
+        leaves = [shell._local for shell in self.shells]
+        self.dtype = leaves[0].dtype
+        self.trains = tuple(leaf.requires_grad for leaf in leaves)
+        self._writes_before += self.shard._version + 1
+        self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
+        self._settle_dtypes()
+        for shell, leaf, piece in zip(self.shells, leaves, self._pieces(self.shard), strict=True):
+            piece = piece.view(leaf.shape)
+            piece.copy_(leaf.detach())
+            fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
+            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
+            fresh._backward_hooks = leaf._backward_hooks
+            fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+            shell._flat = self
+            shell._replace_local(fresh)
+        self.is_packed = True
 
     def show_shells(self) -> None:
         """Let modules show the shells, in their turn."""
@@ -138,13 +174,15 @@ class Flat:
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
-        with torch.inference_mode(False), torch.enable_grad():  # whatever holds where the first forward is called
-            if self.trains:
-                self.views = _Gathered.apply(_anchor(self.device), weakref.ref(self))
-                self.node = self.views[0].grad_fn
-                self.node._set_sequence_nr(_LAST)
-            else:
-                self.views, self.node = tuple(self._parts(self.whole)), None
+        views = self._parts(self.whole)
+        self.node = None
+        if any(self.trains):
+            with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one without
+                made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
+            views = [next(made) if trains else view for trains, view in zip(self.trains, views, strict=True)]
+            self.node = views[self.trains.index(True)].grad_fn
+            self.node._set_sequence_nr(_LAST)
+        self.views = tuple(views)
         for view in self.views:
             view._is_param = True
 
@@ -159,17 +197,35 @@ class Flat:
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
+        self.version = self.writes
         source = self.shard
-        if self.compute_dtype != self.dtype:
+        if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own
             source.copy_(self.shard)
-        return self.domain.shard.all_gather_into(self.whole, source)
+        return self.gathers_by.all_gather_into(self.whole, source)
+
+    @property
+    def writes(self) -> int:
+        """How often the parameters were written."""
+        return self.shard._version + self._writes_before
+
+    def leaf_changed(self, is_replaced: bool) -> None:
+        """Take note that a parameter has another leaf, or one that requires a gradient or does so no longer."""
+        self.changes += 1
+        if is_replaced:
+            self.is_packed = False
+            self._writes_before += 1
 
     def is_as_gathered(self) -> bool:
         """Whether this rank's range still has the values that were gathered. On cuda the host waits for the answer."""
         if self.compute_dtype != self.dtype:
             return torch.equal(self._own, self.shard.to(self.compute_dtype))
         return torch.equal(self._own, self.shard)
+
+    def check_unchanged(self) -> None:
+        """Refuse to gather again, for a backward, what was written since the forward."""
+        if self.version not in (-1, self.writes):
+            raise written_too_early(entry.name for entry in self.entries)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -184,10 +240,9 @@ class Flat:
 
     def divide_by(self, factor: float) -> None:
         """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
-        if self.reduce_dtype == torch.float16:
-            self.prescale = 1 / factor
-        else:
-            self.scale = 1 / factor
+        self.divisor = factor
+        is_first = self.reduce_dtype == torch.float16
+        self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
 
     def pack(self, packing: Packing) -> list[bool]:
         """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
@@ -292,7 +347,8 @@ class _Gathered(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         owner = flat()
         assert owner is not None
-        return tuple(owner._parts(owner.whole))
+        ctx.trains = owner.trains
+        return tuple(part for part, trains in zip(owner._parts(owner.whole), owner.trains, strict=True) if trains)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
@@ -304,8 +360,20 @@ class _Gathered(torch.autograd.Function):
         flat = ctx.flat()
         if flat is not None:
             assert flat.on_gradients is not None, "a flat whose views are used belongs to a schedule"
+            if len(grads) < len(ctx.trains):
+                found = iter(grads)
+                grads = tuple(next(found) if trains else None for trains in ctx.trains)
             flat.on_gradients(flat, grads)
         return None, None
+
+
+def written_too_early(names: Iterable[str]) -> RuleError:
+    """The refusal of a backward whose parameters are no longer those of the forward."""
+    return RuleError(
+        "parameters were written between a forward and its backward",
+        {"parameters": ", ".join([*names][:4])},
+        "call backward before the optimizer steps or values are loaded",
+    )
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

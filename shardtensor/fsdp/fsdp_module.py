@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
+from shardtensor.fsdp.copies import deep_copy
 from shardtensor.fsdp.unit import Unit, unit_of, units_in
+from shardtensor.fsdp.upkeep import take_in_if_ready
 
 
 class FSDPModule:
@@ -35,6 +37,27 @@ class FSDPModule:
             unit.abandon()
             raise
         return unit.leave(output)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)  # type: ignore[misc]
+        take_in_if_ready(self._fsdp_unit)
+        return applied
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Return an independent copy, as fully sharded as this, on the same ranks. It sends nothing."""
+        return deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuleError(
+            "a fully sharded module cannot be pickled: it holds process groups",
+            {"module": type(self).__name__},
+            "save model.state_dict(), build the module anew, fully_shard it and load that",
+        )
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
@@ -100,7 +123,7 @@ class FSDPModule:
             )
         for unit in _units(self, recurse):
             if unit.reshard_after_forward is not reshard_after_forward:
-                unit.reshard_after_forward, unit.parts = reshard_after_forward, None
+                unit.reshard_after_forward, unit.near = reshard_after_forward, None
                 _is_changed(unit)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardtensor.comm.group import Group
 
 if TYPE_CHECKING:
+    from shardtensor.fsdp.flat import Flat
     from shardtensor.fsdp.unit import Unit
 
 
@@ -21,10 +22,10 @@ class Kept:
     in one byte a unit. On cuda that would make the host wait; there version counters and steps of optimizers tell.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self._is_cuda = group, device.type == "cuda"
+    def __init__(self, group: Group, flats: Sequence[Flat], device: torch.device) -> None:
+        self.group, self._flats, self._is_cuda = group, flats, device.type == "cuda"
         self._seen: dict[Unit, Any] = {}
-        self._steps = 0
+        self._begun = (0, 0)
 
     def __bool__(self) -> bool:
         return bool(self._seen)
@@ -36,16 +37,16 @@ class Kept:
         """Take note that a pass begins, in which units may be gathered that are kept afterwards."""
         if self._is_cuda:
             _Steps.watch()
-            self._steps = _Steps.count
+            self._begun = self._generation()
 
     def keep(self, unit: Unit) -> None:
         """Keep a unit that is being gathered."""
         self.begin()
-        self._seen[unit] = self._generation(unit)
+        self._seen[unit] = self._begun
 
     def keep_only(self, units: Iterable[Unit]) -> None:
         """Keep these, as they were when they were gathered, and no others."""
-        self._seen = {unit: self._seen.get(unit) or (unit.versions, self._steps) for unit in units}
+        self._seen = {unit: self._seen.get(unit) or self._begun for unit in units}
 
     def units(self) -> list[Unit]:
         """Those that are kept."""
@@ -68,12 +69,12 @@ class Kept:
 
     def _is_fresh(self, unit: Unit) -> bool:
         if self._is_cuda:
-            return bool(self._seen[unit] == self._generation(unit))
+            return bool(self._seen[unit] == self._generation())
         unit.finish()
         return all(flat.is_as_gathered() for flat in unit.flats)
 
-    def _generation(self, unit: Unit) -> tuple[list[int], int]:
-        return [flat.shard._version for flat in unit.flats], _Steps.count
+    def _generation(self) -> tuple[int, int]:
+        return sum(flat.writes for flat in self._flats), _Steps.count
 
 
 class _Steps:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardtensor.comm.copy_engines import gathering
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
@@ -35,40 +36,41 @@ class Slot:
 def lend(units: Sequence[Unit]) -> None:
     """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
 
-    The ring has a slot for a unit that computes and for as many as are gathered ahead of it.
+    The ring has a slot for a unit that computes and for as many as are gathered ahead of it. All ranks call it; where
+    the copy engines of GPUs can gather, the memory is made known to all.
     """
     depth = 1 + max([1, *(ahead for unit in units for ahead in unit.ahead)])
-    ring: list[list[Unit]] = [[] for _ in range(depth)]
+    sharers: list[list[Unit]] = [[] for _ in range(depth)]
     turn = 0
     for unit in units:
         if unit.has_own_slot:
-            _lend_slot([unit])
+            sharers.append([unit])
         else:
-            ring[turn % depth].append(unit)
+            sharers[turn % depth].append(unit)
             turn += 1
-    for sharers in ring:
-        _lend_slot(sharers)
+    with torch.inference_mode(False):  # else autograd would never take what lies in it, nor views of it
+        _lend_to(sharers, units[0])
 
 
-def _lend_slot(sharers: Sequence[Unit]) -> None:
-    if not sharers:
-        return
-    device = sharers[0].device
-    with torch.inference_mode(False):  # else autograd would never take it, nor views of it
-        _fill_slot(sharers, device)
-
-
-def _fill_slot(sharers: Sequence[Unit], device: torch.device) -> None:
-    memory = torch.empty(max(_size(unit) for unit in sharers), dtype=torch.uint8, device=device)
-    slot = Slot(memory)
-    for unit in sharers:
-        unit.slot = slot
-        start = 0
-        for flat in unit.flats:
-            flat.lie_in(memory[start:])
-            start += _up(flat.whole_bytes)
+def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
+    sizes = [max(map(_size, each), default=0) for each in sharers]
+    group, memory = gathering(first.domain.shard, sum(sizes), first.device)
+    slots = []
+    start = 0
+    for each, size in zip(sharers, sizes, strict=True):
+        slots.append(Slot(memory))
+        for unit in each:
+            unit.slot = slots[-1]
+            place = start
+            for flat in unit.flats:
+                if flat.domain.shard is first.domain.shard:
+                    flat.gathers_by = group
+                flat.lie_in(memory[place:])
+                place += _up(flat.whole_bytes)
+        start += size
     del memory
-    slot.seal()
+    for slot in slots:
+        slot.seal()
 
 
 def _size(unit: Unit) -> int:

@@ -1,77 +1,122 @@
-"""`Parts`: after forward keep a larger part of a unit than a rank's own, so that backward gathers from near ranks only.
+"""Parts of a container that are gathered by themselves: large layers that no call of `fully_shard` made units of.
 
-With ``reshard_after_forward=n`` every n consecutive ranks hold a unit together between its forward and its backward.
+The embedding and the head of a language model are as large as its blocks, and each is used once. As a part, a layer is
+gathered just before it runs and lies in the ring with the blocks, where the container would have it gathered, and take
+memory, from its own begin to the end of backward.
+
+A container may also use a part's parameter outside of that layer's forward, as ``F.linear(x, self.embedding.weight)``.
+It finds a ShardedTensor there; while the container runs, an operation on one computes with a whole that is gathered for
+this use alone, and whose gradient is reduced with the part's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_iter, tree_map
 
-from shardtensor.comm.group import Group, Pending
-from shardtensor.errors import LayoutError
-from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.unit import Unit, part_of
+from shardtensor.tensor.dispatch import LENDERS, name_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-Reshard = bool | int | None
+if TYPE_CHECKING:
+    from shardtensor.fsdp.schedule import Schedule
 
-
-def read_reshard(given: Reshard, group: Group) -> Reshard:
-    """What ``reshard_after_forward`` means for a shard group: None, a bool, or a divisor between 1 and its size.
-
-    Raises:
-        LayoutError: it does not divide the size.
-    """
-    if given is None or isinstance(given, bool):
-        return given
-    if not isinstance(given, int) or given < 1 or group.size % given:
-        raise LayoutError(
-            f"reshard_after_forward={given!r} does not divide the ranks that hold a copy",
-            {"ranks": group.size},
-            [
-                "give a divisor of their number: so many consecutive ranks hold the unit after forward",
-                "give True (all of them) or False (each rank)",
-            ],
-        )
-    return False if given == 1 else True if given == group.size else given
+LARGE = 1 << 20
+"""Elements from which a layer of a container is a part."""
 
 
-class Parts:
-    """The parts of a unit's flats that this rank keeps from forward to backward.
+def large_layers(entries: Iterable[Entry]) -> set[int]:
+    """The ids of the layers among the owners of `entries` that are to be parts: none of whose parameters is tied."""
+    sizes: dict[int, int] = {}
+    for entry in entries:
+        owner = entry.homes[0][0]
+        fits = len(entry.homes) == 1 and isinstance(owner, nn.Embedding | nn.Linear)
+        sizes[id(owner)] = sizes.get(id(owner), 0) + (entry.param.numel() if fits else -(2**62))
+    return {key for key, size in sizes.items() if size >= LARGE}
 
-    Args:
-        flats: the unit's.
-        shard: the ranks of one copy; all of them make this.
-        ranks: how many consecutive ones hold the unit together.
-    """
 
-    def __init__(self, flats: Sequence[Flat], shard: Group, ranks: int) -> None:
-        self.flats, self.ranks = flats, ranks
-        first = shard.index // ranks * ranks
-        self.group = shard.subgroup(list(shard.ranks)[first : first + ranks])
-        self._kept: list[torch.Tensor] = []
-        self._is_filled = False
+def make_part(owner: nn.Module, flats: Sequence[Flat], container: Unit) -> None:
+    """Make a layer of a container a part: a unit that shows in nothing but two hooks."""
+    policy = MixedPrecisionPolicy(container.policy.param_dtype, container.policy.reduce_dtype, None, False)
+    part = Unit(owner, list(flats), container.domain, policy, container.reshard_after_forward or None, container.device)
+    part.is_needed_in_backward = not isinstance(owner, nn.Embedding)
+    vars(owner)["_fsdp_part"] = part
+    owner.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+    owner.register_forward_hook(_leave, always_call=True)
 
-    def gather(self, is_again: bool) -> list[Pending]:
-        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""
-        if is_again and self._is_filled:
-            return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
-        for pending in [flat.gather() for flat in self.flats]:
-            pending.wait()
-        if torch.is_grad_enabled():
-            self._fill()
-        return []
 
-    def _fill(self) -> None:
-        if not self._kept:
-            with torch.inference_mode(False):
-                self._kept = [whole.new_empty(whole.numel() // self.ranks) for whole in self._wholes()]
-        for whole, kept in self._pairs():
-            kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
-        self._is_filled = True
+def _enter(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    part = part_of(owner)
+    assert part is not None
+    return part.enter(args, kwargs)
 
-    def _wholes(self) -> list[torch.Tensor]:
-        return [flat.whole for flat in self.flats if flat.whole is not None]
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self._wholes(), self._kept, strict=True))
+def _leave(owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    part = part_of(owner)
+    assert part is not None
+    if output is None:  # its forward raised
+        part.abandon()
+        return None
+    return part.leave(output)
+
+
+class Lender:
+    """Lets the modules of a schedule compute with parameters of parts that do not run."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._flats = {id(flat) for unit in schedule.units if part_of(unit.module) is unit for flat in unit.flats}
+        if self._flats:
+            LENDERS.append(weakref.ref(self, LENDERS.remove))
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation on whole parameters; NotImplemented where it is none of this lender's."""
+        if not self._schedule.is_running() or not any(map(self._lends, tree_iter((args, kwargs)))) or _writes(func):
+            return NotImplemented
+        args, kwargs = tree_map(lambda x: _borrowed(x) if self._lends(x) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _lends(self, x: Any) -> bool:
+        return isinstance(x, ShardedTensor) and id(x._flat) in self._flats
+
+
+def _writes(func: Any) -> bool:
+    name = name_of(func).rpartition(".")[2]
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _borrowed(shell: Any) -> torch.Tensor:
+    flat: Flat = shell._flat
+    number = next(i for i, known in enumerate(flat.shells) if known is shell)
+    if shell.requires_grad and torch.is_grad_enabled():
+        return _Borrowed.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
+    return _whole(flat, number)
+
+
+def _whole(flat: Flat, number: int) -> torch.Tensor:
+    gathered = flat.domain.shard.all_gather(flat.shard.detach().to(flat.compute_dtype))
+    return flat._parts(gathered)[number]
+
+
+class _Borrowed(torch.autograd.Function):
+    """A parameter gathered for one use; its gradient joins those of the flat."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, flat: Flat, number: int) -> torch.Tensor:
+        ctx.flat, ctx.number = flat, number
+        return _whole(flat, number)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        flat = ctx.flat
+        grads: list[torch.Tensor | None] = [None] * len(flat.shells)
+        grads[ctx.number] = grad
+        flat.on_gradients(flat, grads)
+        return None, None, None

@@ -37,7 +37,9 @@ class Reductions:
         self._uses: list[int] = []
         self._order: list[int] = []
         self._expected: list[int] = []
-        self._known: dict[Hashable, list[int]] = {}  # what is expected, by kind of backward
+        self._expectations: dict[Hashable, list[int]] = {}  # by kind of backward
+        self._suit: Hashable = None
+        self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, list[int]]]] = {}
         self._next = 0
         self._is_carrying = False  # whether some gradients may wait for a later backward
         self._memory_size = max(flat.gradient_bytes for flat in flats)
@@ -51,9 +53,15 @@ class Reductions:
         self._buffers = buffers
         self._flights: list[_Flight | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}
         self._packings: dict[tuple[int, int], Packing] = {}
         self._turn = 0
+
+    def suit(self, trains: Hashable) -> None:
+        """Go by what was learned when these parameters were trained."""
+        self._known[self._suit] = (self._uses, self._order, self._expectations)
+        self._suit = trains
+        self._uses, self._order, self._expectations = self._known.get(trains, ([], [], {}))
 
     # -- the order --------------------------------------------------------------------------------------------------
 
@@ -68,7 +76,7 @@ class Reductions:
         """Settle the order on all ranks, from what each noted."""
         found = group.exchange_objects(self._uses)
         self._order = list(dict.fromkeys(number for uses in found for number in uses))[::-1]
-        self._known.clear()
+        self._expectations.clear()
 
     def begin(self, group: Group, kind: Hashable) -> None:
         """At the start of a backward: know what will come. The first time, the ranks ask each other.
@@ -78,11 +86,11 @@ class Reductions:
             kind: backwards of one kind are taken to bring the same gradients.
         """
         self._next = 0
-        known = self._known.get(kind)
+        known = self._expectations.get(kind)
         if known is None:
             mine = [bool(flat.node is not None and _will_run(flat.node)) for flat in self.flats]
             found = group.exchange_objects(mine)
-            known = self._known[kind] = [i for i in self._order if any(masks[i] for masks in found)]
+            known = self._expectations[kind] = [i for i in self._order if any(masks[i] for masks in found)]
         self._expected = known
 
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -117,7 +125,7 @@ class Reductions:
             self._send_carried()
         self.lane.join()
         if self._memory_size > _KEPT:
-            self._memory, self._packings = [], {}
+            self._memory, self._packings = {}, {}
 
     def _send_carried(self) -> None:
         """Send what waits from earlier backwards for parameters that this one did not use."""
@@ -189,9 +197,9 @@ class Reductions:
     def _packing(self, flat: Flat, turn: int) -> Packing:
         place = (turn, self._numbers[id(flat)])
         if place not in self._packings:
-            if not self._memory:
-                shape, device = (self._buffers, self._memory_size), self._streams.device
-                self._memory = list(torch.empty(shape, dtype=torch.uint8, device=device))
+            if turn not in self._memory:
+                device = self._streams.device
+                self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
             self._packings[place] = flat.packing_in(self._memory[turn])
         return self._packings[place]
 

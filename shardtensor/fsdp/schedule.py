@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from shardtensor.fsdp import memory
+from shardtensor.fsdp.flat import written_too_early
 from shardtensor.fsdp.kept import Kept
+from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
+from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 
 _nothing: Callable[[], Any] = type(None)
+_version = attrgetter("shard._version")
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -36,8 +41,15 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._depth = 0
         self._is_backward = False
+        self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
+        self._writes = -1
+        self._flats = self.reductions.flats
+        self._upkeep = Upkeep(units)
+        self._lender = Lender(self)
+        self._trains = self._who_train()
+        self.reductions.suit(self._trains)
         self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
-        self._kept = Kept(self._group, self.device)
+        self._kept = Kept(self._group, self._flats, self.device)
         self.keeps_some = any(unit.keeps_after_backward for unit in units)
         self._offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
         self.is_stale = False
@@ -51,15 +63,18 @@ class Schedule:
             unit.index, unit.name = len(units), name
             units.append(unit)
         for unit in units:
+            take_in(unit)
             unit.settle()
             if unit.schedule is not None:
                 unit.schedule.is_current = False
-                unit.generation += 1  # what graphs saved lies in other memory
+        check_place(units)
         memory.lend(units)
         streams = Streams(entered.device)
         for unit in units:
             unit.use(streams)
         schedule = cls(units)
+        before = [unit.schedule.generation for unit in units if unit.schedule is not None]
+        schedule.generation = max(before, default=0) + 1  # what earlier graphs saved lies in other memory
         for unit in units:
             unit.schedule = schedule
             unit.make_swaps()
@@ -86,10 +101,16 @@ class Schedule:
                 for flat in other.flats:
                     flat.make_views()
                 other.make_swaps()
+        if not self._upkeep.holds():
+            self._mend()
+        writes = sum(map(_version, self._flats))
+        if writes != self._writes:
+            self._writes = writes
+            self.generation += 1
         self._entered = unit
         if self.post_optim_event is not None:
             self._wait_for_optimizer()
-        self._start_passage((unit.index, torch.is_grad_enabled()))
+        self._start_passage((unit.index, torch.is_grad_enabled(), self._trains))
         if self.keeps_some:
             self._kept.begin()
         kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
@@ -164,8 +185,37 @@ class Schedule:
                 flat.carry.drop()
         self.gathers.join()
 
+    def _mend(self) -> None:
+        """Take in what was done to the modules' parameters since the last forward."""
+        self.generation += 1
+        before = [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]
+        for unit in self.units:
+            take_in(unit)
+        check_place(self.units)
+        if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
+            self.reductions = Reductions(self._flats, self.streams)
+            self._orders.clear()
+            self._kept.keep_only(())
+            memory.lend(self.units)
+        trains = self._who_train()
+        if trains != self._trains:
+            self._trains = trains
+            self.reductions.suit(trains)
+            for flat in self._flats:
+                flat.make_views()
+        for unit in self.units:
+            unit.make_swaps()
+        self._upkeep = Upkeep(self.units)
+
+    def _who_train(self) -> Hashable:
+        return tuple(flat.trains for flat in self._flats)
+
     def _start_passage(self, kind: Hashable) -> None:
         self._passage = Passage(self._orders, kind, self._group, self._gather)
+
+    def is_running(self) -> bool:
+        """Whether a forward or a backward of its modules is going on."""
+        return self._depth > 0 or _in_backward() >= 0
 
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
@@ -226,7 +276,8 @@ class Schedule:
             holder.finish()
         unit.slot.holder = unit
         if self._is_backward:
-            unit.check()
+            for flat in unit.flats:
+                flat.check_unchanged()
         self.gathers.follow()
         with self.gathers:
             unit.gather(self._is_backward)
@@ -234,8 +285,10 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """Have `unit` gathered when its backward is about to begin."""
+    def before_backward(self, unit: Unit, generation: int) -> None:
+        """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
+        if generation != self.generation:
+            raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
         if self._is_backward and self._ending() is None:
             self._break_off()
         if not self._is_backward:
@@ -249,7 +302,7 @@ class Schedule:
 
         self._is_backward, self._ending = True, weakref.ref(end, self._ended)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        kind = ("backward", None if self._entered is None else self._entered.index)
+        kind = ("backward", None if self._entered is None else self._entered.index, self._trains)
         self._start_passage(kind)
         self.reductions.begin(self._group, kind)
 

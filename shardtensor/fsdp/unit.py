@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Pending
-from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.parts import Parts, Reshard
+from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
@@ -37,9 +36,7 @@ class Unit:
         skips_backward: whether its backward needs no parameters.
         ahead: how many units are gathered ahead of the work while it runs, in forward and in backward.
         reductions_ahead: how many reductions may be on their way at a time; 0 for what is usual.
-        parts: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
-        generation: of the values that graphs were made with.
-        versions: what the shards' version counters were then.
+        near: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
         is_ready: whether what is done next finds it gathered.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
@@ -56,29 +53,29 @@ class Unit:
         reshard_after_forward: Reshard,
         device: torch.device,
     ) -> None:
+        self.modules = [module]
         self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
-        self.parts: Parts | None = None
+        self.near: NearRanks | None = None
         if type(reshard_after_forward) is int:
-            self.parts = Parts(flats, domain.shard, reshard_after_forward)
+            self.near = NearRanks(flats, domain.shard, reshard_after_forward)
         self.is_container = self.stays_gathered = self.has_own_slot = False
         self.is_asked = False
         self.keeps_after_backward = False
         self.skips_backward = False
         self.ahead, self.reductions_ahead = [1, 1], 0
-        self.generation = 0
-        self.versions: list[int] = []
         self.is_gathered = self.is_ready = False
         self.is_running, self.is_in_backward = 0, False
         self.slot: Any = None
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._rnns: list[nn.RNNBase] = []
 
     def settle(self) -> None:
         """Know what there is to know before the first forward."""
-        self.is_container = sum(1 for _ in units_in(self.module)) > 1
+        self.is_container = any(unit is not self for module in self.modules for _, unit in units_in(module))
         self.stays_gathered = self._stays_gathered()
         self.has_own_slot = self.stays_gathered or self.is_asked or self.keeps_after_backward
 
@@ -94,6 +91,8 @@ class Unit:
         kinds = (nn.Embedding, nn.EmbeddingBag)
         return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
 
+    is_needed_in_backward = True
+
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:
@@ -106,16 +105,25 @@ class Unit:
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
                     views[name], shells[name] = view, shell
         self._swaps = list(found.values())
+        owners = {id(owner): owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes}
+        self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
 
     def show_views(self) -> None:
         """Let modules compute with the gathered parameters."""
         for place, views, _ in self._swaps:
             place.update(views)
+        self._show_rnns()
 
     def show_shells(self) -> None:
         """Let modules show their sharded parameters."""
         for place, _, shells in self._swaps:
             place.update(shells)
+        self._show_rnns()
+
+    def _show_rnns(self) -> None:
+        """Have recurrent layers, which keep a list of their parameters, list those that are shown."""
+        for owner in self._rnns:
+            owner._flat_weights = [owner._parameters[name] for name in owner._flat_weights_names]
 
     def use(self, streams: Streams) -> None:
         """Be gathered beside these streams from now on."""
@@ -125,31 +133,11 @@ class Unit:
 
     def gather(self, is_again: bool) -> None:
         """Start to gather, for a forward or again for its backward; in the caller's lane."""
-        if self.parts is None:
+        if self.near is None:
             self._pending = [flat.gather() for flat in self.flats]
         else:
-            self._pending = self.parts.gather(is_again)
+            self._pending = self.near.gather(is_again)
         self.is_gathered, self.is_ready = True, False
-        if not is_again:
-            versions = [flat.shard._version for flat in self.flats]
-            if versions != self.versions:
-                self.versions = versions
-                self.generation += 1
-
-    def check(self, generation: int | None = None) -> None:
-        """Refuse the backward of a forward whose parameters were written since.
-
-        Args:
-            generation: which forward's; None for the last one's.
-        """
-        versions = [flat.shard._version for flat in self.flats] if generation is None else self.versions
-        if versions == self.versions and generation in (None, self.generation):
-            return
-        raise RuleError(
-            "parameters were written between a forward and its backward",
-            {"module": self.name or type(self.module).__name__},
-            "call backward before the optimizer steps or values are loaded",
-        )
 
     def finish(self) -> None:
         """Let a gather come to its end whose memory is taken for another one; in the caller's lane."""
@@ -196,11 +184,11 @@ class Unit:
     def leave(self, output: Any) -> Any:
         """After the module's forward."""
         self._left()
-        if torch.is_grad_enabled():
-            output = with_hook(output, partial(self._before_backward, self.generation))
+        assert self.schedule is not None
+        if torch.is_grad_enabled() and self.is_needed_in_backward:
+            output = with_hook(output, partial(self._before_backward, self.schedule.generation))
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
-        assert self.schedule is not None
         self.schedule.leave(self)
         return output
 
@@ -223,12 +211,10 @@ class Unit:
 
     def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
         assert self.schedule is not None
-        if generation != self.generation:
-            self.check(generation)
+        self.schedule.before_backward(self, generation)
         if not self.is_in_backward:
             self.is_in_backward = True
             self.show_views()  # a part of the module may be computed again
-        self.schedule.before_backward(self)
 
     def found_schedule(self) -> Schedule:
         """The schedule that it belongs to, or one of its own and of the units in it."""
@@ -245,9 +231,16 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
+def part_of(module: nn.Module) -> Unit | None:
+    """The unit of a layer that its container gathers by itself, if it is one: see `fsdp.parts`."""
+    return module.__dict__.get("_fsdp_part")
+
+
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module and of all modules in it, outer ones first."""
+    """The units of a module and of all modules in it, outer ones first, their parts included."""
+    seen = set()
     for name, child in module.named_modules():
-        unit = unit_of(child)
-        if unit is not None:
+        unit = unit_of(child) or part_of(child)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
             yield name, unit

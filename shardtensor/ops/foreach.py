@@ -48,6 +48,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
         count = len(args)
         out = func(*operands[:count], **dict(zip(kwargs, operands[count:], strict=True)))
         if in_place:
+            if is_step:  # these kernels count no version, which autograd and fully sharded modules go by
+                torch._C._increment_version(locals_[0])
             for tensors in args if is_step else args[:1]:
                 wrote_each(tensors if isinstance(tensors, list | tuple) else ())
             return args[0] if out is not None and args else out

@@ -230,6 +230,9 @@ class ShardedOptimizer(optim.Optimizer):
             own.update(group)
             own["params"] = leaves
         step_in_lanes(self._inner, self._inner_step)
+        for own in self._inner.param_groups:
+            if own.get("fused"):  # these kernels count no version, which autograd and fully sharded modules go by
+                torch._C._increment_version(own["params"])
         wrote_each(held.param for held in self._held.values())
         return loss
 

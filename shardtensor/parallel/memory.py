@@ -28,6 +28,9 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     vars(shell).update(attributes_of(tensor))
     if isinstance(tensor, nn.Parameter):
         shell._is_param = True
+    if isinstance(tensor, ShardedTensor) and isinstance(shell, ShardedTensor):
+        shell._flat = tensor._flat
+        shell._tell_flat()
     tensor.grad = None
     try:
         torch.utils.swap_tensors(tensor, shell)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardtensor.errors import RuleError
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, local_of, settled
 
@@ -34,7 +35,7 @@ def backward(
     if grad_tensors is None:
         grad_tensors = grad_variables
     outputs, gradients = _roots(tensors, grad_tensors)
-    leaves = None if inputs is None else [local_of(x) for x in _listed(inputs)]
+    leaves = None if inputs is None else [_leaf_of(x) for x in _listed(inputs)]
     torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=leaves)
 
 
@@ -45,11 +46,27 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     if batched and any(isinstance(x, ShardedTensor) for x in inputs):
         raise _batched_error()
     outputs, grad_outputs = _roots(outputs, grad_outputs, batched)
-    found = torch.autograd.grad(outputs, [local_of(x) for x in inputs], grad_outputs, *args, **kwargs)
+    found = torch.autograd.grad(outputs, [_leaf_of(x) for x in inputs], grad_outputs, *args, **kwargs)
     return tuple(
         gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
     )
+
+
+def _leaf_of(x: Any) -> Any:
+    """The tensor whose gradient is asked for.
+
+    Raises:
+        RuleError: it is a parameter of a fully sharded module, which is in no graph: modules compute with what was
+            gathered, and its gradient is summed over the ranks into ``.grad``.
+    """
+    if getattr(x, "_flat", None) is not None:
+        raise RuleError(
+            "autograd cannot be asked for the gradients of some parameters of a fully sharded module",
+            {"parameter": tuple(x.shape)},
+            "call loss.backward() without inputs=, and read param.grad; freeze others with requires_grad_(False)",
+        )
+    return local_of(x)
 
 
 @implements(torch.Tensor.detach_)

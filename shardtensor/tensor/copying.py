@@ -21,7 +21,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another ShardedTensor over the same leaf, with the same attributes."""
     twin = wrap(tensor._local, tensor._layout, tensor._spec, tensor._group)
-    vars(twin).update((name, value) for name, value in vars(tensor).items() if name != "_owner")
+    vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in ("_owner", "_flat"))
     return twin
 
 

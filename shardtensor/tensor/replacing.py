@@ -32,6 +32,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
     tensor._local.set_(source._local)  # type: ignore[call-overload]
     tensor._memory = memory_of(source)
     tensor._sync_body()
+    tensor._tell_flat()
     return tensor
 
 

@@ -62,6 +62,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _memory: Any = None  # what it shares with its views: see `copied.Memory`
     _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
+    _flat: Any = None  # of a parameter of a fully sharded module: the `fsdp.flat.Flat` that its leaf is a view of
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         self._local = value
         self._grad_shell = self._memory = None
         self._sync_body()
+        self._tell_flat()
 
     def _sync_body(self) -> None:
         """Make the shell's C-level body say the dtype, device and requires_grad of the leaf, as C code will ask it."""
@@ -117,6 +119,11 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
             torch._C.TensorBase.data.__set__(self, body)  # type: ignore[attr-defined]
             if local.is_leaf or not local.requires_grad:
                 torch._C.TensorBase.requires_grad.__set__(self, local.requires_grad)  # type: ignore[attr-defined]
+
+    def _tell_flat(self, *, is_replaced: bool = True) -> None:
+        """Let the flat that the leaf is part of, if any, see to it before the next forward."""
+        if self._flat is not None:
+            self._flat.leaf_changed(is_replaced)
 
     def _shard_metadata(self, rank: int, index: int) -> ShardMetadata:
         box = self._layout.boxes(rank)[index]
@@ -207,6 +214,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         self._local.requires_grad_(requires_grad)
         with _no_override():
             torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        self._tell_flat(is_replaced=False)
         return self
 
     @property
@@ -242,7 +250,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     @property
     def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
-        return copied.over_memory_of(self, wrap(self._local.data, self._layout, self._spec, self._group))
+        local = self._local.data if self._flat is None else self._local.detach()  # whose writes the flat must count
+        return copied.over_memory_of(self, wrap(local, self._layout, self._spec, self._group))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -262,6 +271,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         self._grad_shell = None
         self._memory = copied.memory_of(value)
         self._sync_body()
+        self._tell_flat()
 
     # -- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -271,6 +281,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     ) -> Any:
         handler = dispatch.HANDLERS.get(func)
         try:
+            if dispatch.LENDERS and (result := dispatch.lent(func, args, kwargs or {})) is not NotImplemented:
+                return result
             if handler is not None:
                 return handler(*args, **kwargs) if kwargs else handler(*args)
             return dispatch.fall_back(func, args, kwargs or {})

@@ -28,7 +28,7 @@ def _accumulate(syncs):
             model.set_is_last_backward(micro == len(syncs) - 1)
             with counted(model) as seen:
                 both_backward(dense, model, 10 * step + micro)
-            counts.append(seen["reduce.reduce_scatter_into"])
+            counts.append(seen["reduce"])
             if not any(syncs[: micro + 1]):
                 assert all(p.grad is None for p in model.parameters())
         same_grads(dense, model)
@@ -119,7 +119,7 @@ def _hybrid(steps):
             model.set_requires_all_reduce(reduces)
             with counted(model) as seen:
                 both_backward(dense, model, 10 * step + micro)
-            counts.append((seen["reduce.reduce_scatter_into"], seen["replicate.all_reduce"]))
+            counts.append((seen["reduce"], seen["sum over copies"]))
         same_grads(dense, model)
         dense.zero_grad()
         model.zero_grad()

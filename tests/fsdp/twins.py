@@ -12,8 +12,8 @@ from torch import nn
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.unit import units_in
 
 LOCAL = 2  # samples of a rank
 
@@ -88,45 +88,32 @@ def same_values(dense: nn.Module, model: nn.Module) -> None:
         )
 
 
-class Counted:
-    """A group whose collectives are counted, by name."""
-
-    def __init__(self, group, name: str, counts: Counter) -> None:
-        self._group, self._name, self._counts = group, name, counts
-
-    def __getattr__(self, name: str):
-        found = getattr(self._group, name)
-        if name in ("all_gather_into", "reduce_scatter_into", "all_reduce"):
-
-            def counted(*args, **kwargs):
-                self._counts[f"{self._name}.{name}"] += 1
-                return found(*args, **kwargs)
-
-            return counted
-        return found
-
-
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Counter]:
-    """Count the collectives of a model's units: ``shard.all_gather_into`` and so on."""
-    from shardtensor.fsdp.unit import units_in
-
+    """Count what a model's flats send: gathers from all ranks, reductions, and sums over copies."""
     counts: Counter = Counter()
     flats: list[Flat] = [flat for _, unit in units_in(model) for flat in unit.flats]
-    kept = [flat.domain for flat in flats]
+
+    def told(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
     for flat in flats:
-        d = flat.domain
-        flat.domain = Domain(
-            d.whole,
-            Counted(d.shard, "shard", counts),
-            Counted(d.reduce, "reduce", counts),
-            d.replicate,
-            d.axis,
-        )
-        if flat.carry.replicate is not None:
-            flat.carry.replicate = Counted(flat.carry.replicate, "replicate", counts)
+        flat.gather, flat.reduce = told("gather", flat.gather), told("reduce", flat.reduce)
+        finish, carry = flat.carry.finish, flat.carry
+        if carry.replicate is not None:
+            carry.finish = lambda *args, of=finish: _told_of_sum(counts, of(*args))
     try:
         yield counts
     finally:
-        for flat, domain in zip(flats, kept, strict=True):
-            flat.domain, flat.carry.replicate = domain, domain.replicate
+        for flat in flats:
+            del flat.gather, flat.reduce
+            vars(flat.carry).pop("finish", None)
+
+
+def _told_of_sum(counts, scale):
+    counts["sum over copies"] += scale is not None
+    return scale
