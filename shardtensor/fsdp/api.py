@@ -100,7 +100,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if unit_of(module) is not None:
             raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
                 f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
                 fix="call it on each of the modules in it",

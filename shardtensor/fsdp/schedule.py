@@ -52,6 +52,7 @@ class Schedule:
         self._kept = Kept(self._group, self._flats, self.device)
         self.keeps_some = any(unit.keeps_after_backward for unit in units)
         self._offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+        self._runs_far = any(ahead != 1 for unit in units for ahead in unit.ahead)
         self.is_stale = False
         self.post_optim_event: Any = None
 
@@ -131,6 +132,7 @@ class Schedule:
         if not all(map(any, self._group.exchange(bytes([is_idle])))):
             return  # the next forward tries again
         self.is_stale = False
+        self._runs_far = any(ahead != 1 for unit in self.units for ahead in unit.ahead)
         self.keeps_some = any(unit.keeps_after_backward for unit in self.units)
         self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         self._orders.clear()
@@ -236,7 +238,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.is_ready and unit.stays_gathered:
+        if unit.is_gathered and unit.stays_gathered and unit.is_awaited:
             return
         passage = self._passage
         assert passage is not None
@@ -245,7 +247,7 @@ class Schedule:
             self._gather(unit.index)  # this pass goes another way; on all ranks, or collectives do not meet
         unit.wait()
         self._last = unit
-        if unit.ahead[self._is_backward] != 1:
+        if self._runs_far:
             self._run_ahead(passage.reach(unit.ahead[self._is_backward]))
             return
         ahead = passage.ahead()
@@ -273,7 +275,8 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
-            holder.finish()
+            if holder is not unit:
+                holder.finish()
         unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:

@@ -37,8 +37,8 @@ class Unit:
         ahead: how many units are gathered ahead of the work while it runs, in forward and in backward.
         reductions_ahead: how many reductions may be on their way at a time; 0 for what is usual.
         near: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
-        is_ready: whether what is done next finds it gathered.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
+        is_awaited: whether the caller's stream was made to wait for that gather.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
         is_running: how many calls of the module's forward are going on.
         is_in_backward: whether its backward has begun, and the whole has not ended.
@@ -66,7 +66,7 @@ class Unit:
         self.keeps_after_backward = False
         self.skips_backward = False
         self.ahead, self.reductions_ahead = [1, 1], 0
-        self.is_gathered = self.is_ready = False
+        self.is_gathered = self.is_awaited = False
         self.is_running, self.is_in_backward = 0, False
         self.slot: Any = None
         self._pending: list[Pending] = []
@@ -137,7 +137,7 @@ class Unit:
             self._pending = [flat.gather() for flat in self.flats]
         else:
             self._pending = self.near.gather(is_again)
-        self.is_gathered, self.is_ready = True, False
+        self.is_gathered, self.is_awaited = True, False
 
     def finish(self) -> None:
         """Let a gather come to its end whose memory is taken for another one; in the caller's lane."""
@@ -149,7 +149,7 @@ class Unit:
         """Take what was gathered into other memory."""
         for flat, whole in zip(self.flats, wholes, strict=True):
             flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
-        self.is_gathered = self.is_ready = True
+        self.is_gathered = self.is_awaited = True
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -157,7 +157,7 @@ class Unit:
             pending.wait()
         self._pending = []
         self.streams.wait(self._ready)
-        self.is_ready = True
+        self.is_awaited = True
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""
