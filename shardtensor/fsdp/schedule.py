@@ -310,7 +310,11 @@ class Schedule:
         self.reductions.begin(self._group, kind)
 
     def _ended(self, _: Any) -> None:
-        """Show sharded parameters when autograd's task is gone, whether it came to its end or broke off."""
+        """Show sharded parameters when autograd's task is gone that broke off."""
+        if self._is_backward:
+            self._show_shells()
+
+    def _show_shells(self) -> None:
         for unit in self.units:
             if unit.is_in_backward:
                 unit.end_backward()
@@ -318,11 +322,11 @@ class Schedule:
     def _break_off(self) -> None:
         """Leave a backward that an error ended."""
         self._is_backward = False
-        for unit in self.units:
-            unit.end_backward()
+        self._show_shells()
         self.reductions.drop()
 
     def _end_backward(self) -> None:
+        self._show_shells()
         self._is_backward = False
         assert self._passage is not None
         self._passage.end()
@@ -331,8 +335,6 @@ class Schedule:
         kept = self._keep_gathered() if self.keeps_some or self._kept else ()
         for unit in self.units:
             unit.is_gathered = False
-            if unit.is_in_backward:
-                unit.end_backward()
         for unit in kept:
             unit.is_gathered = True
 
