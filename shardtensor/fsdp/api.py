@@ -17,6 +17,8 @@ from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.fsdp_module import sharded_class
 from shardtensor.fsdp.inner import Inner, is_cut
+from shardtensor.fsdp.near import Reshard, read_reshard
+from shardtensor.fsdp.offload import flat_of
 from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.fsdp.ranges import together
@@ -49,8 +51,19 @@ def fully_shard(
     if policy is not None:
         for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
             if policy(child) and unit_of(child) is None:
-                _shard_one([child], mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
-    _shard_one(modules, mesh, mp_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused)
+                _shard_one(
+                    [child],
+                    mesh,
+                    mp_policy,
+                    offload_policy,
+                    reshard_after_forward,
+                    ignored,
+                    shard_placement_fn,
+                    find_unused,
+                )
+    _shard_one(
+        modules, mesh, mp_policy, offload_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused
+    )
     return module
 
 
@@ -58,7 +71,8 @@ def _shard_one(
     modules: list[nn.Module],
     mesh: Any,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: Reshard,
     ignored: set[int],
     placement: Callable[[nn.Parameter], Any] | None,
     find_unused: bool,
@@ -68,6 +82,7 @@ def _shard_one(
     fault: ShardTensorError | None = None
     entries: list[Entry] = []
     try:
+        reshard_after_forward = read_reshard(reshard_after_forward, domain.shard)
         _check_modules(modules)
         entries = _entries(modules, ignored)
         check(modules, entries, mp_policy)
@@ -79,7 +94,7 @@ def _shard_one(
     said = "\n".join(
         f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {e.form}" for e in entries
     )
-    options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, find_unused={find_unused}"
+    options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(domain.whole, call, {"parameters": said, "options": options}, fault)
     parts = large_layers(entries) if _holds_units(modules) else set()
@@ -87,7 +102,7 @@ def _shard_one(
     flats_of_parts: dict[int, list[Flat]] = {}
     groups = [group for alike in _groups(entries, parts) for group in _going_together(alike, domain.shard.size)]
     for group in groups:
-        flat = Flat(group, domain, device, mp_policy)
+        flat = flat_of(group, domain, device, mp_policy, offload_policy)
         flat.take_over()
         owner = group[0].homes[0][0]
         (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)

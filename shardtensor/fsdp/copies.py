@@ -37,12 +37,14 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     twin.flats = [_copy_flat(flat, memo) for flat in unit.flats]
     twin.schedule = twin.slot = None
     twin.is_gathered, twin.is_running = False, 0
+    twin.is_in_backward, twin.ahead = False, list(unit.ahead)
+    twin.near = None if unit.near is None else unit.near.over(twin.flats)
     twin._pending, twin._swaps, twin._rnns = [], [], []
     return twin
 
 
 def _copy_flat(flat: Flat, memo: dict[int, Any]) -> Flat:
-    twin = object.__new__(Flat)
+    twin = object.__new__(type(flat))
     vars(twin).update(vars(flat))
     twin.entries = [
         attrs.evolve(
@@ -54,6 +56,7 @@ def _copy_flat(flat: Flat, memo: dict[int, Any]) -> Flat:
     ]
     twin.shells = [entry.param for entry in twin.entries]  # type: ignore[misc]
     twin.whole = twin.node = twin.on_gradients = twin.held = None
+    twin.carry = flat.carry.fresh()
     twin.views, twin.version = (), -1
     twin.repack()
     return twin

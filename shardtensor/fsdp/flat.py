@@ -17,6 +17,7 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.carry import Carry
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
@@ -69,6 +70,8 @@ class Flat:
         changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
     """
 
+    is_offloaded = False  # whether shards and gradients lie elsewhere than the whole
+
     def __init__(
         self, entries: Sequence[Entry], domain: Domain, device: torch.device, policy: MixedPrecisionPolicy
     ) -> None:
@@ -76,6 +79,8 @@ class Flat:
         params = [entry.param for entry in entries]
         self.dtype = params[0].dtype
         self.trains = tuple(param.requires_grad for param in params)
+        self.divisor = float(domain.size)  # of summed gradients
+        self.carry = Carry(domain.replicate)
         self._settle_dtypes()
         self.global_shapes = [tuple(param.shape) for param in params]
         self.shapes = [tuple(entry.values.shape) for entry in entries]
@@ -96,25 +101,30 @@ class Flat:
         self.changes = 0
         self.is_packed = True
         self._writes_before = 0  # into earlier shards
-        self.scale = 1 / domain.size  # of summed gradients
+        self.syncs = True
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
 
     def _settle_dtypes(self) -> None:
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.carry.dtype = self.reduce_dtype
+        self.divide_by(self.divisor)
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
     def _own_range(self) -> torch.Tensor:
         is_meta = self.entries[0].param.is_meta
-        shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta" if is_meta else self.device)
+        shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta") if is_meta else self._empty_shard()
         if not is_meta:
             for i, (entry, piece) in enumerate(zip(self.entries, self._stretches(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
                     piece.copy_(entry.form.stored(entry.values)[start:stop])
         return shard
+
+    def _empty_shard(self) -> torch.Tensor:
+        return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     @property
     def index(self) -> int:
@@ -165,6 +175,12 @@ class Flat:
             shell._flat = self
             shell._replace_local(fresh)
         self.is_packed = True
+
+    def show_shells(self) -> None:
+        """Let modules show the shells, in their turn."""
+        for entry, shell in zip(self.entries, self.shells, strict=True):
+            for owner, name in entry.homes:
+                owner._parameters[name] = shell  # type: ignore[assignment]
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
@@ -230,6 +246,12 @@ class Flat:
             self.is_packed = False
             self._writes_before += 1
 
+    def is_as_gathered(self) -> bool:
+        """Whether this rank's range still has the values that were gathered. On cuda the host waits for the answer."""
+        if self.compute_dtype != self.dtype:
+            return torch.equal(self._own, self.shard.to(self.compute_dtype))
+        return torch.equal(self._own, self.shard)
+
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version != self.shard._version + self._writes_before and self.version >= 0:
@@ -239,14 +261,24 @@ class Flat:
 
     def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep gradients of whole parameters, added to those that are kept."""
-        if self.held is None:
+        if not self.syncs:
+            self.carry.add(grads)
+        elif self.held is None:
             self.held = grads
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
+    def divide_by(self, factor: float) -> None:
+        """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
+        self.divisor = factor
+        is_first = self.reduce_dtype == torch.float16
+        self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
+
     def pack(self, packing: Packing) -> list[bool]:
         """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
         grads, self.held = self.held or [None] * len(self.shells), None
+        if self.carry.is_loaded:
+            grads = self.carry.unload(grads)
         parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
         if not all(used):
             zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
@@ -256,6 +288,8 @@ class Flat:
             torch._foreach_zero_(zeros)
         if parts:
             torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
+        if self.prescale:
+            packing.flat.mul_(self.prescale)
         return used
 
     def reduce(self, packing: Packing) -> Pending:
@@ -274,15 +308,25 @@ class Flat:
             padding=[cuts[i] for i in self._gaps],
         )
 
-    def receive(self, summed: torch.Tensor) -> torch.Tensor:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
-        if self.domain.replicate is not None:
-            self.domain.replicate.all_reduce(summed)
+    def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
+
+        None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
+        """
+        scale = self.scale
+        if self.carry.is_special:
+            left = self.carry.finish(summed, used, scale)
+            if left is None:
+                return None
+            scale = left
+        return self._accept(summed, scale)
+
+    def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
         grad = self._kept_gradient()
         if grad is not None:
-            return grad.add_(summed, alpha=self.scale)
+            return grad.add_(summed, alpha=scale)
         grad = torch.empty_like(self.shard)
-        return torch.mul(summed, self.scale, out=grad)
+        return torch.mul(summed, scale, out=grad)
 
     def _kept_gradient(self) -> torch.Tensor | None:
         """The flat gradient that every parameter's gradient is a piece of, if it is there still.

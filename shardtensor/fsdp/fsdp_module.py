@@ -1,19 +1,26 @@
-"""`FSDPModule`: what a fully sharded module is besides what it was."""
+"""`FSDPModule`: what a fully sharded module is besides what it was. METHODS.md lists its methods beside torch's."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
-from shardtensor.errors import RuleError
+from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.copies import deep_copy
 from shardtensor.fsdp.unit import Unit, unit_of, units_in
 from shardtensor.fsdp.upkeep import take_in_if_ready
 
 
 class FSDPModule:
-    """The base that `fully_shard` gives a module's class."""
+    """The base that `fully_shard` gives a module's class.
+
+    Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. They are called on
+    all ranks alike, between forward and backward passes where they say nothing else, and send nothing themselves
+    except where they say so. What they set holds from the next forward or backward on.
+    """
 
     _fsdp_unit: Unit
 
@@ -52,16 +59,318 @@ class FSDPModule:
             "save model.state_dict(), build the module anew, fully_shard it and load that",
         )
 
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters now, so that its next forward need not. Collective; not recursive.
+
+        The module goes on to show its sharded parameters, and a write to them before the forward shows: the forward
+        then gathers again. Gathered parameters stay until the backward of that forward, or until ``reshard()``.
+
+        Args:
+            async_op: return at once; the forward waits for the gather, or the handle does.
+
+        Example:
+            >>> from shardtensor.fsdp import fully_shard
+            >>> layer = fully_shard(nn.Linear(2, 2))
+            >>> layer.unshard(async_op=True).wait()
+            >>> layer(torch.ones(1, 2)).shape
+            torch.Size([1, 2])
+        """
+        unit = self._fsdp_unit
+        unit.found_schedule().unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Have this module's own parameters gathered anew before their next use. Not recursive; sends nothing."""
+        unit = self._fsdp_unit
+        if unit.schedule is not None:
+            unit.schedule.reshard(unit)
+
+    def reset_iter_state(self) -> None:
+        """Forget what a forward or backward left that raised, and gradients that wait for a reduction.
+
+        The next forward does the first by itself; call this to give up gradients that were accumulated, too.
+
+        Raises:
+            RuleError: another fully sharded module holds this one; it is to be called on that.
+        """
+        unit = self._fsdp_unit
+        if unit.schedule is None:
+            return
+        if unit.index != 0:
+            raise RuleError(
+                "reset_iter_state() was called on a module that another fully sharded one holds",
+                {"module": unit.name},
+                f"call it on the outermost one, a {type(unit.schedule.units[0].module).__name__}",
+            )
+        unit.schedule.reset()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free gathered parameters after forward and gather them again for backward, or keep them.
+
+        Raises:
+            LayoutError: (a ValueError) it is not a bool. Give a number of ranks to `fully_shard`.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise LayoutError(
+                f"set_reshard_after_forward takes True or False, not {reshard_after_forward!r}",
+                fix="give a number of ranks to fully_shard(reshard_after_forward=)",
+            )
+        for unit in _units(self, recurse):
+            if unit.reshard_after_forward is not reshard_after_forward:
+                unit.reshard_after_forward, unit.near = reshard_after_forward, None
+                _is_changed(unit)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free gathered parameters after backward, or keep them for the next forward, as long as nobody writes to them.
+
+        Keeping them saves gathers while gradients accumulate. A forward after an optimizer's step gathers in any case.
+        """
+        for unit in _units(self, recurse):
+            if unit.keeps_after_backward is reshard_after_backward:
+                unit.keeps_after_backward = not reshard_after_backward
+                _is_changed(unit)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ahead as many modules as the list has, while this one runs forward; without a call, one.
+
+        They are gathered in the order of their use, which all ranks know after the first forward, whatever the order
+        of the list. Each module more takes memory for one gathered module.
+        """
+        self._set_prefetch(0, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ahead as many modules as the list has, while this one runs backward; without a call, one."""
+        self._set_prefetch(1, modules)
+
+    def _set_prefetch(self, direction: int, modules: Sequence[Any]) -> None:
+        _check_all_sharded(modules)
+        ahead = self._fsdp_unit.ahead
+        if ahead[direction] != len(modules):
+            ahead[direction] = len(modules)
+            _is_changed(self._fsdp_unit)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say that this module's backward needs no parameters (False), which saves a gather.
+
+        It is taken at its word where that can be seen to be true: for a module whose parameters are all of embeddings.
+        """
+        unit = self._fsdp_unit
+        skips = not unshard_in_backward and unit.is_lookup
+        if unit.skips_backward is not skips:
+            unit.skips_backward = skips
+            _is_changed(unit)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in the backwards to come, or let them add up on each rank."""
-        for _, unit in _units(self, recurse):
-            unit.syncs = requires_gradient_sync
+        """Reduce gradients in the backwards to come, or let them add up on each rank (``no_sync``).
+
+        Gradients that are not reduced are kept whole, in ``reduce_dtype`` where that is wider, and are no parameter's
+        ``.grad`` yet; the next backward that reduces takes them along.
+        """
+        for unit in _units(self, recurse):
+            for flat in unit.flats:
+                flat.syncs = flat.carry.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With copies of the shards (a mesh of two axes): sum over the copies, too, or let one copy's sums add up."""
+        for unit in _units(self, recurse):
+            for flat in unit.flats:
+                flat.carry.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is a step's last. It changes nothing: each backward leaves all in order."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients of this module's own parameters by `factor`, not by the number of ranks.
+
+        Raises:
+            LayoutError: (a ValueError) it is not above 0.
+        """
+        if not factor > 0:
+            raise LayoutError(f"gradients cannot be divided by {factor!r}", fix="give a number above 0")
+        for flat in self._fsdp_unit.flats:
+            flat.divide_by(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """`set_gradient_divide_factor` by its old name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with this rank's range of each averaged gradient, flat, before it becomes the parameters'.
+
+        What it writes there, such as a sum over ranks that the mesh does not have, is what the parameters get.
+
+        Args:
+            hook: takes a tensor of ``reduce_dtype``.
+            stream: the cuda stream it runs in; None for that of the reduction.
+
+        Raises:
+            LayoutError: (a ValueError) `stream` is given, and the mesh has copies.
+        """
+        unit = self._fsdp_unit
+        if stream is not None and unit.domain.replicate is not None:
+            raise LayoutError(
+                "a stream for the all-reduce hook was given for a mesh with copies",
+                fix="leave it out: the hook runs in the stream of the sum over the copies",
+            )
+        for flat in unit.flats:
+            flat.carry.set_hook(hook, stream)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the gathers of the next forward wait for `event`, too; then it is forgotten.
+
+        They wait for all work before that forward in any case.
+        """
+        unit = self._fsdp_unit
+        unit.found_schedule().post_optim_event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Use sums only as reductions. That is so in any case."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for parameters that a rank did not use. That is so in any case, for what any rank uses."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Have so many reductions on their way at a time, each with a buffer for packed gradients; 2 at least.
+
+        Raises:
+            TypeError: it is no int.
+            LayoutError: (a ValueError) it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers is an int, not {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise LayoutError(f"max_input_buffers={max_input_buffers} is below 1", fix="give 2, or more")
+        for unit in _units(self, recurse):
+            if unit.reductions_ahead != max_input_buffers:
+                unit.reductions_ahead = max_input_buffers
+                _is_changed(unit)
+
+    # -- what torch's has and this has not ----------------------------------------------------------------------------
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give reductions a communicator of their own. On NCCL they have one; elsewhere none is needed."""
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused: gathers go into fixed memory of the library's own."""
+        _refuse("set_custom_all_gather", "use set_modules_to_forward_prefetch to set how far gathers run ahead")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused: gradients are packed into fixed memory of the library's own."""
+        _refuse("set_custom_reduce_scatter", "use set_all_reduce_hook for a sum over more ranks")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused where `enable` is True: memory is made once and stays, it is not allocated for each collective."""
+        if enable:
+            _refuse("set_allocate_memory_from_process_group_for_comm", "leave it out; buffers are fixed already")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused, as `set_allocate_memory_from_process_group_for_comm` is."""
+        _refuse("set_symm_mem_for_comm", "leave it out; buffers are fixed already")
 
 
-def _units(module: Any, recurse: bool) -> list[tuple[str, Unit]]:
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Let what the caller does next find the parameters gathered."""
+        if self._unit.is_gathered:
+            self._unit.wait()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module` be gathered around another method as it is around ``forward``; nothing for other modules.
+
+    Args:
+        module: one that `fully_shard` was called on.
+        method_name: of a method that computes with parameters.
+
+    Raises:
+        LayoutError: (a ValueError) there is no such method.
+
+    Example:
+        >>> from shardtensor.fsdp import fully_shard
+        >>> class Head(nn.Linear):
+        ...     def logits(self, x):
+        ...         return super().forward(x).log_softmax(-1)
+        >>> head = fully_shard(Head(2, 3))
+        >>> register_fsdp_forward_method(head, "logits")
+        >>> head.logits(torch.ones(1, 2)).shape
+        torch.Size([1, 3])
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise LayoutError(f"{type(module).__name__} has no method {method_name!r}", fix="name one of its methods")
+    setattr(module, method_name, _Around(module, method_name))
+
+
+class _Around:
+    """A method of a fully sharded module, with the module gathered around it."""
+
+    def __init__(self, module: FSDPModule, name: str) -> None:
+        self._module, self.__name__ = module, name
+        method = getattr(module, name)
+        self.__doc__ = method.__doc__
+        self._function = getattr(method, "__func__", None)  # a copy of the module binds it to itself
+        self._method = method if self._function is None else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._module._fsdp_unit
+        args, kwargs = unit.enter(args, kwargs)
+        try:
+            if self._function is not None:
+                output = self._function(self._module, *args, **kwargs)
+            else:
+                output = cast(Any, self._method)(*args, **kwargs)
+        except BaseException:
+            unit.abandon()
+            raise
+        return unit.leave(output)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let modules that no common one holds share streams and their memory, in torch's FSDP; here nothing is to be done.
+
+    Gathered parameters and packed gradients lie in memory that is made once, so streams do not make it fall apart.
+
+    Raises:
+        LayoutError: (a ValueError) a module is not fully sharded.
+    """
+    _check_all_sharded(modules)
+
+
+def _check_all_sharded(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise LayoutError(
+                f"a list of fully sharded modules holds a {type(module).__name__}", fix="call fully_shard on it first"
+            )
+
+
+def _is_changed(unit: Unit) -> None:
+    if unit.schedule is not None:
+        unit.schedule.is_stale = True
+
+
+def _refuse(name: str, way_out: str) -> NoReturn:
+    raise RuleError(f"{name}() is not there: collectives run on fixed memory that fully_shard made", fix=way_out)
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
     unit = unit_of(module)
     assert unit is not None
-    return list(units_in(module)) if recurse else [("", unit)]
+    return [unit for _, unit in units_in(module)] if recurse else [unit]
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

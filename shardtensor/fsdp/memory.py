@@ -10,45 +10,68 @@ from shardtensor.comm.copy_engines import gathering
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
-DEPTH = 2
-"""Units of a ring that can be gathered at a time: one that computes, one that comes."""
 
 
 class Slot:
     """Memory for one gathered unit at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: torch.Tensor) -> None:
         self.holder: Unit | None = None
+        self._storage = memory.untyped_storage()
+        self._users = 0
+
+    def seal(self) -> None:
+        """Count who refers to the memory now: those that it is lent to."""
+        self._users = self._count()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody else does: no graph waits for its backward."""
+        return self._count() <= self._users
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
 
 
 @torch.inference_mode(False)  # else autograd would never take what lies in it
 def lend(units: Sequence[Unit]) -> None:
     """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
 
-    All ranks call it; where the copy engines of GPUs can gather, the memory is made known to all.
+    The ring has a slot for a unit that computes and for as many as are gathered ahead of it. All ranks call it; where
+    the copy engines of GPUs can gather, the memory is made known to all.
     """
-    sharers: list[list[Unit]] = [[] for _ in range(DEPTH)]
+    depth = 1 + max([1, *(ahead for unit in units for ahead in unit.ahead)])
+    sharers: list[list[Unit]] = [[] for _ in range(depth)]
     turn = 0
     for unit in units:
-        if unit.stays_gathered:
+        if unit.has_own_slot:
             sharers.append([unit])
         else:
-            sharers[turn % DEPTH].append(unit)
+            sharers[turn % depth].append(unit)
             turn += 1
+    with torch.inference_mode(False):  # else autograd would never take what lies in it, nor views of it
+        _lend_to(sharers, units[0])
+
+
+def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
     sizes = [max(map(_size, each), default=0) for each in sharers]
-    group, memory = gathering(units[0].domain.shard, sum(sizes), units[0].device)
+    group, memory = gathering(first.domain.shard, sum(sizes), first.device)
+    slots = []
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
-        slot = Slot()
+        slots.append(Slot(memory))
         for unit in each:
-            unit.slot = slot
+            unit.slot = slots[-1]
             place = start
             for flat in unit.flats:
-                if flat.domain.shard is units[0].domain.shard:
+                if flat.domain.shard is first.domain.shard:
                     flat.gathers_by = group
                 flat.lie_in(memory[place:])
                 place += _up(flat.whole_bytes)
         start += size
+    del memory
+    for slot in slots:
+        slot.seal()
 
 
 def _size(unit: Unit) -> int:

@@ -56,6 +56,10 @@ class Passage:
         """The unit after the last one visited, if it is known."""
         return self.order[self._next] if not self.is_learning and self._next < len(self.order) else None
 
+    def reach(self, units: int) -> list[int]:
+        """The units after the last one visited, as many, as far as they are known."""
+        return [] if self.is_learning else self.order[self._next : self._next + units]
+
     def end(self) -> None:
         """Gather what other ranks visit beyond this one's last; the order is known from now on."""
         if self.is_learning:

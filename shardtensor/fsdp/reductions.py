@@ -14,7 +14,8 @@ from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses
 
-_BUFFERS = 2
+BUFFERS = 2
+"""Reductions on their way at a time, where nothing else is asked."""
 _KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
 
 
@@ -35,7 +36,6 @@ class Reductions:
     def __init__(self, flats: Sequence[Flat], streams: Streams, used: Uses) -> None:
         self.flats, self._streams, self.uses = list(flats), streams, used
         self.lane = streams.lane()
-        self.is_on = True
         self._met: list[int] = []
         self._order: list[int] = []
         self._expectations: dict[Hashable, dict[int, int]] = {}
@@ -48,15 +48,21 @@ class Reductions:
         self._nested: set[int] = set()  # that come in a backward inside of a backward
         self._landed: dict[int, torch.Tensor] | None = None
         self._next = 0
-        self._flights: list[_Flight | None] = [None] * _BUFFERS
-        self._events = [streams.event() for _ in range(_BUFFERS)]
-        self._memory: dict[int, torch.Tensor] = {}
-        self._packings: dict[tuple[int, int], Packing] = {}
+        self._is_carrying = False  # whether some gradients may wait for a later backward
         self._memory_size = max(flat.gradient_bytes for flat in flats)
-        self._turn = 0
+        self.resize(BUFFERS)
         for flat in flats:
             flat.on_gradients = self.arrived
         self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
+
+    def resize(self, buffers: int) -> None:
+        """Have as many reductions on their way at a time; between two backwards."""
+        self._buffers = buffers
+        self._flights: list[_Flight | None] = [None] * buffers
+        self._events = [self._streams.event() for _ in range(buffers)]
+        self._memory: dict[int, torch.Tensor] = {}
+        self._packings: dict[tuple[int, int], Packing] = {}
+        self._turn = 0
 
     def suit(self, trains: Hashable) -> None:
         """Go by what was learned when these parameters were trained."""
@@ -108,7 +114,7 @@ class Reductions:
 
         Other ranks that wait for them may be what this one waits for.
         """
-        if self._passed is not None and self.is_on:
+        if self._passed is not None:
             self._passed.update(self.numbers(flats))
             self._send_those_there()
 
@@ -117,11 +123,12 @@ class Reductions:
     def arrived(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a flat's whole parameters, and send what is next in order and there."""
         flat.hold(grads)
-        if not self.is_on:
+        if not flat.syncs:
+            self._is_carrying = True
             return
         number = self._numbers[id(flat)]
         place = self._places.get(number, -1)
-        if self._passed is not None and not self._comes[place]:
+        if self._passed is not None and place >= 0 and not self._comes[place]:
             self._nested.add(number)
         if place < self._next:
             self._send(flat)
@@ -132,24 +139,25 @@ class Reductions:
         while self._next < len(self._expected):
             number = self._expected[self._next]
             flat = self.flats[number]
-            if flat.held is None:
+            if flat.held is None and flat.syncs:
                 passed = self._passed
                 if passed is None or self._comes[self._next] or number not in passed:
                     return
             self._next += 1
-            self._send(flat)
+            if flat.syncs:
+                self._send(flat)
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
-        if self.is_on:
-            for number in self._expected[self._next :]:
+        for number in self._expected[self._next :]:
+            if self.flats[number].syncs:
                 self._send(self.flats[number])
-            self._next = len(self._expected)
-        for _ in self._flights:
-            self._land(self._turn)
-            self._turn = (self._turn + 1) % _BUFFERS
+        self._next = len(self._expected)
+        self._land_all()
+        if self._is_carrying:
+            self._send_carried()
         self.lane.join()
-        if self.is_on:
+        if self.uses.pattern:  # else nothing was reduced, on any rank
             if self._landed is not None:
                 self._attach_missed(self._landed)
             with self.lane:
@@ -161,21 +169,38 @@ class Reductions:
         """Make what other ranks brought the gradients of parameters that only they used."""
         for number, missed in self.uses.settle().items():
             flat = self.flats[number]
-            flat.attach(landed[number], missed)
-            self._run_hooks(flat, missed)
+            if number in landed:
+                flat.attach(landed[number], missed)
+                self._run_hooks(flat, missed)
         self._landed = None
 
+    def _send_carried(self) -> None:
+        """Send what waits from earlier backwards for parameters that this one did not use."""
+        for flat in self.flats:
+            if flat.syncs and flat.carry.is_due:
+                self._send(flat)
+        self._land_all()
+        self._is_carrying = any(flat.carry.is_waiting for flat in self.flats)
+
+    def _land_all(self) -> None:
+        for _ in self._flights:
+            self._land(self._turn)
+            self._turn = (self._turn + 1) % self._buffers
+
     def drop(self) -> None:
-        """Forget what a broken backward left."""
+        """Forget what a broken backward left; what earlier ones left to wait stays."""
         for flat in self.flats:
             flat.held = None
         self.uses.drop()
-        self._flights = [None] * _BUFFERS
+        for flight in self._flights:
+            if flight is not None and flight.pending is not None:
+                flight.pending.wait()  # or it would write into memory of the next
+        self._flights = [None] * self._buffers
 
     def _send(self, flat: Flat) -> None:
         turn = self._turn
         self._land(turn)
-        self._turn = (turn + 1) % _BUFFERS
+        self._turn = (turn + 1) % self._buffers
         packing = self._packing(flat, turn)
         used = flat.pack(packing)
         self.uses.pattern.append((self._numbers[id(flat)], used))
@@ -185,7 +210,7 @@ class Reductions:
         self.lane.follow()
         with self.lane:
             flat.reduce(packing).wait()
-            grad = flat.receive(packing.own)
+            grad = flat.receive(packing.own, used)
             self.lane.mark(self._events[turn])
         self._flights[turn] = _Flight(flat, used, packing, grad=grad)
 
@@ -196,10 +221,14 @@ class Reductions:
         flat = flight.flat
         if flight.pending is None:
             self._streams.wait(self._events[turn])
+            if flat.is_offloaded:
+                self._events[turn].synchronize()  # hooks and the optimizer read gradients on the CPU
         else:
             flight.pending.wait()
-            flight.grad = flat.receive(flight.packing.own)
-        assert flight.grad is not None
+            flight.grad = flat.receive(flight.packing.own, flight.used)
+        if flight.grad is None:
+            self._is_carrying = True
+            return
         flat.attach(flight.grad, flight.used)
         if self._landed is not None:
             self._landed[self._numbers[id(flat)]] = flight.grad
@@ -210,6 +239,7 @@ class Reductions:
                 return
 
     def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
+        flat.show_shells()  # the module's backward is done with the others
         for shell, is_used in zip(flat.shells, used, strict=True):
             if is_used:
                 for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):

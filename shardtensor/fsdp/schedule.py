@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from shardtensor.fsdp import memory
 from shardtensor.fsdp.flat import Flat, written_too_early
+from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
-from shardtensor.fsdp.reductions import Reductions
+from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 from shardtensor.fsdp.used import Uses, names_of
 
+_nothing: Callable[[], Any] = type(None)
 _version = attrgetter("shard._version")
 _in_backward = torch._C._current_graph_task_id
 
@@ -51,6 +55,13 @@ class Schedule:
         self._seen_training: dict[Hashable, int] = {}
         self._trains = self._who_train()
         self.reductions.suit(self._trains)
+        self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
+        self._kept = Kept(self._group, self._flats, self.device)
+        self.keeps_some = any(unit.keeps_after_backward for unit in units)
+        self._offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+        self._runs_far = any(ahead != 1 for unit in units for ahead in unit.ahead)
+        self.is_stale = False
+        self.post_optim_event: Any = None
 
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
@@ -70,6 +81,8 @@ class Schedule:
         for unit in units:
             unit.use(streams)
         schedule = cls(units)
+        before = [unit.schedule.generation for unit in units if unit.schedule is not None]
+        schedule.generation = max(before, default=0) + 1  # what earlier graphs saved lies in other memory
         for unit in units:
             unit.schedule = schedule
             unit.make_swaps()
@@ -81,16 +94,17 @@ class Schedule:
         """Have `unit` gathered when its forward is about to begin."""
         if _in_backward() < 0 and not self._depth:
             self._begin(unit)
-        self._depth += 1
         self._visit(unit)
+        self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
-        if self._is_backward:  # an error broke it off
-            self._is_backward = False
-            self.reductions.drop()
+        if self._is_backward:
+            self._break_off()
         self._uses.check(waits=not self.streams.is_cuda)
+        if self.is_stale:
+            self._lend_anew()
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
@@ -105,10 +119,84 @@ class Schedule:
         has_grad = torch.is_grad_enabled()
         if has_grad:
             self._entered.add(unit.index)
+        if self.post_optim_event is not None:
+            self._wait_for_optimizer()
         kind = ("forward", unit.index, has_grad, self._trains)
         self._start_passage(kind, lambda: [each.index for each in self._under([unit.index])])
+        if self.keeps_some:
+            self._kept.begin()
+        kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
         for other in self.units:
-            other.is_gathered = other.is_gathered and other.is_kept
+            other.is_gathered = False
+        for other in kept:
+            other.is_gathered = True
+
+    def _wait_for_optimizer(self) -> None:
+        """Let gathers wait for the event that the user gave, too; it is good for one forward."""
+        if self.device.type == "cuda":
+            self.post_optim_event.wait(self.streams.caller)
+        self.post_optim_event = None
+
+    def _lend_anew(self) -> None:
+        """Lend memory by the options as they are now, unless on some rank a graph needs what lies in it."""
+        is_idle = all(unit.slot.is_idle for unit in self.units)
+        if not all(map(any, self._group.exchange(bytes([is_idle])))):
+            return  # the next forward tries again
+        self.is_stale = False
+        self._runs_far = any(ahead != 1 for unit in self.units for ahead in unit.ahead)
+        self.keeps_some = any(unit.keeps_after_backward for unit in self.units)
+        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
+        self._orders.clear()
+        self._passage = None
+        kept = [(unit, [flat.whole for flat in unit.flats]) for unit in self._kept.units() if unit.is_gathered]
+        for unit, _ in kept:
+            unit.wait()
+        for unit in self.units:
+            unit.settle()
+        memory.lend(self.units)
+        for unit in self.units:
+            unit.is_gathered = False
+            unit.make_swaps()
+        for unit, wholes in kept:
+            unit.move_from(wholes)
+            unit.slot.holder = unit
+
+    # -- gathering by the user ----------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather `unit` now, so that its next forward has no need to."""
+        is_between = not self._depth and _in_backward() < 0
+        if not unit.has_own_slot:
+            unit.is_asked = self.is_stale = True
+        if is_between:
+            if self._is_backward:
+                self._break_off()
+            if self.is_stale:
+                self._lend_anew()
+            if unit not in self._kept:
+                unit.is_gathered = False
+        if unit.is_gathered or not self._is_free(unit) or (unit.slot.holder in self._kept and not unit.has_own_slot):
+            return
+        self._gather(unit.index)
+        if is_between:
+            self._kept.keep(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Have `unit` gathered again before its next use."""
+        self._kept.drop(unit)
+        if not unit.is_running:
+            unit.is_gathered = False
+
+    def reset(self) -> None:
+        """Forget all that a broken forward or backward left, and gradients that wait."""
+        self._depth, self._last = 0, None
+        self._break_off()
+        for unit in self.units:
+            self.reshard(unit)
+            unit.finish()
+            for flat in unit.flats:
+                flat.carry.drop()
+        self.gathers.join()
 
     def _mend(self) -> None:
         """Take in what was done to the modules' parameters since the last forward."""
@@ -120,6 +208,7 @@ class Schedule:
         if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
             self.reductions = Reductions(self._flats, self.streams, self._uses)
             self._orders.clear()
+            self._kept.keep_only(())
             memory.lend(self.units)
         trains = self._who_train()
         if trains != self._trains:
@@ -172,6 +261,8 @@ class Schedule:
             self.reductions.agree_on_use(self._group)
         if not torch.is_grad_enabled():
             self.gathers.join()
+        if self._offloads:
+            self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
 
     def abandon(self, unit: Unit) -> None:
         """Go on after a forward that raised."""
@@ -187,9 +278,22 @@ class Schedule:
             self._gather(unit.index)  # this pass goes another way; on all ranks, or collectives do not meet
         unit.wait()
         self._last = unit
+        if self._runs_far:
+            self._run_ahead(passage.reach(unit.ahead[self._is_backward]))
+            return
         ahead = passage.ahead()
         if ahead is not None and self._is_free(self.units[ahead]):
             self._gather(ahead)
+
+    def _run_ahead(self, numbers: Sequence[int]) -> None:
+        """Gather units in the order of their use, as long as that takes no memory from one of them."""
+        for number in numbers:
+            unit = self.units[number]
+            holder = unit.slot.holder
+            is_next = holder is not None and holder is not unit and holder.is_gathered and holder.index in numbers
+            if is_next or not self._is_free(unit):
+                return
+            self._gather(number)
 
     def _is_free(self, unit: Unit) -> bool:
         holder = unit.slot.holder
@@ -204,14 +308,15 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
-            holder.let_go()
+            if holder is not unit:
+                holder.finish()
         unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()
         self.gathers.follow()
         with self.gathers:
-            unit.gather()
+            unit.gather(self._is_backward)
             unit.started(self.gathers)
         if self._is_backward:
             self.reductions.pass_by(unit.flats)
@@ -222,21 +327,57 @@ class Schedule:
         """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
         if generation != self.generation:
             raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
+        if self._is_backward and self._ending() is None:
+            self._break_off()
         if not self._is_backward:
-            self._is_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            if self._entered:
-                self._scope, self._entered = tuple(sorted(self._entered)), set()
-            self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
-            self.reductions.begin(self._scope, self._flats_of_backward)
-            self.reductions.pass_by(self._kept_flats)
-        self._visit(unit)
+            self._begin_backward()
+        if not unit.skips_backward:
+            self._visit(unit)
+
+    def _begin_backward(self) -> None:
+        def end() -> None:  # lives as long as autograd's task
+            self._end_backward()
+
+        self._is_backward, self._ending = True, weakref.ref(end, self._ended)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._entered:
+            self._scope, self._entered = tuple(sorted(self._entered)), set()
+        self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
+        self.reductions.begin(self._scope, self._flats_of_backward)
+        self.reductions.pass_by(self._kept_flats)
+
+    def _ended(self, _: Any) -> None:
+        """Show sharded parameters when autograd's task is gone that broke off."""
+        if self._is_backward:
+            self._show_shells()
+
+    def _show_shells(self) -> None:
+        for unit in self.units:
+            if unit.is_in_backward:
+                unit.end_backward()
+
+    def _break_off(self) -> None:
+        """Leave a backward that an error ended."""
+        self._is_backward = False
+        self._show_shells()
+        self.reductions.drop()
 
     def _end_backward(self) -> None:
+        self._show_shells()
         assert self._passage is not None
         self._passage.end()
         self._is_backward = False
         self.reductions.end()
         self.gathers.join()
+        kept = self._keep_gathered() if self.keeps_some or self._kept else ()
         for unit in self.units:
-            unit.is_gathered = unit.is_gathered and unit.is_kept
+            unit.is_gathered = False
+        for unit in kept:
+            unit.is_gathered = True
+
+    def _keep_gathered(self) -> list[Unit]:
+        """Keep what is to stay gathered after a backward."""
+        units = [unit for unit in self.units if unit.keeps_after_backward or unit in self._kept]
+        kept = [unit for unit in units if unit.is_gathered]
+        self._kept.keep_only(kept)
+        return kept

@@ -50,6 +50,9 @@ class Lane:
     def mark(self, event: Any) -> None:
         """Note in `event` what is here by now."""
 
+    def synchronize(self) -> None:
+        """Let the host wait for all that is here."""
+
     def join(self) -> None:
         """Let the caller's stream go on only after all that is here."""
 
@@ -76,6 +79,9 @@ class CudaLane(Lane):
 
     def mark(self, event: Any) -> None:
         event.record(self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
 
     def join(self) -> None:
         self._joins.record(self.stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from shardtensor.comm.group import Pending
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
@@ -29,10 +30,18 @@ class Unit:
     Attributes:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
+        has_own_slot: whether no other unit is gathered into its memory.
+        is_asked: whether the user asks for it, by ``unshard()``.
+        keeps_after_backward: whether it stays gathered after backward, until something writes to it.
+        skips_backward: whether its backward needs no parameters.
+        ahead: how many units are gathered ahead of the work while it runs, in forward and in backward.
+        reductions_ahead: how many reductions may be on their way at a time; 0 for what is usual.
+        near: what is kept of it from forward to backward, with ``reshard_after_forward=n``.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         is_awaited: whether the caller's stream was made to wait for that gather.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
-        is_running: whether the module's forward is being called.
+        is_running: how many calls of the module's forward are going on.
+        is_in_backward: whether its backward has begun, and the whole has not ended.
     """
 
     def __init__(
@@ -41,7 +50,7 @@ class Unit:
         flats: list[Flat],
         domain: Domain,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
+        reshard_after_forward: Reshard,
         device: torch.device,
     ) -> None:
         self.modules = [module]
@@ -49,10 +58,17 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
-        self.is_container = self.stays_gathered = False
-        self.syncs, self.find_unused = True, False
+        self.find_unused = False
+        self.near: NearRanks | None = None
+        if type(reshard_after_forward) is int:
+            self.near = NearRanks(flats, domain.shard, reshard_after_forward)
+        self.is_container = self.stays_gathered = self.has_own_slot = False
+        self.is_asked = False
+        self.keeps_after_backward = False
+        self.skips_backward = False
+        self.ahead, self.reductions_ahead = [1, 1], 0
         self.is_gathered = self.is_awaited = False
-        self.is_running = 0
+        self.is_running, self.is_in_backward = 0, False
         self.slot: Any = None
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
@@ -62,13 +78,20 @@ class Unit:
         """Know what there is to know before the first forward."""
         self.is_container = any(unit is not self for module in self.modules for _, unit in units_in(module))
         self.stays_gathered = self._stays_gathered()
+        self.has_own_slot = self.stays_gathered or self.is_asked or self.keeps_after_backward
 
     def _stays_gathered(self) -> bool:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= _SMALL
         return self.is_container or self.reshard_after_forward is False
 
-    is_kept = False
+    @property
+    def is_lookup(self) -> bool:
+        """Whether all its parameters are tables of embeddings, whose backward does not read them."""
+        owners = [owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes]
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
+
     is_needed_in_backward = True
 
     # -- the module's parameters ------------------------------------------------------------------------------------
@@ -109,10 +132,25 @@ class Unit:
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start to gather; in the caller's lane."""
-        self._pending = [flat.gather() for flat in self.flats]
+    def gather(self, is_again: bool) -> None:
+        """Start to gather, for a forward or again for its backward; in the caller's lane."""
+        if self.near is None:
+            self._pending = [flat.gather() for flat in self.flats]
+        else:
+            self._pending = self.near.gather(is_again)
         self.is_gathered, self.is_awaited = True, False
+
+    def finish(self) -> None:
+        """Let a gather come to its end whose memory is taken for another one; in the caller's lane."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+    def move_from(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Take what was gathered into other memory."""
+        for flat, whole in zip(self.flats, wholes, strict=True):
+            flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
+        self.is_gathered = self.is_awaited = True
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -121,12 +159,6 @@ class Unit:
         self._pending = []
         self.streams.wait(self._ready)
         self.is_awaited = True
-
-    def let_go(self) -> None:
-        """Let no gather write into the memory any more, for another unit is to lie there."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""
@@ -140,14 +172,14 @@ class Unit:
         """Before the module's forward."""
         schedule = self.schedule
         if schedule is None or not schedule.is_current:
-            schedule = self._found_schedule()
+            schedule = self.found_schedule()
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
         schedule.enter(self)
         if not self.is_running:
             self.show_views()
         self.is_running += 1
-        policy = self.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
@@ -169,14 +201,26 @@ class Unit:
 
     def _left(self) -> None:
         self.is_running -= 1
+        if not self.is_running and not self.is_in_backward:
+            self.show_shells()
+
+    def end_backward(self) -> None:
+        """After a backward that went through the module."""
+        self.is_in_backward = False
         if not self.is_running:
             self.show_shells()
 
     def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
         assert self.schedule is not None
         self.schedule.before_backward(self, generation)
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            self.show_views()  # a part of the module may be computed again
 
-    def _found_schedule(self) -> Schedule:
+    def found_schedule(self) -> Schedule:
+        """The schedule that it belongs to, or one of its own and of the units in it."""
+        if self.schedule is not None and self.schedule.is_current:
+            return self.schedule
         from shardtensor.fsdp.schedule import Schedule
 
         self.schedule = Schedule.over(self)

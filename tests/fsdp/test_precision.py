@@ -1,0 +1,201 @@
+"""Dtypes: of parameters, computation, reductions, outputs; of the gradients that come and of those that stay."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from twins import LOCAL, batches, both_backward, loss_of, same_grads, twins
+
+from shardtensor.comm.process_group import as_group
+from shardtensor.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+sim = pytest.mark.worlds("sim")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Told(nn.Module):
+    """Notes the dtypes that it meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("table", torch.ones(2, dtype=torch.float64))
+        self.met = None
+
+    def forward(self, x, mask=None, *, more=None):
+        self.met = (x.dtype, self.linear.weight.dtype, self.table.dtype, mask.dtype, more["y"].dtype)
+        return {"out": self.linear(x.to(self.linear.weight.dtype)), "mask": mask}
+
+
+def _met(policy):
+    module = fully_shard(Told(), mp_policy=policy)
+    out = module(torch.ones(2, 3), torch.ones(2, dtype=torch.int64), more={"y": torch.ones(1, dtype=torch.float64)})
+    out["out"].float().sum().backward()
+    weight = module.linear.weight
+    assert module.table.dtype == torch.float64
+    assert out["mask"].dtype == torch.int64
+    return (*module.met, out["out"].dtype, weight.dtype, weight.grad.dtype)
+
+
+@sim
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("policy", "met"),
+    [
+        ({}, (FP32, FP32, torch.float64, torch.float64, FP32)),
+        ({"param_dtype": BF16}, (BF16, BF16, torch.float64, BF16, BF16)),
+        ({"param_dtype": BF16, "cast_forward_inputs": False}, (FP32, BF16, torch.float64, torch.float64, BF16)),
+        ({"param_dtype": BF16, "output_dtype": FP32}, (BF16, BF16, torch.float64, BF16, FP32)),
+        ({"output_dtype": torch.float64}, (FP32, FP32, torch.float64, torch.float64, torch.float64)),
+    ],
+    ids=str,
+)
+def test_dtypes(world, size, policy, met):
+    x, weight, table, more, out = met
+    expected = (x, weight, table, torch.int64, more, out, FP32, FP32)
+    assert world(_met, size, policy=MixedPrecisionPolicy(**policy)) == [expected] * size
+
+
+def _by_hand(param_dtype, reduce_dtype, own_dtype):
+    """The gradient is the mean, in the dtype of reductions, of those that a cast copy of the module has."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(own_dtype)
+    model = fully_shard(
+        copy.deepcopy(dense), mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    )
+    group, x = as_group(), torch.randn(as_group().size, 4, 6)
+    for _ in range(2):  # the second adds up
+        model(x[group.index].to(own_dtype)).float().pow(2).sum().backward()
+    compute = param_dtype or own_dtype
+    reduce = reduce_dtype or compute
+    copies = []
+    for part in x:
+        made = copy.deepcopy(dense).to(compute)
+        made(part.to(own_dtype).to(compute)).float().pow(2).sum().backward()
+        copies.append([p.grad.to(reduce) for p in made.parameters()])
+    for p, *grads in zip(model.parameters(), *copies, strict=True):
+        assert p.grad.dtype == p.dtype == own_dtype
+        exact = torch.stack([g.double() for g in grads]).mean(0)
+        got = p.grad.full_tensor().double() / 2
+        eps = max(torch.finfo(t).eps for t in (reduce, own_dtype))
+        assert (got - exact).abs().max() <= 4 * eps * exact.abs().max()
+
+
+@sim
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("param", "reduce", "own"),
+    [
+        (BF16, FP32, FP32),
+        (BF16, None, FP32),
+        (None, FP32, BF16),
+        (None, BF16, FP32),
+        (FP16, None, FP32),
+        (FP16, FP32, FP32),
+        (None, None, torch.float64),
+    ],
+    ids=str,
+)
+def test_reduction_dtype(world, size, param, reduce, own):
+    world(_by_hand, size, param_dtype=param, reduce_dtype=reduce, own_dtype=own)
+
+
+def _large(factor):
+    """Addends of 40000 in float16: their mean is one, their sum is none."""
+    model = nn.Linear(1, 1, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=FP16))
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    model(torch.full((1, 1), 40000.0)).sum().backward()
+    return model.weight.grad.full_tensor().item()
+
+
+@sim
+def test_float16_is_divided_first(world):
+    assert world(_large, 4, factor=None) == [40000.0] * 4
+    assert world(_large, 4, factor=8) == [20000.0] * 4
+
+
+def _trained(policy, tolerance):
+    """A few steps stay near those in float32."""
+    dense, model = twins(mp_policy=policy)
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (dense, model)]
+    for step in range(3):
+        both_backward(dense, model, step)
+        same_grads(dense, model, tolerance=tolerance)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        for p, q in zip(dense.parameters(), model.parameters(), strict=True):
+            with torch.no_grad():
+                q.copy_(p)
+
+
+@sim
+def test_training_in_bfloat16(world):
+    world(_trained, 3, policy=MixedPrecisionPolicy(BF16, FP32), tolerance=3e-2)
+
+
+def _two_policies():
+    """An inner unit of another policy casts what the outer one gives it, and back."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(dense)
+    inner = fully_shard(model[0], mp_policy=MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32))
+    fully_shard(model)
+    assert inner is model[0]
+    x = torch.randn(as_group().size * LOCAL, 3)
+    out = model(x[as_group().index * LOCAL :][:LOCAL])
+    assert out.dtype == FP32
+    out.pow(2).mean().backward()
+    dense(x).pow(2).mean().backward()
+    same_grads(dense, model, tolerance=3e-2)
+
+
+@sim
+def test_policies_of_units(world):
+    world(_two_policies, 2)
+
+
+def _offloaded():
+    """On the CPU there is nothing to offload."""
+    dense, model = twins(offload_policy=CPUOffloadPolicy())
+    both_backward(dense, model)
+    same_grads(dense, model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@sim
+def test_offload_on_the_cpu(world):
+    world(_offloaded, 2)
+
+
+def _scaled(fails):
+    """A gradient scaler's steps are the dense ones, and skip where any rank has a gradient that is not finite."""
+    dense, model = twins()
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (dense, model)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in opts]
+    group = as_group()
+    for step in range(4):
+        ids, mine = batches(step)
+        for m, part, opt, scaler in zip((dense, model), (ids, mine), opts, scalers, strict=True):
+            loss = loss_of(m, part)
+            if step == fails and (m is dense or group.rank == group.size - 1):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for p, q in zip(dense.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=1e-5, atol=1e-5)
+
+
+@sim
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("fails", [None, 1])
+def test_grad_scaler(world, size, fails):
+    world(_scaled, size, fails=fails)
