@@ -1,5 +1,6 @@
 """`fully_shard`: parameters that lie in shards and are gathered just in time."""
 
+import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.fsdp_module import FSDPModule
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardtensor.comm.agree import agree
-from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
 from shardtensor.fsdp.fsdp_module import sharded_class
-from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.placing import own_device
 
@@ -38,9 +38,12 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params or ()}
     if policy is not None:
         for child in list(module.modules())[:0:-1]:
-            if policy(child) and unit_of(child) is None:
+            if unit_of(child) is None and selects(policy, child):
                 _shard_one(child, mesh, mp_policy, reshard_after_forward, ignored)
     return _shard_one(module, mesh, mp_policy, reshard_after_forward, ignored)
+
+
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # torch's name for what a module's sharding is kept in
 
 
 def _shard_one(
@@ -56,7 +59,19 @@ def _shard_one(
     entries: list[Entry] = []
     try:
         if unit_of(module) is not None:
-            raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
+            raise WrappedTwiceError(
+                "Each distinct composable distributed API can only be applied to a module once. This module is fully "
+                "sharded already",
+                {"module": type(module).__name__},
+                "call fully_shard once for each module",
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise LayoutError(
+                "fully_shard does not support containers that do not implement forward: they are never called, so "
+                "nothing says when to gather",
+                {"module": type(module).__name__},
+                "call it for each module in the container, or for the module that holds it",
+            )
         entries = _entries(module, ignored)
     except ShardTensorError as error:
         fault = error

@@ -98,7 +98,7 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered:
+        if unit.is_ready and unit.is_gathered and unit.stays_gathered:
             return
         passage = self._passage
         assert passage is not None

@@ -30,6 +30,7 @@ class Unit:
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         is_gathered: whether a gather of the present values was started, and nothing else took the memory.
         stays_gathered: whether its parameters stay gathered from its forward to the end of its backward.
+        is_ready: whether the last gather that was started was also waited for.
         is_running: whether the module's forward is being called.
     """
 
@@ -48,7 +49,7 @@ class Unit:
         self.index, self.name = -1, ""
         self.is_container = self.stays_gathered = False
         self.syncs = True
-        self.is_gathered = False
+        self.is_gathered = self.is_ready = False
         self.is_running = 0
         self.slot: Any = None
         self._ready = streams.event(device)
@@ -95,7 +96,7 @@ class Unit:
     def gather(self) -> None:
         """Start to gather; in the caller's lane."""
         self._pending = [flat.gather() for flat in self.flats]
-        self.is_gathered = True
+        self.is_gathered, self.is_ready = True, False
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
@@ -103,6 +104,7 @@ class Unit:
             pending.wait()
         self._pending = []
         self._ready.wait()
+        self.is_ready = True
 
     def started(self, lane: streams.Lane) -> None:
         """Note where in `lane` the gather is."""
