@@ -9,6 +9,7 @@ from shardtensor.version import __version__
 
 _HOME = {
     "AbsentRankError": "errors",
+    "CPUOffloadPolicy": "fsdp.policy",
     "CallMismatchError": "errors",
     "CaptureError": "errors",
     "ChunkShardingSpec": "spec.devices",
@@ -23,8 +24,11 @@ _HOME = {
     "GridShardingSpec": "spec.devices",
     "LayoutError": "errors",
     "Mesh": "mesh",
+    "MixedPrecisionPolicy": "fsdp.policy",
     "MoE": "parallel.moe",
     "MissingParameterError": "errors",
+    "ModuleWrapPolicy": "fsdp.policy",
+    "OffloadPolicy": "fsdp.policy",
     "ParallelCrossEntropy": "parallel.cross_entropy",
     "Placement": "spec.placement",
     "PlanError": "errors",
