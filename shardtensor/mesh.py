@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import attrs
 
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, ShardTensorError
 
 Ranks = range | tuple[int, ...]
 
@@ -77,6 +77,15 @@ class Mesh:
     @property
     def is_unnamed(self) -> bool:
         return self.names == ("*",)
+
+    def refuse_unknown(self, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> None:
+        """Raise an `error` that says which of `names` is no axis of the mesh."""
+        unknown = next((name for name in names if name not in self.names), None)
+        if unknown is not None:
+            ways = f"use one of {', '.join(self.names)}"
+            if self.is_unnamed:
+                ways = "pass a DeviceMesh that has this axis as process_group"
+            raise error(f"no mesh axis is called `{unknown}`", {"mesh": str(self)}, ways)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The place of a global rank in the grid, or None when it has none."""

@@ -125,14 +125,6 @@ class CheckedGroup(Parted):
         self._meet(f"scatter {_name(like.dtype)} from rank {self.ranks[src_index]}", (sent, received))
         return self._group.scatter(parts, count, src_index, like)
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        sent, received = [0] * self.size, [0] * self.size
-        sent[dst_index] = t.numel()
-        if self.index == dst_index:
-            received = [t.numel()] * self.size if counts is None else list(counts)
-        self._meet(f"gather {_name(t.dtype)} to rank {self.ranks[dst_index]}", (sent, received))
-        return self._group.gather(t, counts, dst_index)
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         self._meet(f"broadcast {_say(t)} from rank {self.ranks[src_index]}")
         return self._group.broadcast(t, src_index)

@@ -7,12 +7,12 @@ calls them, in the same order. They move values and know nothing of autograd; `c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from shardtensor.errors import RuleError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.mesh import Mesh, Ranks
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
@@ -100,9 +100,6 @@ class Group(Protocol):
         `like` gives dtype and device of the result on every member.
         """
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        """Return every member's elements as one flat tensor on the member `dst_index`, None elsewhere."""
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         """Overwrite `t` with the source's and return it; all bring as many elements."""
 
@@ -129,6 +126,21 @@ class Group(Protocol):
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
+
+
+def team_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
+    """Return the ranks that differ from this one along these axes only; a group without a mesh is one axis of any name.
+
+    Sends nothing, but that the first use of some axes together makes their group.
+
+    Raises:
+        LayoutError: (or `error`) the mesh has no such axis.
+    """
+    if group.mesh is None:
+        return group
+    wanted = tuple(names)
+    group.mesh.refuse_unknown(wanted, error)
+    return group.axis(*(name for name in group.mesh.names if name in wanted))  # one group for each set of axes
 
 
 class LoneGroup:
@@ -181,9 +193,6 @@ class LoneGroup:
         assert parts is not None, "the source brings the parts"
         return parts[0].reshape(-1).to(like.device, like.dtype)
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        return t.reshape(-1)
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         return t
 
@@ -210,6 +219,11 @@ class LoneGroup:
 
     def axis(self, *names: str) -> Group:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from shardtensor.comm.regain import reduce  # which knows all groups, this among them
+
+        return reduce(self)
 
     def __repr__(self) -> str:
         return f"LoneGroup(rank={self.rank})"

@@ -173,14 +173,6 @@ class TorchGroup(Parted):
         flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
         return self.all_to_all(flat, [part.numel() for part in parts], recv)
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        send, recv = [0] * self.size, [0] * self.size
-        send[dst_index] = t.numel()
-        if self.index == dst_index:
-            recv = list(counts) if counts is not None else [t.numel()] * self.size
-        out = self.all_to_all(t, send, recv)
-        return out if self.index == dst_index else None
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self.wire.to_move(t)
         work = primitives.broadcast_async(self.process_group, sent, src_index)
@@ -253,10 +245,8 @@ class OutsideGroup:
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
-    all_gather_into = reduce_scatter_into = _refuse
-    all_to_all = scatter = gather = broadcast = exchange = exchange_objects = barrier = subgroup = on_mesh = axis = (
-        twin
-    ) = _refuse
+    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
+    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = twin = _refuse
 
     def __repr__(self) -> str:
         return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"

@@ -61,6 +61,8 @@ class Flat:
         self.shapes = [tuple(param.shape) for param in params]
         self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
+        self._all_cuts = self.ranges.all_cuts()
+        self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
         self.shard = self._own_range(params)
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
@@ -71,7 +73,6 @@ class Flat:
         self.scale = 1 / domain.size  # of summed gradients
         self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
         self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
-        self._packings: dict[int, Packing] = {}
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -168,14 +169,9 @@ class Flat:
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
-    def pack(self, memory: torch.Tensor) -> tuple[Packing, list[bool]]:
-        """Lay the gradients that are held end to end in `memory`, bytes, with zeros for parameters that have none.
-
-        Returns:
-            where they lie, and of which parameters there is one.
-        """
+    def pack(self, packing: Packing) -> list[bool]:
+        """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
         grads, self.held = self.held or [None] * len(self.shells), None
-        packing = self._packings.get(memory.data_ptr()) or self._packing_in(memory)
         parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
         if not all(used):
             zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
@@ -185,23 +181,23 @@ class Flat:
             torch._foreach_zero_(zeros)
         if parts:
             torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
-        return packing, used
+        return used
 
     def reduce(self, packing: Packing) -> Pending:
         """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
         return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
 
-    def _packing_in(self, memory: torch.Tensor) -> Packing:
+    def packing_in(self, memory: torch.Tensor) -> Packing:
+        """Where gradients can be packed in `memory`, bytes."""
         flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
         own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        made = Packing(
+        cuts = flat.split_with_sizes(self._all_cuts)
+        return Packing(
             flat=flat,
             own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
-            parts=self._parts(flat),
-            padding=[flat[low:high] for low, high in self.ranges.padding()],
+            parts=[cut.view(shape) for cut, shape in zip(cuts[1::2], self.shapes, strict=True)],
+            padding=[cuts[i] for i in self._gaps],
         )
-        self._packings[memory.data_ptr()] = made
-        return made
 
     def receive(self, summed: torch.Tensor) -> torch.Tensor:
         """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""

@@ -53,11 +53,9 @@ class Ranges:
             end = place + high - low
         return [*found, self.chunk - end]
 
-    def padding(self) -> list[tuple[int, int]]:
-        """The ranges that hold no parameter."""
-        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
-        gaps = zip([0, *ends], [*self.starts, self.total], strict=True)
-        return [(low, high) for low, high in gaps if low < high]
+    def all_cuts(self) -> list[int]:
+        """The same of the whole."""
+        return attrs.evolve(self, chunk=self.total, ranks=1).cuts(0)
 
 
 def lay_out(lengths: Sequence[int], ranks: int) -> Ranges:

@@ -9,10 +9,11 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
-from shardtensor.fsdp import streams
 from shardtensor.fsdp.flat import Flat, Packing
+from shardtensor.fsdp.streams import Streams
 
 _BUFFERS = 2
+_KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
 
 
 @attrs.define(eq=False)
@@ -29,17 +30,19 @@ class _Flight:
 class Reductions:
     """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
 
-    def __init__(self, flats: Sequence[Flat], device: torch.device) -> None:
-        self.flats, self.device = list(flats), device
-        self.lane, self._is_cuda = streams.lane(device), device.type == "cuda"
+    def __init__(self, flats: Sequence[Flat], streams: Streams) -> None:
+        self.flats, self._streams = list(flats), streams
+        self.lane = streams.lane()
         self.is_on = True
         self._uses: list[int] = []
         self._order: list[int] = []
         self._expected: list[int] | None = None
         self._next = 0
         self._flights: list[_Flight | None] = [None] * _BUFFERS
-        self._events = [streams.event(device) for _ in range(_BUFFERS)]
+        self._events = [streams.event() for _ in range(_BUFFERS)]
         self._memory: list[torch.Tensor] = []
+        self._packings: dict[tuple[int, int], Packing] = {}
+        self._memory_size = max(flat.gradient_bytes for flat in flats)
         self._turn = 0
         for flat in flats:
             flat.on_gradients = self.arrived
@@ -94,6 +97,8 @@ class Reductions:
             self._land(self._turn)
             self._turn = (self._turn + 1) % _BUFFERS
         self.lane.join()
+        if self._memory_size > _KEPT:
+            self._memory, self._packings = [], {}
 
     def drop(self) -> None:
         """Forget what a broken backward left."""
@@ -105,8 +110,9 @@ class Reductions:
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % _BUFFERS
-        packing, used = flat.pack(self._buffer(turn))
-        if not self._is_cuda:
+        packing = self._packing(flat, turn)
+        used = flat.pack(packing)
+        if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
             return
         self.lane.follow()
@@ -122,7 +128,7 @@ class Reductions:
             return
         flat = flight.flat
         if flight.pending is None:
-            self._events[turn].wait()
+            self._streams.wait(self._events[turn])
         else:
             flight.pending.wait()
             flight.grad = flat.receive(flight.packing.own)
@@ -140,11 +146,14 @@ class Reductions:
                 for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):
                     hook(shell._local)
 
-    def _buffer(self, turn: int) -> torch.Tensor:
-        if not self._memory:
-            size = max(flat.gradient_bytes for flat in self.flats)
-            self._memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(_BUFFERS)]
-        return self._memory[turn]
+    def _packing(self, flat: Flat, turn: int) -> Packing:
+        place = (turn, self._numbers[id(flat)])
+        if place not in self._packings:
+            if not self._memory:
+                shape, device = (_BUFFERS, self._memory_size), self._streams.device
+                self._memory = list(torch.empty(shape, dtype=torch.uint8, device=device))
+            self._packings[place] = flat.packing_in(self._memory[turn])
+        return self._packings[place]
 
 
 def _will_run(node: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 
-from shardtensor.fsdp import memory, streams
+from shardtensor.fsdp import memory
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import Reductions
+from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 
 _in_backward = torch._C._current_graph_task_id
@@ -22,8 +22,9 @@ class Schedule:
         self.units = units
         self.device = units[0].device
         self.is_current = True
-        self.gathers = streams.lane(self.device)
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.device)
+        self.streams = units[0].streams
+        self.gathers = self.streams.lane()
+        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
@@ -31,7 +32,6 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._depth = 0
         self._is_backward = False
-        self._stream: Any = streams.current_stream(self.device)
 
     @classmethod
     def over(cls, entered: Unit) -> Schedule:
@@ -45,6 +45,9 @@ class Schedule:
             if unit.schedule is not None:
                 unit.schedule.is_current = False
         memory.lend(units)
+        streams = Streams(entered.device)
+        for unit in units:
+            unit.use(streams)
         schedule = cls(units)
         for unit in units:
             unit.schedule = schedule
@@ -66,9 +69,7 @@ class Schedule:
         if self._is_backward:  # an error broke it off
             self._is_backward = False
             self.reductions.drop()
-        stream = streams.current_stream(self.device)
-        if stream != self._stream:
-            self._stream = stream
+        if self.streams.refresh():  # autograd remembers the stream that a node was made in
             for other in self.units:
                 for flat in other.flats:
                     flat.make_views()

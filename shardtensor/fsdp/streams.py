@@ -1,4 +1,8 @@
-"""The side streams that gathers and reductions run in, beside the computation; on the CPU there are none."""
+"""The side streams that gathers and reductions run in, beside the computation; on the CPU there are none.
+
+The host pays for every question that it asks torch about the current stream, so that is asked once for each pass, and
+streams are changed and events recorded without asking again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,35 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
+
+class Streams:
+    """The caller's stream, as of the last `refresh`, and lanes beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.caller: Any = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Ask for the caller's stream; return whether it is another than before."""
+        before = self.caller
+        self.caller = torch.cuda.current_stream(self.device) if self.is_cuda else None
+        return bool(before != self.caller)
+
+    def lane(self) -> Lane:
+        """A new lane."""
+        return CudaLane(self) if self.is_cuda else Lane()
+
+    def event(self) -> Any:
+        """A new event, for ``Lane.mark`` and `wait`."""
+        return torch.cuda.Event() if self.is_cuda else None
+
+    def wait(self, event: Any) -> None:
+        """Let the caller's stream go on only after what was marked."""
+        if self.is_cuda:
+            self.caller.wait_event(event)
 
 
 class Lane:
@@ -32,47 +65,32 @@ class Lane:
 class CudaLane(Lane):
     """A stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._contexts: list[Any] = []
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.stream = torch.cuda.Stream(streams.device)
+        self._follows, self._joins = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self._follows.record(self._streams.caller)
+        self.stream.wait_event(self._follows)
 
     def mark(self, event: Any) -> None:
         event.record(self.stream)
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self._joins.record(self.stream)
+        self._streams.caller.wait_event(self._joins)
 
     def __enter__(self) -> None:
-        context = torch.cuda.stream(self.stream)
-        context.__enter__()
-        self._contexts.append(context)
+        _use(self.stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._contexts.pop().__exit__(kind, error, trace)
+        _use(self._streams.caller)
 
 
-class NoEvent:
-    """What stands for an event where work is done when a call returns."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-
-def lane(device: torch.device) -> Lane:
-    """A new lane for work on `device`."""
-    return CudaLane(device) if device.type == "cuda" else Lane()
-
-
-def event(device: torch.device) -> Any:
-    """A new event, with ``wait()`` that lets the current stream wait for it."""
-    return torch.cuda.Event() if device.type == "cuda" else NoEvent()
-
-
-def current_stream(device: torch.device) -> Any:
-    """What tells the caller's stream from others."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+def _use(stream: Any) -> None:
+    torch._C._cuda_setStream(  # ten times faster than the context that torch.cuda has
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )

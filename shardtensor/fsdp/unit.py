@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Pending
-from shardtensor.fsdp import streams
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ class Unit:
         self.is_gathered = self.is_ready = False
         self.is_running = 0
         self.slot: Any = None
-        self._ready = streams.event(device)
         self._pending: list[Pending] = []
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
@@ -91,6 +90,10 @@ class Unit:
         for place, _, shells in self._swaps:
             place.update(shells)
 
+    def use(self, streams: Streams) -> None:
+        """Be gathered beside these streams from now on."""
+        self.streams, self._ready = streams, streams.event()
+
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
@@ -103,12 +106,12 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        self._ready.wait()
+        self.streams.wait(self._ready)
         self.is_ready = True
 
-    def started(self, lane: streams.Lane) -> None:
+    def started(self, lane: Lane) -> None:
         """Note where in `lane` the gather is."""
-        if self.device.type == "cuda":
+        if self.streams.is_cuda:
             self._pending = []
             lane.mark(self._ready)
 

@@ -15,6 +15,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
+from shardtensor.ops.lanes import in_lanes
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import part
@@ -132,10 +133,34 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
     Returns:
         float64, one number for each tensor, equal on every rank, on the device of the first.
     """
-    tensors = [settled(x) if isinstance(x, ShardedTensor) else x for x in tensors]
     ord = float(ord)
-    device = tensors[0].device
-    sums = _local_power_sums(tensors, ord, device, foreach)
+    sums = _power_sums(tensors, ord, foreach)
+    return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(1 / ord)
+
+
+def global_norm(tensors: Tensors, ord: float, dtype: torch.dtype, *, foreach: bool = True) -> torch.Tensor:
+    """Return the norm of all tensors seen as one vector: `global_norms` and their norm, in fewer small kernels.
+
+    Args:
+        tensors, ord, foreach: as of `global_norms`.
+        dtype: of the result.
+
+    Returns:
+        a number, equal on every rank, on the device of the first tensor.
+    """
+    ord = float(ord)
+    if abs(ord) == torch.inf or ord == 0:
+        return torch.linalg.vector_norm(global_norms(tensors, ord, foreach=foreach), ord).to(dtype)
+    total = _power_sums(tensors, ord, foreach).sum()
+    if ord == 2:
+        return torch.sqrt(total, out=torch.empty((), dtype=dtype, device=total.device))  # the root and the cast in one
+    return total.pow_(1 / ord).to(dtype)
+
+
+def _power_sums(tensors: Tensors, ord: float, foreach: bool) -> torch.Tensor:
+    """Of every tensor the sum of powers (largest or smallest magnitude) over the ranks, in float64."""
+    tensors = [settled(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    sums = _local_power_sums(tensors, ord, tensors[0].device, foreach)
     groups: dict[int, tuple[Group, list[int]]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size):
@@ -150,7 +175,7 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
             for i, x in zip(places, reduced, strict=True):
                 each[i] = x
         sums = torch.stack(each)
-    return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(1 / ord)
+    return sums
 
 
 def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreach: bool) -> torch.Tensor:
@@ -168,7 +193,7 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
         locals_ = [local_of(tensors[i]).detach() for i in places]
         wide = torch.promote_types(kind, torch.float32)  # a bfloat16 norm would be rounded before it is summed
         if foreach:
-            norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
+            norms = _norms(locals_, ord, wide)
         else:
             norms = [torch.linalg.vector_norm(x, ord, dtype=wide) for x in locals_]
         stacks.append((torch.stack(norms).to(device, torch.float64), places))
@@ -181,6 +206,17 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
                 each[i] = norm
         sums = torch.stack(each)
     return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(ord)
+
+
+def _norms(locals_: list[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    norms = list(locals_)
+
+    def work(places: list[int]) -> None:
+        for i, norm in zip(places, torch._foreach_norm([locals_[i] for i in places], ord, dtype=dtype), strict=True):
+            norms[i] = norm
+
+    in_lanes(locals_, work)
+    return norms
 
 
 def _counts(x: ShardedTensor) -> bool:

@@ -52,11 +52,15 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return as_rows(grad).t() @ as_rows(x)
 
 
-def _refuse_second_order() -> None:
+def _refuse_second_order(x_shape: Any) -> None:
     if torch.is_grad_enabled():
         raise RuleError(
-            "gradients of gradients through a stream that is cut are not recorded",
-            fix="let the stream be `replicate`, whose layers record them",
+            "gradients of gradients through a stream that is cut are not recorded for large inputs",
+            {"input": " x ".join(map(str, x_shape))},
+            [
+                "let the stream be `replicate` in the plan: its layers record them",
+                f"give each rank less than {BESIDE_BYTES >> 20} MiB at a time: such inputs record them",
+            ],
         )
 
 
@@ -126,6 +130,7 @@ class GatheredColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: Stretches
     ) -> torch.Tensor:
+        ctx.shape = x.shape
         x = along_dim.gathered(x, stream, group)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
@@ -135,7 +140,7 @@ class GatheredColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _refuse_second_order()
+        _refuse_second_order(ctx.shape)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
         grad_weight = of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter

@@ -30,12 +30,15 @@ def check_ids(
         raise fault(strays[0])
 
 
-def strays_of(local: torch.Tensor, low: int, high: int, ignore: int | None = None) -> list[int]:
-    """The least and the largest of this rank's ids that are out of range. On CUDA none: an assert on the device."""
+def strays_of(local: torch.Tensor, low: int, high: int, ignore: int | None = None, *, waits: bool = False) -> list[int]:
+    """The least and the largest of this rank's ids that are out of range.
+
+    On CUDA none: an assert on the device, unless it `waits` for the card to tell.
+    """
     local = local.detach()
     if local.is_meta or not local.numel():
         return []
-    if not local.is_cpu:
+    if not local.is_cpu and not waits:
         is_id = (local >= low) & (local < high)
         torch._assert_async((is_id if ignore is None else is_id | (local == ignore)).all())
         return []

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from shardtensor.ops.foreach import global_norms
+from shardtensor.ops.foreach import global_norm
+from shardtensor.ops.lanes import in_lanes
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -47,20 +48,22 @@ def clip_grad_norm_(
     grads = _gradients(parameters)
     if not grads:
         return torch.tensor(0.0)
-    norms = global_norms(grads, norm_type, foreach=foreach is not False)
     dtype = grads[0].dtype.to_real()
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype.to_real())
-    total = torch.linalg.vector_norm(norms, float(norm_type)).to(dtype)
+    total = global_norm(grads, norm_type, dtype, foreach=foreach is not False)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
             "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale = (total + 1e-6).reciprocal_()
+    if isinstance(max_norm, torch.Tensor) or max_norm != 1:  # the usual one costs no kernel
+        scale = scale * max_norm
+    scale.clamp_(max=1.0)
     for locals_ in _by_kind(grads):
-        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+        _scale(locals_, scale.to(locals_[0].device))
     wrote_each(grads)
     return total
 
@@ -82,6 +85,10 @@ def clip_grad_value_(
         torch._foreach_clamp_min_(locals_, -clip_value)
         torch._foreach_clamp_max_(locals_, clip_value)
     wrote_each(grads)
+
+
+def _scale(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+    in_lanes(tensors, lambda places: torch._foreach_mul_([tensors[i] for i in places], scale))
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import nn, optim
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
@@ -228,7 +229,7 @@ class ShardedOptimizer(optim.Optimizer):
             leaves = own["params"]
             own.update(group)
             own["params"] = leaves
-        self._inner_step()
+        step_in_lanes(self._inner, self._inner_step)
         wrote_each(held.param for held in self._held.values())
         return loss
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import attrs
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, team_along
 from shardtensor.errors import LayoutError, RuleError, SpecError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout
@@ -69,15 +69,15 @@ def classes_of(
     mesh = mesh_of(group)
     start, held, padded = _columns(cut, num_classes, mesh, group.rank)
     names = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
-    unknown = next((name for name in names if name not in mesh.names or name in cut.axes), None)
-    if unknown is not None:
+    mesh.refuse_unknown(names)
+    if any(name in cut.axes for name in names):
         raise LayoutError(
-            f"`{unknown}` is no axis of the mesh along which targets differ",
-            {"mesh": str(mesh), "classes": f"cut over {'*'.join(cut.axes)}"},
-            "pass a DeviceMesh that has this axis as process_group, and name axes that do not cut the classes",
+            "targets do not differ along an axis that cuts the classes",
+            {"data_axes": ", ".join(names), "classes": f"cut over {'*'.join(cut.axes)}"},
+            "name the other axes of the mesh as data_axes",
         )
-    team = group if group.mesh is None else group.axis(*cut.axes)
-    data = group.axis(*names) if names else None
+    team = team_along(group, cut.axes)
+    data = team_along(group, names) if names else None
     return Classes(num_classes, start, held, padded, team, data, str(Spec(..., cut)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtensor.comm.checked import CheckedGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.ops.ids import strays_of, widest
@@ -60,7 +61,8 @@ def parallel_cross_entropy(
         in float32, or float64 for such logits, and so is the loss; the gradient has the dtype of the logits.
 
     Raises:
-        IndexError: a target is out of bounds; on all ranks. On CUDA it is an assert on the device, as torch's.
+        IndexError: a target is out of bounds; on all ranks. On CUDA it is an assert on the device, as torch's, but with
+            ``SHARDTENSOR_CHECK=collectives``, which waits for the card and tells.
         LayoutError: (a ValueError) the logits, targets or weights do not fit the classes. Where only some ranks have
             such logits all raise it on the CPU; elsewhere, and compiled, those ranks alone.
         RuleError: (a RuntimeError) ShardedTensors, probabilities as targets, weights that want a gradient.
@@ -145,8 +147,10 @@ def _loss(
     z_loss: float,
 ) -> torch.Tensor:
     _check(logits, target, weight, classes)
-    if logits.is_cpu and not torch.compiler.is_compiling():  # elsewhere `gather` asserts that targets are in bounds
-        strays = strays_of(target, 0, classes.count, ignore_index)  # the same on all ranks that have these targets
+    waits = logits.is_cpu or isinstance(classes.team, CheckedGroup)  # elsewhere `gather` asserts what is looked at here
+    if waits and not torch.compiler.is_compiling():
+        # the same on all ranks that have these targets
+        strays = strays_of(target, 0, classes.count, ignore_index, waits=True)
         if classes.data is not None and reduction == "mean":  # others would wait for this rank's count
             strays = widest(strays, classes.data)
         if strays:

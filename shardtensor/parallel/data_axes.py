@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, team_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import coordinate
@@ -51,13 +51,9 @@ class DataAxes:
                     "pass the DeviceMesh that has these axes as process_group",
                 )
             return cls(names, whole, whole, (tuple(whole.ranks),))
-        unknown = [name for name in names if name not in mesh.names]
-        if unknown:
-            raise LayoutError(
-                f'the mesh has no axis "{unknown[0]}"', {"mesh": str(mesh)}, f'axes="{mesh.names[0]}", or another of it'
-            )
+        data = team_along(whole, names)
         along = tuple(mesh.ranks_along(whole.rank, (mesh.names.index(name),)) for name in names)
-        return cls(names, whole, whole.axis(*names), along)
+        return cls(names, whole, data, along)
 
     def copies(self, name: str, tensor: torch.Tensor) -> tuple[Group, float]:
         """Return the data ranks that hold copies of what this rank holds of a tensor, and their share of all of them.
@@ -73,7 +69,7 @@ class DataAxes:
         if not any(is_cut):
             return self.data, 1.0
         kept = [axis for axis, cut in zip(self.names, is_cut, strict=True) if not cut]
-        group = self.whole.axis(*kept) if kept else self.whole.subgroup([self.whole.rank])
+        group = team_along(self.whole, kept) if kept else self.whole.subgroup([self.whole.rank])
         return group, group.size / self.data.size
 
     def _is_cut(self, name: str, tensor: ShardedTensor, axis: int) -> bool:

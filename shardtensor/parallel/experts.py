@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, team_along
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import LayoutError, RuleError
+from shardtensor.errors import RuleError
 from shardtensor.parallel.expert_places import place
 from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -148,15 +148,7 @@ class ExpertList(nn.Module):
         self, num_experts: int, make: Callable[[int], nn.Module], process_group: Any = None, axis: str = "ep"
     ) -> None:
         super().__init__()
-        group = as_group(process_group)
-        if group.mesh is not None:
-            if axis not in group.mesh.names:
-                raise LayoutError(
-                    f'the mesh has no axis "{axis}"',
-                    {"mesh": str(group.mesh)},
-                    f"pass axis= as one of: {', '.join(group.mesh.names)}",
-                )
-            group = group.axis(axis)
+        group = team_along(as_group(process_group), (axis,))
         self._team = _Team(group, dealt(num_experts, group.size))
         start = sum(self._team.held[: group.index])
         self.numbers = range(start, start + self._team.held[group.index])

@@ -7,7 +7,6 @@ and the one collective that it needs; what to call was settled when the module w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -16,14 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops import siblings
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.fused_linear import ChunkedRowLinear, ColumnLinear, GatheredColumnLinear, cast, is_large
+from shardtensor.ops.fused_linear import cast
 from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
+from shardtensor.parallel.products import ColumnProduct, Product, StreamProduct
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -39,10 +38,7 @@ class LayerFlow:
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
         is_transposed: the weight is ``(in, out)``.
-        call: the product fused with its collective: of x, weight and bias; None where there is no such form.
-        is_fused_if_large: small products are cheaper step by step: torch's own backward costs the host less than one
-            in Python.
-        chunks: pieces in which a row-parallel product of `chunks_from` elements or more is multiplied and summed.
+        product: all of a linear layer's work in one Function; None where there is no such form.
     """
 
     enter: Move
@@ -52,17 +48,10 @@ class LayerFlow:
     start: int | None = None
     adds_bias_last: bool = False
     is_transposed: bool = False
-    call: Callable[..., torch.Tensor] | None = None
-    is_fused_if_large: bool = False
-    chunks: int = 1
-    chunks_from: int = 0
+    product: Product | None = None
 
     def __deepcopy__(self, memo: Any) -> LayerFlow:
         return self
-
-
-_column_linear, _gathered_column_linear = caller(ColumnLinear), caller(GatheredColumnLinear)
-_chunked_row_linear = caller(ChunkedRowLinear)
 
 
 def fused(flow: LayerFlow) -> LayerFlow:
@@ -71,18 +60,10 @@ def fused(flow: LayerFlow) -> LayerFlow:
         return flow
     step = flow.enter[0]
     if isinstance(step, SumGradient):
-        return attrs.evolve(flow, call=_columns(step.team, flow.start))
+        return attrs.evolve(flow, product=ColumnProduct(step.team, flow.start))
     if isinstance(step, Gather) and step.sums and flow.start is None:
-        return attrs.evolve(flow, call=_columns_of_stream(step), is_fused_if_large=True)
+        return attrs.evolve(flow, product=StreamProduct(step.team, step.stretches))
     return flow
-
-
-def _columns(team: Group, start: int | None) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: _column_linear(x, weight, bias, team, start)
-
-
-def _columns_of_stream(step: Gather) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: _gathered_column_linear(x, weight, bias, step.team, step.stretches)
 
 
 def local(module: Any, name: str) -> torch.Tensor | None:
@@ -147,23 +128,13 @@ class LinearFlow(Flowing):
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
         x, weight, bias = cast(x, weight, bias)
-        if flow.call is not None and _pays(flow, x):
-            return flow.call(x, weight, bias)
+        if flow.product is not None and flow.product.pays(x):
+            return flow.product(x, weight, bias)
         x = moved(x, flow.enter)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
-        if flow.chunks > 1 and x.numel() >= flow.chunks_from and not torch.compiler.is_compiling():
-            y = _chunked_row_linear(x, weight, flow.leave[0].team, flow.chunks)
-        else:
-            y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
+        y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         return y + bias if flow.adds_bias_last and bias is not None else y
-
-
-def _pays(flow: LayerFlow, x: torch.Tensor) -> bool:
-    """Whether the fused product is the one to take: there is a sum to make in backward, and it is worth it."""
-    if flow.is_fused_if_large:
-        return is_large(x)
-    return x.requires_grad or flow.start is not None
 
 
 class ParallelLinear(LinearFlow, nn.Linear):
@@ -237,5 +208,15 @@ def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
     A subclass may have a forward of its own, so that only the very class counts.
     """
     if cls.__name__ == "Conv1D" and cls not in _LAYERS:
-        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {})
+        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {"__reduce_ex__": _reduced})
     return _LAYERS.get(cls)
+
+
+def _reduced(layer: Any, protocol: int) -> tuple[Any, ...]:
+    """What pickle and copy take of a layer whose class no module has under its name."""
+    return _blank, (layer.flow_of,), layer.__dict__
+
+
+def _blank(cls: type[nn.Module]) -> Any:
+    made: Any = layer_class(cls)
+    return made.__new__(made)

@@ -97,6 +97,11 @@ def cut_axes(spec: Spec) -> Axes:
     return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
 
 
+def union(*axes: Axes) -> Axes:
+    """Each of the axes once, in the order in which they come first."""
+    return tuple(dict.fromkeys(axis for each in axes for axis in each))
+
+
 def partial_axes(spec: ShardingSpec) -> Axes:
     """The axes along which a value is an addend."""
     assert isinstance(spec, Spec)
@@ -138,7 +143,7 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
         >>> [step.kind for step in changes(read_flow("partial(tp) -> [-, tp, ...]"))]
         ['sum_scatter']
     """
-    addends = tuple(dict.fromkeys((*flow.addends, *addends)))
+    addends = union(flow.addends, addends)
     before, after = cuts(flow.before), cuts(flow.after)
     leaving = {dim: cut for dim, cut in before.items() if after.get(dim) != cut}
     coming = {dim: cut for dim, cut in after.items() if before.get(dim) != cut}

@@ -9,14 +9,25 @@ import attrs
 from torch import nn
 
 from shardtensor.comm.along_dim import Stretches
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, team_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import LayerFlow, fused, layer_class
 from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
-from shardtensor.sharding.flow import Axes, Change, Flow, changes, cut_axes, cuts, last_cut, partial_axes, read_flow
+from shardtensor.sharding.flow import (
+    Axes,
+    Change,
+    Flow,
+    changes,
+    cut_axes,
+    cuts,
+    last_cut,
+    partial_axes,
+    read_flow,
+    union,
+)
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 
 REPLICATE = read_flow("replicate")
@@ -82,18 +93,11 @@ class Binder:
         axes = tuple(axes)
         if not axes:
             return None
-        mesh = self.group.mesh
-        if mesh is None:
-            return self.group
-        unknown = next((axis for axis in axes if axis not in mesh.names), None)
-        if unknown is not None:
-            raise PlanError(
-                f"no mesh axis is called `{unknown}`", {"mesh": str(mesh)}, f"use one of {', '.join(mesh.names)}"
-            )
         if self.is_dry:
+            if self.group.mesh is not None:
+                self.group.mesh.refuse_unknown(axes, PlanError)
             return self.group
-        in_order = tuple(name for name in mesh.names if name in axes)
-        return self.group.axis(*in_order)
+        return team_along(self.group, axes, PlanError)
 
     def move(self, steps: Iterable[Change], sizes: Mapping[Axes, tuple[int, ...]] | None = None) -> Move:
         """The steps along the groups; `sizes` are the stretches of the last dim where a weight tells them."""
@@ -128,7 +132,7 @@ def addend_axes(module: nn.Module, stated: Stated, tensors: Tensors) -> Axes:
     declared = stated.out.addends if stated.out is not None else ()
     if "out" not in (dim_names(module, "weight") or ()):
         return declared
-    return tuple(dict.fromkeys((*tensors.cut(module, "weight", "out"), *declared)))
+    return union(tensors.cut(module, "weight", "out"), declared)
 
 
 def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Binder, is_inside: bool) -> LayerFlow:
@@ -165,13 +169,13 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     enter = changes(attrs.evolve(came, addends=()), addends if own else ())
     leave = changes(attrs.evolve(leaves, addends=()))
     stream = tuple(axis for dim, cut in cuts(came.after).items() if dim != -1 for axis in cut.axes)
-    sums = tuple(dict.fromkeys((*stream, *leaves.addends)))
+    sums = union(stream, leaves.addends)
     start, sums_bias = None, sums
     if module.bias is not None:
         bias_axes = tensors.cut(module, "bias", "out")
         if in_axes:
             left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
-            sums_bias = tuple(dict.fromkeys((*left, *leaves.addends)))
+            sums_bias = union(left, leaves.addends)
         if bias_axes and bias_axes != out_axes:
             raise PlanError(
                 "the bias is cut over other axes than the weight",
@@ -189,7 +193,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
                     f"shard the bias, too: `bias: {tensors.specs['weight']}`",
                 )
             start = layout.start(binder.group.rank, d)
-            sums_bias = tuple(dict.fromkeys((*sums_bias, *out_axes)))
+            sums_bias = union(sums_bias, out_axes)
     flow = LayerFlow(
         binder.move(enter, sizes),
         binder.move(leave, sizes),
@@ -224,8 +228,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
             raise PlanError("a vocabulary in blocks takes no flow", {"weight": str(tensors.specs["weight"])})
         start = layout.start(binder.group.rank, 0)
     sizes = {columns: _sizes(module, tensors, "embed")} if columns else {}
-    stream = cut_axes(came.after)
-    sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
+    sums = binder.team(union(cut_axes(came.after), leaves.addends))
     leave = binder.move(changes(attrs.evolve(leaves, addends=())), sizes)
     return LayerFlow(binder.move(changes(came)), leave, sums=sums, start=start)
 
@@ -240,8 +243,7 @@ def _norm(module: Any, stated: Stated, tensors: Tensors, binder: Binder) -> Laye
         raise PlanError("a norm takes whole last dims", {"in": str(came)}, "cut the stream along another dim")
     if leaves.before != came.after:
         raise PlanError("a norm gives what it takes", {"in": str(came), "out": str(leaves)}, f"`out: {came.after}`")
-    stream = cut_axes(came.after)
-    sums = binder.team(dict.fromkeys((*stream, *leaves.addends)))
+    sums = binder.team(union(cut_axes(came.after), leaves.addends))
     enter = changes(attrs.evolve(came, addends=()), came.addends)
     return LayerFlow(binder.move(enter), binder.move(changes(attrs.evolve(leaves, addends=()))), sums=sums)
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from shardtensor.parallel.layers import ParallelLinear
+from shardtensor.parallel.layers import LayerFlow, ParallelLinear
 from shardtensor.parallel.moves import Sum
+from shardtensor.parallel.products import ChunkedProduct
 
 
 def choose_overlap(
@@ -57,12 +58,16 @@ def choose_overlap(
             known[key] = _timed(layer, local, tokens, chunks, rounds)
         times = known[key]
         chosen[path] = min(times, key=times.__getitem__)
-        layer.flow = attrs.evolve(layer.flow, chunks=chosen[path], chunks_from=tokens * local.shape[1])
+        layer.flow = _in_chunks(layer.flow, chosen[path], tokens * local.shape[1])
         shape = " x ".join(map(str, local.shape))
         table.add_row(path, shape, *(f"{times[n]:.3f}" for n in chunks), str(chosen[path]))
     if shows and chosen and next(iter(known))[2].index == 0:
         Console().print(table)
     return chosen
+
+
+def _in_chunks(flow: LayerFlow, chunks: int, least: int) -> LayerFlow:
+    return attrs.evolve(flow, product=ChunkedProduct(flow.leave[0].team, chunks, least) if chunks > 1 else None)
 
 
 def _timed(layer: Any, local: torch.Tensor, tokens: int, chunks: Sequence[int], rounds: int) -> dict[int, float]:
@@ -73,7 +78,7 @@ def _timed(layer: Any, local: torch.Tensor, tokens: int, chunks: Sequence[int], 
     try:
         for trial in range(rounds + 1):
             for n in chunks:
-                layer.flow = attrs.evolve(before, chunks=n, chunks_from=0)
+                layer.flow = _in_chunks(before, n, 0)
                 team.barrier()
                 _wait(local)
                 start = time.perf_counter()

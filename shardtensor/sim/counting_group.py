@@ -84,14 +84,6 @@ class CountingGroup(Parted):
         self._count_route("scatter", like, send, recv)
         return own
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        send, recv = [0] * self.size, [0] * self.size
-        send[dst_index] = t.numel()
-        if self.index == dst_index:
-            recv = [t.numel()] * self.size if counts is None else list(counts)
-        self._count_route("gather", t, send, recv)
-        return self._with_own(t, recv) if self.index == dst_index else None
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         is_source = self.index == src_index
         self.count("broadcast", self.ranks, _bytes(t) if is_source else 0, 0 if is_source else _bytes(t))

@@ -148,14 +148,6 @@ class SimGroup(Parted):
         text = f"{count} {_name(like.dtype)} from rank {self.ranks[src_index]}"
         return self._route("scatter", text, flat, send, recv, (src_index,))
 
-    def gather(self, t: torch.Tensor, counts: Sequence[int] | None = None, dst_index: int = 0) -> torch.Tensor | None:
-        send, recv = [0] * self.size, [0] * self.size
-        send[dst_index] = t.numel()
-        if self.index == dst_index:
-            recv = list(counts) if counts is not None else [t.numel()] * self.size
-        out = self._route("gather", f"{_elements(t)} to rank {self.ranks[dst_index]}", t, send, recv, (dst_index,))
-        return out if self.index == dst_index else None
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self._collect(
             *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),

@@ -124,7 +124,6 @@ def bring_other_counts(kind: str) -> tuple[str, str]:
         "counts": lambda: group.all_gather(t[:1], ((1, 1), (2, 1))[group.rank]),
         "source": lambda: group.broadcast(t[:1], group.rank),
         "pairs": lambda: group.all_to_all(torch.ones(3), (1, 2), ((1, 1), (3, 2))[group.rank]),
-        "gather": lambda: group.gather(t, (1, 1), 0),
         "scatter": lambda: group.scatter([t[:1], t[:1]], 1 + group.rank, 0, t),
         "async": lambda: group.all_reduce_async(t),
         "async scatter": lambda: group.reduce_scatter_async(t, ((1, 0), (2, 0))[group.rank]),
@@ -139,10 +138,6 @@ COUNTS = {
     "counts": ("all_gather 1+1 float32", "all_gather 2+1 float32"),
     "source": ("broadcast 1 float32 from rank 0", "broadcast 1 float32 from rank 1"),
     "pairs": ("all_to_all float32; sends 1+2, receives 1+1", "all_to_all float32; sends 1+2, receives 3+2"),
-    "gather": (
-        "gather float32 to rank 0; sends 1+0, receives 1+1",
-        "gather float32 to rank 0; sends 2+0, receives 0+0",
-    ),
     "scatter": (
         "scatter float32 from rank 0; sends 1+1, receives 1+0",
         "scatter float32 from rank 0; sends 0+0, receives 2+0",
@@ -157,7 +152,7 @@ def test_other_numbers(world, kind):
     name, text = the_one(world(bring_other_counts, 2, kind=kind))
     assert name == "CallMismatchError"
     what = ["the ranks are in different calls", "the numbers of elements sent and received differ"][
-        kind in ("pairs", "gather", "scatter")
+        kind in ("pairs", "scatter")
     ]
     lines = [f"{what}; nothing was moved"]
     for rank, call in enumerate(COUNTS[kind]):
@@ -404,7 +399,6 @@ def call_everything() -> list[Any]:
                 group.reduce_scatter(ones).tolist(),
                 group.all_to_all(ones, [1] * group.size, [1] * group.size).tolist(),
                 group.scatter([ones] * group.size, group.size, 0, ones).tolist(),
-                [g if g is None else g.tolist() for g in [group.gather(t, counts, group.size - 1)]],
                 group.broadcast(ones.clone(), group.size - 1).tolist(),
                 group.exchange(b"%d" % group.rank),
                 group.exchange_objects({"rank": group.rank}),
