@@ -23,6 +23,7 @@ from shardtensor.fsdp.ranges import Ranges, lay_out
 from shardtensor.parallel.memory import Home, become
 from shardtensor.spec.nodes import Replicate
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.hooks import Hooked
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -60,6 +61,7 @@ class Flat:
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
         self.shapes = [tuple(param.shape) for param in params]
         self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
+        self.hooked = Hooked()
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
@@ -93,6 +95,7 @@ class Flat:
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
         leaf = piece.detach().requires_grad_(self.trains)
+        leaf._hooked = self.hooked  # type: ignore[attr-defined]
         spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
         layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
         return wrap(leaf, layout, spec, self.domain.whole)
@@ -203,7 +206,7 @@ class Flat:
         """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
         if self.domain.replicate is not None:
             self.domain.replicate.all_reduce(summed)
-        grad = self._kept_gradient()
+        grad = None if self.hooked.any else self._kept_gradient()  # hooks on gradients see them before they are added
         if grad is not None:
             return grad.add_(summed, alpha=self.scale)
         grad = torch.empty_like(self.shard)
@@ -229,10 +232,27 @@ class Flat:
             if not is_used or (own is not None and own._base is grad):
                 continue
             pieces = self._pieces(grad) if pieces is None else pieces
+            piece = self._hooked_gradient(leaf, pieces[i]) if self.hooked.any else pieces[i]
             if own is None:
-                leaf.grad = pieces[i]
+                leaf.grad = piece
             else:
-                own.add_(pieces[i])  # of the user's own, or from a time when others had none
+                own.add_(piece)  # of the user's own, or from a time when others had none
+
+    @staticmethod
+    def _hooked_gradient(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What hooks on the gradient of `leaf` make of it."""
+        for hook in list((leaf._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+    def run_hooks(self, used: Sequence[bool]) -> None:
+        """Run the hooks of the parameters that were used, which have their gradients now."""
+        for shell, is_used in zip(self.shells, used, strict=True):
+            if is_used:
+                hooks: Any = shell._local._post_accumulate_grad_hooks
+                for hook in list((hooks or {}).values()):
+                    hook(shell._local)
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range."""

@@ -104,6 +104,9 @@ class Reductions:
         """Forget what a broken backward left."""
         for flat in self.flats:
             flat.held = None
+        for flight in self._flights:
+            if flight is not None and flight.pending is not None:
+                flight.pending.wait()  # nothing may write into the buffers any more
         self._flights = [None] * _BUFFERS
 
     def _send(self, flat: Flat) -> None:
@@ -134,17 +137,8 @@ class Reductions:
             flight.grad = flat.receive(flight.packing.own)
         assert flight.grad is not None
         flat.attach(flight.grad, flight.used)
-        for shell in flat.shells:
-            hooks: Any = shell._local._post_accumulate_grad_hooks
-            if hooks:
-                self._run_hooks(flat, flight.used)
-                return
-
-    def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
-        for shell, is_used in zip(flat.shells, used, strict=True):
-            if is_used:
-                for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):
-                    hook(shell._local)
+        if flat.hooked.any:
+            flat.run_hooks(flight.used)
 
     def _packing(self, flat: Flat, turn: int) -> Packing:
         place = (turn, self._numbers[id(flat)])

@@ -147,8 +147,12 @@ class Schedule:
     def _end_backward(self) -> None:
         self._is_backward = False
         assert self._passage is not None
-        self._passage.end()
-        self.reductions.end()
+        try:
+            self._passage.end()
+            self.reductions.end()
+        except BaseException:
+            self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
+            raise
         self.gathers.join()
         for unit in self.units:
             unit.is_gathered = unit.is_gathered and unit.is_kept
