@@ -40,7 +40,7 @@ class Reductions:
         self._next = 0
         self._flights: list[_Flight | None] = [None] * _BUFFERS
         self._events = [streams.event() for _ in range(_BUFFERS)]
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}
         self._packings: dict[tuple[int, int], Packing] = {}
         self._memory_size = max(flat.gradient_bytes for flat in flats)
         self._turn = 0
@@ -98,7 +98,7 @@ class Reductions:
             self._turn = (self._turn + 1) % _BUFFERS
         self.lane.join()
         if self._memory_size > _KEPT:
-            self._memory, self._packings = [], {}
+            self._memory, self._packings = {}, {}
 
     def drop(self) -> None:
         """Forget what a broken backward left."""
@@ -143,9 +143,9 @@ class Reductions:
     def _packing(self, flat: Flat, turn: int) -> Packing:
         place = (turn, self._numbers[id(flat)])
         if place not in self._packings:
-            if not self._memory:
-                shape, device = (_BUFFERS, self._memory_size), self._streams.device
-                self._memory = list(torch.empty(shape, dtype=torch.uint8, device=device))
+            if turn not in self._memory:
+                device = self._streams.device
+                self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
             self._packings[place] = flat.packing_in(self._memory[turn])
         return self._packings[place]
 
