@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -23,7 +24,7 @@ from shardtensor.fsdp.ranges import Ranges, lay_out
 from shardtensor.parallel.memory import Home, become
 from shardtensor.spec.nodes import Replicate
 from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.hooks import Hooked
+from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -44,6 +45,7 @@ class Flat:
 
     Attributes:
         shard: this rank's range, of the parameters' dtype; the truth about their values.
+        pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
         views: the parameters as modules compute with them.
@@ -61,11 +63,12 @@ class Flat:
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
         self.shapes = [tuple(param.shape) for param in params]
         self.ranges: Ranges = lay_out([param.numel() for param in params], domain.shard.size)
-        self.hooked = Hooked()
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
         self.shard = self._own_range(params)
+        *starts, _ = accumulate(self._cuts)
+        self.pieces = Pieces(self.shard, tuple(starts[::2]))
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.views: tuple[torch.Tensor, ...] = ()
@@ -95,7 +98,7 @@ class Flat:
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
         leaf = piece.detach().requires_grad_(self.trains)
-        leaf._hooked = self.hooked  # type: ignore[attr-defined]
+        leaf._piece = self.pieces, i  # type: ignore[attr-defined]
         spec = Replicate().flat(self.domain.axis, sizes=self.ranges.sizes(i))
         layout = bind_named(spec, self.shapes[i], mesh_of(self.domain.whole))
         return wrap(leaf, layout, spec, self.domain.whole)
@@ -206,7 +209,7 @@ class Flat:
         """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it."""
         if self.domain.replicate is not None:
             self.domain.replicate.all_reduce(summed)
-        grad = None if self.hooked.any else self._kept_gradient()  # hooks on gradients see them before they are added
+        grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
         if grad is not None:
             return grad.add_(summed, alpha=self.scale)
         grad = torch.empty_like(self.shard)
@@ -232,7 +235,7 @@ class Flat:
             if not is_used or (own is not None and own._base is grad):
                 continue
             pieces = self._pieces(grad) if pieces is None else pieces
-            piece = self._hooked_gradient(leaf, pieces[i]) if self.hooked.any else pieces[i]
+            piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
             if own is None:
                 leaf.grad = piece
             else:

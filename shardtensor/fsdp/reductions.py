@@ -137,7 +137,7 @@ class Reductions:
             flight.grad = flat.receive(flight.packing.own)
         assert flight.grad is not None
         flat.attach(flight.grad, flight.used)
-        if flat.hooked.any:
+        if flat.pieces.has_hooks:
             flat.run_hooks(flight.used)
 
     def _packing(self, flat: Flat, turn: int) -> Packing:

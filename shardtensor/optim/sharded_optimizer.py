@@ -1,8 +1,9 @@
 """`ShardedOptimizer`: any torch optimizer over named parameters, sharded and plain.
 
 People see sharded parameters in ``param_groups`` and ``state``. Classes that treat every element alone step this rank's
-leaves inside, at the speed of plain tensors and without a message between ranks; all other classes step the
-ShardedTensors themselves, so that a norm or a product of whole matrices is the global one.
+leaves inside, at the speed of plain tensors and without a message between ranks; leaves that lie end to end, as those
+of fully sharded modules, in one piece. All other classes step the ShardedTensors themselves, so that a norm or a
+product of whole matrices is the global one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
+from shardtensor.optim.runs import Runs
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -103,8 +105,9 @@ class ShardedOptimizer(optim.Optimizer):
         )
         self._is_built = True
         self.state: MutableMapping[Any, Any]  # type: ignore[assignment]
+        self._runs = Runs(self._inner)
         if self._on_leaves:
-            self.state = ShownState(self._inner.state, self._held)
+            self.state = ShownState(self._runs, self._held)
         else:
             self.state, self.param_groups = self._inner.state, self._inner.param_groups
         self._watch = Watch(named_params, self._held.values()) if isinstance(named_params, nn.Module) else None
@@ -187,6 +190,7 @@ class ShardedOptimizer(optim.Optimizer):
                 fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
             self._agree("add_param_group", [group], say_options(None, (), options), fault)
             stepped = self._stepped(params)
+            self._runs.dissolve()
             self._inner.add_param_group({**options, "params": stepped})
         except BaseException:
             self._held.clear()
@@ -225,11 +229,7 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            leaves = own["params"]
-            own.update(group)
-            own["params"] = leaves
-        step_in_lanes(self._inner, self._inner_step)
+        self._runs.step(self.param_groups, lambda: step_in_lanes(self._inner, self._inner_step))
         wrote_each(held.param for held in self._held.values())
         return loss
 
@@ -248,6 +248,7 @@ class ShardedOptimizer(optim.Optimizer):
         unfit = [held.name for held in found if not (held.now.is_leaf or self.defaults.get("differentiable"))]
         if unfit:
             raise stale_error(unfit, "their shards were set to results of operations, which are no leaves")
+        self._runs.dissolve()
         with torch.no_grad():
             for held in found:
                 self._carry(held)
@@ -360,6 +361,7 @@ class ShardedOptimizer(optim.Optimizer):
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         inner = self._inner
+        self._runs.dissolve()
         taken = {}
         with torch.no_grad():
             for group in self.param_groups:
@@ -381,6 +383,7 @@ class ShardedOptimizer(optim.Optimizer):
         inner.__setstate__({})  # where classes bring old states up to date
 
     def __getstate__(self) -> dict[str, Any]:
+        self._runs.dissolve()
         return {key: self.__dict__[key] for key in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -391,7 +394,10 @@ class ShardedOptimizer(optim.Optimizer):
         self._held.update((id(h.param), h) for h in held)
 
 
-_KEPT = ("defaults", "param_groups", "state", "_recipe", "_on_leaves", "_held", "_aliases", "_inner", "_is_built")
+_KEPT = (
+    *("defaults", "param_groups", "state"),
+    *("_recipe", "_on_leaves", "_held", "_aliases", "_inner", "_runs", "_is_built"),
+)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -108,7 +108,7 @@ class ShownState(MutableMapping[Any, Any]):
     """The state of leaves, keyed by the parameters that people see; a live view.
 
     Args:
-        state: the inner optimizer's, keyed by leaves.
+        state: keyed by leaves.
         held: every parameter by the id of what people see; the optimizer keeps it up to date.
     """
 
@@ -147,7 +147,7 @@ class ShownState(MutableMapping[Any, Any]):
 class ShownEntry(MutableMapping[str, Any]):
     """The state of one leaf, its tensors as ShardedTensors over the same bytes; a live view."""
 
-    def __init__(self, state: dict[str, Any], held: Held) -> None:
+    def __init__(self, state: MutableMapping[str, Any], held: Held) -> None:
         self._state, self._held = state, held
 
     def __getitem__(self, key: str) -> Any:

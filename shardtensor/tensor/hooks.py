@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.pieces import piece_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, wrap
 
 
@@ -72,24 +73,11 @@ def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> 
     return on_leaf
 
 
-class Hooked:
-    """Whether any of some leaves was given a hook.
-
-    Who gives leaves their gradients without autograd, and so has to call their hooks, lets them share one of these as
-    their attribute ``_hooked``.
-    """
-
-    __slots__ = ("any",)
-
-    def __init__(self) -> None:
-        self.any = False
-
-
 def note_hook(leaf: torch.Tensor) -> None:
     """Tell who gives `leaf` its gradients, if it is not autograd, that there are hooks."""
-    hooked = vars(leaf).get("_hooked")
-    if hooked is not None:
-        hooked.any = True
+    piece = piece_of(leaf)
+    if piece is not None:
+        piece[0].has_hooks = True
 
 
 Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
