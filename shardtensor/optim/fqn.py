@@ -17,7 +17,7 @@ from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import Held
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.state import adopted, fitted
+from shardtensor.optim.state import adopted, is_number, number
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -175,15 +175,11 @@ def _with_keys(
 
 def _laid_out(values: dict[str, Any], held: Held, options: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: fitted(value, held, key, options)
-        if isinstance(value, torch.Tensor) and not value.dim()
-        else _own(value, held)
+        key: number(value, held, key, options)
+        if isinstance(value, torch.Tensor) and is_number(value, held, key)
+        else adopted(value, held, key)
         for key, value in values.items()
     }
-
-
-def _own(value: Any, held: Held) -> Any:
-    return adopted(value, held)
 
 
 def _whole(value: Any) -> Any:

@@ -9,8 +9,26 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import Any
 
 import torch
+from torch import optim
 
 from shardtensor.tensor.pieces import Pieces, piece_of
+
+ELEMENTWISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""Classes whose update of an element depends on that element alone. Exactly these: a subclass may do otherwise."""
 
 
 class Run:
@@ -115,7 +133,7 @@ class Runs(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         optimizer: what steps; its groups hold the leaves, but while it steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups: list[tuple[list[Run], list[torch.Tensor]]] | None = None
         self._places: dict[int, tuple[Run, int]] = {}

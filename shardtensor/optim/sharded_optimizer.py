@@ -21,27 +21,10 @@ from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
-from shardtensor.optim.runs import Runs
+from shardtensor.optim.runs import ELEMENTWISE, Runs
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""Classes whose update of an element depends on that element alone. Exactly these: a subclass may do otherwise."""
 
 NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -373,7 +356,7 @@ class ShardedOptimizer(optim.Optimizer):
                     if self._on_leaves:
                         taken[held.leaf] = {key: fitted(value, held, key, group) for key, value in values.items()}
                     else:
-                        taken[param] = {key: adopted(value, held) for key, value in values.items()}
+                        taken[param] = {key: adopted(value, held, key) for key, value in values.items()}
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)
