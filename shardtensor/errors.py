@@ -87,6 +87,10 @@ class LayoutError(ShardTensorError, ValueError):
     """A spec does not fit the mesh, the world or the shape it is bound to."""
 
 
+class WrappedTwiceError(LayoutError, AssertionError):
+    """A module is to be fully sharded that already is."""
+
+
 class RuleError(ShardTensorError, RuntimeError):
     """An operation cannot be done on these layouts."""
 

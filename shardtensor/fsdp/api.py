@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardtensor.comm.agree import agree
-from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import check
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Entry, Flat
@@ -20,7 +20,7 @@ from shardtensor.fsdp.inner import Inner, is_cut
 from shardtensor.fsdp.near import Reshard, read_reshard
 from shardtensor.fsdp.offload import flat_of
 from shardtensor.fsdp.parts import large_layers, make_part
-from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
 from shardtensor.fsdp.ranges import together
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
@@ -50,7 +50,7 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params or ()}
     if policy is not None:
         for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
-            if policy(child) and unit_of(child) is None:
+            if unit_of(child) is None and selects(policy, child):
                 _shard_one(
                     [child],
                     mesh,
@@ -65,6 +65,9 @@ def fully_shard(
         modules, mesh, mp_policy, offload_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused
     )
     return module
+
+
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # torch's name for what a module's sharding is kept in
 
 
 def _shard_one(
@@ -123,11 +126,18 @@ def _shard_one(
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if unit_of(module) is not None:
-            raise LayoutError("this module is fully sharded already", fix="call fully_shard once for each module")
+            raise WrappedTwiceError(
+                "Each distinct composable distributed API can only be applied to a module once. This module is fully "
+                "sharded already",
+                {"module": type(module).__name__},
+                "call fully_shard once for each module",
+            )
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"fully_shard does not support containers that do not implement forward: {type(module).__name__}",
-                fix="call it on each of the modules in it",
+                "fully_shard does not support containers that do not implement forward: they are never called, so "
+                "nothing says when to gather",
+                {"module": type(module).__name__},
+                "call it for each module in the container, or for the module that holds it",
             )
     if not modules:
         raise LayoutError("fully_shard got an empty list of modules")

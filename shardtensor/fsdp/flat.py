@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
 from shardtensor.parallel.memory import Home, become
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -60,6 +62,7 @@ class Flat:
 
     Attributes:
         shard: this rank's range, of the parameters' dtype; the truth about their values.
+        pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
         views: the parameters as they are gathered.
@@ -90,6 +93,7 @@ class Flat:
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
         self.shard = self._own_range()
         self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
+        self.pieces = self._known_pieces()
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.views: tuple[torch.Tensor, ...] = ()
@@ -144,7 +148,18 @@ class Flat:
             shape = layout.local_shape(group.rank)
             self._reshaped.append((i, form, shape))
             piece = form.shown(piece, shape)
-        return wrap(piece.detach().requires_grad_(self.trains[i]), layout, spec, group)
+        leaf = piece.detach().requires_grad_(self.trains[i])
+        self._number(leaf, i)
+        return wrap(leaf, layout, spec, group)
+
+    def _known_pieces(self) -> Pieces:
+        """What the leaves know of each other, in the present range."""
+        *starts, _ = accumulate(self._cuts)
+        return Pieces(self.shard, tuple(starts[::2]))
+
+    def _number(self, leaf: torch.Tensor, i: int) -> None:
+        if leaf.is_contiguous():  # another order of elements is none of a piece of memory
+            leaf._piece = self.pieces, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
         """Turn the parameter objects into the shells, for everyone who holds them; a gradient comes along."""
@@ -166,9 +181,12 @@ class Flat:
         self._writes_before += self.shard._version + 1
         self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
         self._settle_dtypes()
-        for shell, leaf, piece in zip(self.shells, leaves, self._pieces(self.shard), strict=True):
+        had_hooks, self.pieces = self.pieces.has_hooks, self._known_pieces()
+        self.pieces.has_hooks = had_hooks
+        for i, (shell, leaf, piece) in enumerate(zip(self.shells, leaves, self._pieces(self.shard), strict=True)):
             piece.copy_(leaf.detach())
             fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
+            self._number(fresh, i)
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
@@ -322,7 +340,7 @@ class Flat:
         return self._accept(summed, scale)
 
     def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
-        grad = self._kept_gradient()
+        grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
         if grad is not None:
             return grad.add_(summed, alpha=scale)
         grad = torch.empty_like(self.shard)
@@ -348,10 +366,27 @@ class Flat:
             if not is_used or (own is not None and own._base is grad):
                 continue
             pieces = self._pieces(grad) if pieces is None else pieces
+            piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
             if own is None:
-                leaf.grad = pieces[i]
+                leaf.grad = piece
             else:
-                own.add_(pieces[i])  # of the user's own, or from a time when others had none
+                own.add_(piece)  # of the user's own, or from a time when others had none
+
+    @staticmethod
+    def _hooked_gradient(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What hooks on the gradient of `leaf` make of it."""
+        for hook in list((leaf._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+    def run_hooks(self, used: Sequence[bool]) -> None:
+        """Run the hooks of the parameters that were used, which have their gradients now."""
+        for shell, is_used in zip(self.shells, used, strict=True):
+            if is_used:
+                hooks: Any = shell._local._post_accumulate_grad_hooks
+                for hook in list((hooks or {}).values()):
+                    hook(shell._local)
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 import torch
@@ -60,3 +62,10 @@ class ModuleWrapPolicy:
 
     def __call__(self, module: nn.Module) -> bool:
         return isinstance(module, self.module_classes)
+
+
+def selects(policy: Callable[..., Any], module: nn.Module) -> bool:
+    """Whether a policy makes a module a unit; torch's own policies, which are asked about descending too, will do."""
+    if "recurse" in inspect.signature(policy).parameters:
+        return bool(policy(module, recurse=False, nonwrapped_numel=sum(param.numel() for param in module.parameters())))
+    return bool(policy(module))

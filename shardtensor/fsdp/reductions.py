@@ -232,18 +232,12 @@ class Reductions:
         flat.attach(flight.grad, flight.used)
         if self._landed is not None:
             self._landed[self._numbers[id(flat)]] = flight.grad
-        for shell in flat.shells:
-            hooks: Any = shell._local._post_accumulate_grad_hooks
-            if hooks:
-                self._run_hooks(flat, flight.used)
-                return
+        if flat.pieces.has_hooks:
+            self._run_hooks(flat, flight.used)
 
     def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
         flat.show_shells()  # the module's backward is done with the others
-        for shell, is_used in zip(flat.shells, used, strict=True):
-            if is_used:
-                for hook in list((shell._local._post_accumulate_grad_hooks or {}).values()):
-                    hook(shell._local)
+        flat.run_hooks(used)
 
     def _packing(self, flat: Flat, turn: int) -> Packing:
         place = (turn, self._numbers[id(flat)])

@@ -365,9 +365,13 @@ class Schedule:
     def _end_backward(self) -> None:
         self._show_shells()
         assert self._passage is not None
-        self._passage.end()
-        self._is_backward = False
-        self.reductions.end()
+        try:
+            self._passage.end()
+            self._is_backward = False
+            self.reductions.end()
+        except BaseException:
+            self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
+            raise
         self.gathers.join()
         kept = self._keep_gathered() if self.keeps_some or self._kept else ()
         for unit in self.units:

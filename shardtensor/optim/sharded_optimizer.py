@@ -1,8 +1,9 @@
 """`ShardedOptimizer`: any torch optimizer over named parameters, sharded and plain.
 
 People see sharded parameters in ``param_groups`` and ``state``. Classes that treat every element alone step this rank's
-leaves inside, at the speed of plain tensors and without a message between ranks; all other classes step the
-ShardedTensors themselves, so that a norm or a product of whole matrices is the global one.
+leaves inside, at the speed of plain tensors and without a message between ranks; leaves that lie end to end, as those
+of fully sharded modules, in one piece. All other classes step the ShardedTensors themselves, so that a norm or a
+product of whole matrices is the global one.
 """
 
 from __future__ import annotations
@@ -20,27 +21,11 @@ from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
+from shardtensor.optim.runs import ELEMENTWISE, Runs
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""Classes whose update of an element depends on that element alone. Exactly these: a subclass may do otherwise."""
 
 NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -104,8 +89,9 @@ class ShardedOptimizer(optim.Optimizer):
         )
         self._is_built = True
         self.state: MutableMapping[Any, Any]  # type: ignore[assignment]
+        self._runs = Runs(self._inner)
         if self._on_leaves:
-            self.state = ShownState(self._inner.state, self._held)
+            self.state = ShownState(self._runs, self._held)
         else:
             self.state, self.param_groups = self._inner.state, self._inner.param_groups
         self._watch = Watch(named_params, self._held.values()) if isinstance(named_params, nn.Module) else None
@@ -188,6 +174,7 @@ class ShardedOptimizer(optim.Optimizer):
                 fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
             self._agree("add_param_group", [group], say_options(None, (), options), fault)
             stepped = self._stepped(params)
+            self._runs.dissolve()
             self._inner.add_param_group({**options, "params": stepped})
         except BaseException:
             self._held.clear()
@@ -226,11 +213,7 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            leaves = own["params"]
-            own.update(group)
-            own["params"] = leaves
-        step_in_lanes(self._inner, self._inner_step)
+        self._runs.step(self.param_groups, lambda: step_in_lanes(self._inner, self._inner_step))
         stepped(self._inner, (held.param for held in self._held.values()))
         return loss
 
@@ -249,6 +232,7 @@ class ShardedOptimizer(optim.Optimizer):
         unfit = [held.name for held in found if not (held.now.is_leaf or self.defaults.get("differentiable"))]
         if unfit:
             raise stale_error(unfit, "their shards were set to results of operations, which are no leaves")
+        self._runs.dissolve()
         with torch.no_grad():
             for held in found:
                 self._carry(held)
@@ -361,6 +345,7 @@ class ShardedOptimizer(optim.Optimizer):
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         inner = self._inner
+        self._runs.dissolve()
         taken = {}
         with torch.no_grad():
             for group in self.param_groups:
@@ -372,7 +357,7 @@ class ShardedOptimizer(optim.Optimizer):
                     if self._on_leaves:
                         taken[held.leaf] = {key: fitted(value, held, key, group) for key, value in values.items()}
                     else:
-                        taken[param] = {key: adopted(value, held) for key, value in values.items()}
+                        taken[param] = {key: adopted(value, held, key) for key, value in values.items()}
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)
@@ -382,6 +367,7 @@ class ShardedOptimizer(optim.Optimizer):
         inner.__setstate__({})  # where classes bring old states up to date
 
     def __getstate__(self) -> dict[str, Any]:
+        self._runs.dissolve()
         return {key: self.__dict__[key] for key in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -392,7 +378,10 @@ class ShardedOptimizer(optim.Optimizer):
         self._held.update((id(h.param), h) for h in held)
 
 
-_KEPT = ("defaults", "param_groups", "state", "_recipe", "_on_leaves", "_held", "_aliases", "_inner", "_is_built")
+_KEPT = (
+    *("defaults", "param_groups", "state"),
+    *("_recipe", "_on_leaves", "_held", "_aliases", "_inner", "_runs", "_is_built"),
+)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -43,8 +43,8 @@ def fitted(value: Any, held: Held, key: str, options: Mapping[str, Any]) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.dim() == 0:
-        return _scalar(value, held, key, options)
+    if is_number(value, held, key):
+        return number(value, held, key, options)
     leaf = held.leaf
     if held.layout is not None:
         assert held.group is not None
@@ -55,7 +55,19 @@ def fitted(value: Any, held: Held, key: str, options: Mapping[str, Any]) -> Any:
     return torch.empty_like(leaf, dtype=dtype, requires_grad=False).copy_(value.detach())
 
 
-def _scalar(value: torch.Tensor, held: Held, key: str, options: Mapping[str, Any]) -> torch.Tensor:
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys under which torch's optimizers keep 0-d tensors that are no part of the parameter."""
+
+
+def is_number(value: torch.Tensor, held: Held, key: str) -> bool:
+    """Whether a state tensor is one number for the whole parameter; of a 0-d parameter, its name tells."""
+    if value.dim() or held.param.dim() or held.layout is None:
+        return value.dim() == 0
+    return not isinstance(value, ShardedTensor) and key in _NUMBERS
+
+
+def number(value: torch.Tensor, held: Held, key: str, options: Mapping[str, Any]) -> torch.Tensor:
+    """A number for the whole parameter, as a tensor of its own where the optimizer wants it."""
     if isinstance(value, ShardedTensor):
         value = value.full_tensor()
     value = value.detach()
@@ -83,15 +95,15 @@ def moved(value: Any, held: Held, was: Held) -> Any:
     return wrap(local_as(value, layout, group).to(held.device, dtype), layout, None, group)
 
 
-def adopted(value: Any, held: Held) -> Any:
+def adopted(value: Any, held: Held, key: str = "") -> Any:
     """A loaded value as the state of a parameter that is stepped whole: own bytes, laid out as the parameter is."""
     if isinstance(value, list | tuple):
-        return type(value)(adopted(item, held) for item in value)
+        return type(value)(adopted(item, held, key) for item in value)
     if isinstance(value, dict):
-        return {key: adopted(item, held) for key, item in value.items()}
+        return {key: adopted(item, held, key) for key, item in value.items()}
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.dim() == 0:
+    if is_number(value, held, key):
         return (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
     if held.layout is not None and value.shape == held.param.shape:
         assert held.group is not None
@@ -108,7 +120,7 @@ class ShownState(MutableMapping[Any, Any]):
     """The state of leaves, keyed by the parameters that people see; a live view.
 
     Args:
-        state: the inner optimizer's, keyed by leaves.
+        state: keyed by leaves.
         held: every parameter by the id of what people see; the optimizer keeps it up to date.
     """
 
@@ -147,7 +159,7 @@ class ShownState(MutableMapping[Any, Any]):
 class ShownEntry(MutableMapping[str, Any]):
     """The state of one leaf, its tensors as ShardedTensors over the same bytes; a live view."""
 
-    def __init__(self, state: dict[str, Any], held: Held) -> None:
+    def __init__(self, state: MutableMapping[str, Any], held: Held) -> None:
         self._state, self._held = state, held
 
     def __getitem__(self, key: str) -> Any:

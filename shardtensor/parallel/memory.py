@@ -10,6 +10,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copying import attributes_of
+from shardtensor.tensor.hooks import give_hooks, take_hooks
 from shardtensor.tensor.placing import moved, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -18,7 +19,9 @@ Home = tuple[nn.Module, str]
 
 
 def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
-    """Turn the object `tensor` into `shell`, for everyone who holds it; attributes that users set on it come along.
+    """Turn the object `tensor` into `shell`, for everyone who holds it; what users set on it comes along.
+
+    That is its attributes and, from a plain tensor, its hooks.
 
     `shell` must not be used afterwards: it is then the old `tensor`.
 
@@ -32,6 +35,7 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
         shell._flat = tensor._flat
         shell._tell_flat()
     tensor.grad = None
+    hooks = None if isinstance(tensor, ShardedTensor) else take_hooks(tensor)
     try:
         torch.utils.swap_tensors(tensor, shell)
     except RuntimeError as error:
@@ -40,6 +44,8 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
             {"torch says": str(error).splitlines()[0]},
             "shard before the first forward pass, or drop its results (and compiled modules) first",
         ) from error
+    if hooks is not None:
+        give_hooks(tensor, hooks)
 
 
 def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,13 +16,22 @@ import torch
 
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.gradient import gradient_of
+from shardtensor.tensor.pieces import piece_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 @implements(torch.Tensor.register_hook)
 def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
     """Call ``hook(gradient)``, a ShardedTensor, whenever the gradient is computed; what it returns replaces it."""
-    # The hook must not keep the tensor alive, so it knows it by a local tensor without memory.
+    note_hook(tensor._local)
+    return tensor._local.register_hook(_gradient_hook(tensor, hook))
+
+
+def _gradient_hook(
+    tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]
+) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    """The hook for the leaf of `tensor`."""
+    # It must not keep the tensor alive, so it knows it by a local tensor without memory.
     stand_in = torch.empty(tensor._local.shape, device="meta")
     like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
 
@@ -33,7 +42,7 @@ def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.T
         changed = hook(shown)
         return None if changed is None else local_as(changed, shown._layout, shown._group)
 
-    return tensor._local.register_hook(on_leaf)
+    return on_leaf
 
 
 class Owner:
@@ -48,6 +57,12 @@ class Owner:
 @implements(torch.Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
     """Call ``hook(tensor)``, with this very object, after its gradient has been accumulated."""
+    note_hook(tensor._local)
+    return tensor._local.register_post_accumulate_grad_hook(_post_hook(tensor, hook))
+
+
+def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Callable[[torch.Tensor], None]:
+    """The hook for the leaf of `tensor`."""
     owner = vars(tensor).setdefault("_owner", Owner(tensor))
     find = weakref.ref(owner)
 
@@ -56,7 +71,45 @@ def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[Sh
         if owner is not None:
             hook(owner.tensor)
 
-    return tensor._local.register_post_accumulate_grad_hook(on_leaf)
+    return on_leaf
+
+
+def note_hook(leaf: torch.Tensor) -> None:
+    """Tell who gives `leaf` its gradients, if it is not autograd, that there are hooks."""
+    piece = piece_of(leaf)
+    if piece is not None:
+        piece[0].has_hooks = True
+
+
+Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+"""Of a tensor: those on its gradient, those after its accumulation; as its handles know them."""
+
+
+def take_hooks(tensor: torch.Tensor) -> Hooks:
+    """Take the hooks of a plain tensor off it."""
+    on: Any = tensor
+    hooks = on._backward_hooks, on._post_accumulate_grad_hooks
+    if hooks[0]:
+        on._backward_hooks = None
+    if hooks[1]:
+        on._post_accumulate_grad_hooks = None
+    return hooks
+
+
+def give_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give the hooks that a plain tensor had to `tensor`, sharded or plain; their handles go on removing them."""
+    before, after = hooks
+    leaf: Any = tensor._local if isinstance(tensor, ShardedTensor) else tensor
+    if before:
+        if isinstance(tensor, ShardedTensor):
+            before.update({key: _gradient_hook(tensor, hook) for key, hook in before.items()})
+        leaf._backward_hooks = before
+    if after:
+        if isinstance(tensor, ShardedTensor):
+            after.update({key: _post_hook(tensor, hook) for key, hook in after.items()})
+        leaf._post_accumulate_grad_hooks = after
+    if before or after:
+        note_hook(leaf)
 
 
 @implements(torch.Tensor.retain_grad)

@@ -1,0 +1,188 @@
+"""Optimizer state by the parameters' names in a model, out of any optimizer and into one: what checkpoints hold.
+
+Names do not depend on how a model is wrapped, sharded or compiled, so state can go from one copy to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.optim import state_dict as saved
+from shardtensor.optim.named_params import Held
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.state import adopted, is_number, number
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names of submodules that torch.compile and other wrappers add; no part of a parameter's name."""
+
+
+def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool = False) -> dict[str, Any]:
+    """Return an optimizer's state and groups by the names of the parameters in `model`.
+
+    The names, and each tensor's global shape and values, are those of the model that was never sharded.
+
+    Args:
+        model: whose parameters the optimizer steps, all or some of them.
+        optimizer: a torch optimizer or a `ShardedOptimizer`.
+        full: make every tensor whole, on every rank. Collective: all ranks of the parameters' groups call it.
+
+    Returns:
+        ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. A tensor of a
+        sharded parameter's state is a ShardedTensor of the parameter's layout; it shares memory with the optimizer, as
+        those of ``optimizer.state_dict()`` do (a whole one of ``full=True`` does not). Numbers, and 0-d tensors such
+        as ``step``, are the same on every rank. Parameters that were never stepped have no entry in ``state``.
+
+    Raises:
+        LayoutError: (a ValueError) the optimizer holds parameters that the model does not have.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> _ = model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optim_state_dict(model, optimizer)["state"]["bias"]
+        {'momentum_buffer': tensor([1.])}
+    """
+    names, _ = _names_in(model)
+    groups = _named_groups(optimizer, names)
+    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    if full:
+        state = {name: {key: _whole(value) for key, value in values.items()} for name, values in state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def optim_state_dict_to_load(
+    model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any], is_named_optimizer: bool = False
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, from what `optim_state_dict` gave for any copy of the model.
+
+    State and hyperparameters are matched by name; in which order the groups and names stand does not matter. All ranks
+    of the parameters' groups call it; data moves only where a tensor has another layout than its parameter.
+
+    Args:
+        model: whose parameters the optimizer steps.
+        optimizer: the one that will load it, or one made alike.
+        state: by name; its tensors whole or sharded over any layout.
+        is_named_optimizer: key the result by name rather than by torch's numbers. A `ShardedOptimizer` always gets the
+            names that it was given.
+
+    Returns:
+        a state dict whose tensors are laid out as the parameters are, and share no memory with `state`.
+
+    Raises:
+        LayoutError: (a ValueError) names are missing or unknown, shapes differ, or one group's parameters were saved
+            with different hyperparameters.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> named = {"state": {"bias": {"momentum_buffer": torch.ones(1)}},
+        ...          "param_groups": [{"params": ["weight", "bias"], "lr": 0.5}]}
+        >>> loaded = optim_state_dict_to_load(model, optimizer, named)
+        >>> loaded["state"], loaded["param_groups"][0]["params"]
+        ({1: {'momentum_buffer': tensor([1.])}}, [0, 1])
+    """
+    names, aliases = _names_in(model)
+    held = {
+        names[id(p)]: Held.of(names[id(p)], p) for g in optimizer.param_groups for p in g["params"] if id(p) in names
+    }
+    found: dict[Any, dict[str, Any]] = {}
+    options: list[dict[str, Any]] = []
+    fault: ShardTensorError | None = None
+    try:
+        own = [group["params"] for group in _named_groups(optimizer, names)]
+        found, options = saved.match(state, own, aliases)
+        saved.check({k: v for k, v in found.items() if k in held}, {n: tuple(h.param.shape) for n, h in held.items()})
+    except ShardTensorError as error:
+        fault = error
+    _agree(held, found, fault)
+    groups = _with_keys(optimizer, _keys(optimizer, names, is_named_optimizer), options)
+    options_of = {name: group for group, names_ in zip(options, own, strict=True) for name in names_}
+    keys = {
+        name: key for group, ns in zip(groups, own, strict=True) for name, key in zip(ns, group["params"], strict=True)
+    }
+    taken = {
+        keys.get(name, name): _laid_out(values, held[name], options_of[name]) if name in held else values
+        for name, values in found.items()
+    }
+    return {"state": taken, "param_groups": groups}
+
+
+def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """The name of each parameter by its id, and other names of tied ones, to that name."""
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        first = names.setdefault(id(param), name)
+        if first != name:
+            aliases[name] = first
+    return names, aliases
+
+
+def _named_groups(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    strange = [i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if id(p) not in names]
+    if strange:
+        raise LayoutError(
+            "the optimizer holds parameters that the model does not have",
+            {"their numbers in the optimizer": ", ".join(map(str, strange[:8]))},
+            "pass the model whose parameters() the optimizer was made with",
+        )
+    return [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[id(param)] for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _agree(held: Mapping[str, Held], found: Mapping[Any, Any], fault: ShardTensorError | None) -> None:
+    groups: dict[int, Group] = {id(h.group): h.group for h in held.values() if h.group is not None}
+    groups = {key: group for key, group in groups.items() if group.index >= 0}
+    if fault is not None and not groups:
+        raise fault
+    for group in groups.values():
+        agree(group, "optim_state_dict_to_load", {"state": saved.outline(found)} if fault is None else {}, fault)
+
+
+def _keys(optimizer: optim.Optimizer, names: Mapping[int, str], is_named: bool) -> list[list[Any]]:
+    """How the optimizer's load_state_dict calls the parameters of each group."""
+    known: dict[int, Any] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        known[id(param)] = names[id(param)] if is_named else len(known)
+    if isinstance(optimizer, ShardedOptimizer):
+        known = {id(param): name for name, param in optimizer.named_params.items()}
+    return [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _with_keys(
+    optimizer: optim.Optimizer, keys: list[list[Any]], options: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    return [
+        {**new, **{key: own[key] for key in ("param_names",) if key in own}, "params": params}
+        for own, params, new in zip(optimizer.param_groups, keys, options, strict=True)
+    ]
+
+
+def _laid_out(values: dict[str, Any], held: Held, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: number(value, held, key, options)
+        if isinstance(value, torch.Tensor) and is_number(value, held, key)
+        else adopted(value, held, key)
+        for key, value in values.items()
+    }
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_whole, value))
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value
