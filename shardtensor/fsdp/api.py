@@ -13,7 +13,8 @@ from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import check
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.fsdp_module import sharded_class
 from shardtensor.fsdp.inner import Inner, is_cut

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.flat import Entry
+from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import unit_of
 

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-import attrs
 import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.carry import Carry
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.forms import ANYWHERE, Form
-from shardtensor.fsdp.inner import Inner
+from shardtensor.fsdp.entry import Entry, ranges_of
+from shardtensor.fsdp.flat_gradients import FlatGradients
+from shardtensor.fsdp.forms import Form
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
-from shardtensor.parallel.memory import Home, become
+from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
@@ -33,31 +32,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
 
-@attrs.define(eq=False)
-class Entry:
-    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
-
-    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
-    """
-
-    name: str
-    param: torch.Tensor
-    homes: list[Home]
-    form: Form = ANYWHERE
-    inner: Inner | None = None
-
-    @property
-    def values(self) -> torch.Tensor:
-        """What the data ranks hold copies of."""
-        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
-
-    @property
-    def grain(self) -> int:
-        """So many elements stay together."""
-        return self.form.grain(tuple(self.values.shape))
-
-
-class Flat:
+class Flat(FlatGradients):
     """Parameters of one dtype that are gathered and reduced together.
 
     Attributes:
@@ -87,7 +62,7 @@ class Flat:
         self._settle_dtypes()
         self.global_shapes = [tuple(param.shape) for param in params]
         self.shapes = [tuple(entry.values.shape) for entry in entries]
-        self.ranges = _ranges(self.entries, domain.shard.size)
+        self.ranges = ranges_of(self.entries, domain.shard.size)
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
@@ -129,11 +104,6 @@ class Flat:
 
     def _empty_shard(self) -> torch.Tensor:
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
-
-    @property
-    def index(self) -> int:
-        """This rank's place among those that hold one copy."""
-        return self.domain.shard.index
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
         form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
@@ -207,11 +177,6 @@ class Flat:
         """Bytes of the gathered range."""
         return self.ranges.total * self.compute_dtype.itemsize
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the packed gradients."""
-        return self.ranges.total * self.reduce_dtype.itemsize
-
     def lie_in(self, memory: torch.Tensor) -> None:
         """Be gathered into `memory`, bytes, from now on."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
@@ -242,11 +207,6 @@ class Flat:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
         return [part.data for part in self._as_parameters(flat.split_with_sizes(self._all_cuts)[1::2])]
 
-    def _as_parameters(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            entry.form.shown(part, shape) for entry, part, shape in zip(self.entries, parts, self.shapes, strict=True)
-        ]
-
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
@@ -274,141 +234,6 @@ class Flat:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version != self.shard._version + self._writes_before and self.version >= 0:
             raise written_too_early(entry.name for entry in self.entries)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep gradients of whole parameters, added to those that are kept."""
-        if not self.syncs:
-            self.carry.add(grads)
-        elif self.held is None:
-            self.held = grads
-        else:
-            self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
-
-    def divide_by(self, factor: float) -> None:
-        """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
-        self.divisor = factor
-        is_first = self.reduce_dtype == torch.float16
-        self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
-
-    def pack(self, packing: Packing) -> list[bool]:
-        """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
-        grads, self.held = self.held or [None] * len(self.shells), None
-        if self.carry.is_loaded:
-            grads = self.carry.unload(grads)
-        parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
-        if not all(used):
-            zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
-            parts = [part for part, is_used in zip(parts, used, strict=True) if is_used]
-            grads = [grad for grad in grads if grad is not None]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if parts:
-            torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
-        if self.prescale:
-            packing.flat.mul_(self.prescale)
-        return used
-
-    def reduce(self, packing: Packing) -> Pending:
-        """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
-        return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
-
-    def packing_in(self, memory: torch.Tensor) -> Packing:
-        """Where gradients can be packed in `memory`, bytes."""
-        flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
-        own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        cuts = flat.split_with_sizes(self._all_cuts)
-        return Packing(
-            flat=flat,
-            own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
-            parts=self._as_parameters(cuts[1::2]),
-            padding=[cuts[i] for i in self._gaps],
-        )
-
-    def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
-
-        None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
-        """
-        scale = self.scale
-        if self.carry.is_special:
-            left = self.carry.finish(summed, used, scale)
-            if left is None:
-                return None
-            scale = left
-        return self._accept(summed, scale)
-
-    def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
-        grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
-        if grad is not None:
-            return grad.add_(summed, alpha=scale)
-        grad = torch.empty_like(self.shard)
-        return torch.mul(summed, scale, out=grad)
-
-    def _kept_gradient(self) -> torch.Tensor | None:
-        """The flat gradient that every parameter's gradient is a piece of, if it is there still.
-
-        Nothing but those pieces keeps it: its memory goes when they do.
-        """
-        grads = [shell._local.grad for shell in self.shells]
-        whole = grads[0]._base if grads[0] is not None else None
-        if whole is None or whole.shape != self.shard.shape or any(g is None or g._base is not whole for g in grads):
-            return None
-        return whole
-
-    def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
-        """Make what was received the gradients of the parameters that were used."""
-        pieces = None
-        for i, (shell, is_used) in enumerate(zip(self.shells, used, strict=True)):
-            leaf = shell._local
-            own = leaf.grad
-            if not is_used or (own is not None and own._base is grad):
-                continue
-            pieces = self._pieces(grad) if pieces is None else pieces
-            piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
-            if own is None:
-                leaf.grad = piece
-            else:
-                own.add_(piece)  # of the user's own, or from a time when others had none
-
-    @staticmethod
-    def _hooked_gradient(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """What hooks on the gradient of `leaf` make of it."""
-        for hook in list((leaf._backward_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        return grad
-
-    def run_hooks(self, used: Sequence[bool]) -> None:
-        """Run the hooks of the parameters that were used, which have their gradients now."""
-        for shell, is_used in zip(self.shells, used, strict=True):
-            if is_used:
-                hooks: Any = shell._local._post_accumulate_grad_hooks
-                for hook in list((hooks or {}).values()):
-                    hook(shell._local)
-
-    def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
-        pieces = self._stretches(shard)
-        if self._reshaped:
-            pieces = list(pieces)
-            for i, form, shape in self._reshaped:
-                pieces[i] = form.shown(pieces[i], shape)
-        return pieces
-
-    def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return shard.split_with_sizes(self._cuts)[1::2]
-
-
-@attrs.frozen(eq=False)
-class Packing:
-    """Where gradients are packed: all of it, this rank's range of the sum, the parameters' parts, what is between."""
-
-    flat: torch.Tensor
-    own: torch.Tensor
-    parts: list[torch.Tensor]
-    padding: list[torch.Tensor]
 
 
 class _Gathered(torch.autograd.Function):
@@ -447,15 +272,6 @@ def written_too_early(names: Iterable[str]) -> RuleError:
         {"parameters": ", ".join([*names][:4])},
         "call backward before the optimizer steps or values are loaded",
     )
-
-
-def _ranges(entries: Sequence[Entry], ranks: int) -> Ranges:
-    lengths = [entry.values.numel() for entry in entries]
-    owners = [entry.form.owner for entry in entries if entry.form.owner is not None]
-    if owners:
-        assert len(owners) == len(entries), "parameters with owners have a flat of their own"
-        return lay_out_owned(lengths, ranks, owners)
-    return lay_out(lengths, ranks, [entry.grain for entry in entries])
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 

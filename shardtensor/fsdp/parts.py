@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, part_of
 from shardtensor.tensor.dispatch import LENDERS, name_of

@@ -9,7 +9,8 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
-from shardtensor.fsdp.flat import Flat, Packing
+from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.flat_gradients import Packing
 from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.flat import Entry, Flat
+from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.parallel.loading import laid_out_as
 from shardtensor.parallel.memory import become

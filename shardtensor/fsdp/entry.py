@@ -1,0 +1,48 @@
+"""`Entry`: one parameter of a unit, and how it is to lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from shardtensor.fsdp.forms import ANYWHERE, Form
+from shardtensor.fsdp.inner import Inner
+from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
+from shardtensor.parallel.memory import Home
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.define(eq=False)
+class Entry:
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
+
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
+    """
+
+    name: str
+    param: torch.Tensor
+    homes: list[Home]
+    form: Form = ANYWHERE
+    inner: Inner | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the data ranks hold copies of."""
+        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together."""
+        return self.form.grain(tuple(self.values.shape))
+
+
+def ranges_of(entries: Sequence[Entry], ranks: int) -> Ranges:
+    """How parameters that are gathered together lie in one tensor."""
+    lengths = [entry.values.numel() for entry in entries]
+    owners = [entry.form.owner for entry in entries if entry.form.owner is not None]
+    if owners:
+        assert len(owners) == len(entries), "parameters with owners have a flat of their own"
+        return lay_out_owned(lengths, ranks, owners)
+    return lay_out(lengths, ranks, [entry.grain for entry in entries])

@@ -1,0 +1,188 @@
+"""What a flat does with gradients: holds, packs and sums them, and gives each parameter its piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm.group import Pending
+from shardtensor.fsdp.carry import Carry
+from shardtensor.fsdp.domain import Domain
+from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.ranges import Ranges
+from shardtensor.tensor.pieces import Pieces
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen(eq=False)
+class Packing:
+    """Where gradients are packed: all of it, this rank's range of the sum, the parameters' parts, what is between."""
+
+    flat: torch.Tensor
+    own: torch.Tensor
+    parts: list[torch.Tensor]
+    padding: list[torch.Tensor]
+
+
+class FlatGradients:
+    """The part of `Flat` that comes after a backward."""
+
+    entries: list[Entry]
+    shapes: list[tuple[int, ...]]
+    shells: list[ShardedTensor]
+    shard: torch.Tensor
+    domain: Domain
+    ranges: Ranges
+    reduce_dtype: torch.dtype
+    carry: Carry
+    pieces: Pieces
+    syncs: bool
+    held: Sequence[torch.Tensor | None] | None
+    _cuts: list[int]
+    _all_cuts: list[int]
+    _gaps: list[int]
+    _reshaped: list[tuple[int, Form, tuple[int, ...]]]
+
+    @property
+    def index(self) -> int:
+        """This rank's place among those that hold one copy."""
+        return self.domain.shard.index
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the packed gradients."""
+        return self.ranges.total * self.reduce_dtype.itemsize
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep gradients of whole parameters, added to those that are kept."""
+        if not self.syncs:
+            self.carry.add(grads)
+        elif self.held is None:
+            self.held = grads
+        else:
+            self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
+
+    def divide_by(self, factor: float) -> None:
+        """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
+        self.divisor = factor
+        is_first = self.reduce_dtype == torch.float16
+        self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
+
+    def pack(self, packing: Packing) -> list[bool]:
+        """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
+        grads, self.held = self.held or [None] * len(self.shells), None
+        if self.carry.is_loaded:
+            grads = self.carry.unload(grads)
+        parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
+        if not all(used):
+            zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
+            parts = [part for part, is_used in zip(parts, used, strict=True) if is_used]
+            grads = [grad for grad in grads if grad is not None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if parts:
+            torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
+        if self.prescale:
+            packing.flat.mul_(self.prescale)
+        return used
+
+    def reduce(self, packing: Packing) -> Pending:
+        """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
+        return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
+
+    def packing_in(self, memory: torch.Tensor) -> Packing:
+        """Where gradients can be packed in `memory`, bytes."""
+        flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
+        own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
+        cuts = flat.split_with_sizes(self._all_cuts)
+        return Packing(
+            flat=flat,
+            own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
+            parts=self._as_parameters(cuts[1::2]),
+            padding=[cuts[i] for i in self._gaps],
+        )
+
+    def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
+        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
+
+        None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
+        """
+        scale = self.scale
+        if self.carry.is_special:
+            left = self.carry.finish(summed, used, scale)
+            if left is None:
+                return None
+            scale = left
+        return self._accept(summed, scale)
+
+    def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
+        grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
+        if grad is not None:
+            return grad.add_(summed, alpha=scale)
+        grad = torch.empty_like(self.shard)
+        return torch.mul(summed, scale, out=grad)
+
+    def _kept_gradient(self) -> torch.Tensor | None:
+        """The flat gradient that every parameter's gradient is a piece of, if it is there still.
+
+        Nothing but those pieces keeps it: its memory goes when they do.
+        """
+        grads = [shell._local.grad for shell in self.shells]
+        whole = grads[0]._base if grads[0] is not None else None
+        if whole is None or whole.shape != self.shard.shape or any(g is None or g._base is not whole for g in grads):
+            return None
+        return whole
+
+    def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
+        """Make what was received the gradients of the parameters that were used."""
+        pieces = None
+        for i, (shell, is_used) in enumerate(zip(self.shells, used, strict=True)):
+            leaf = shell._local
+            own = leaf.grad
+            if not is_used or (own is not None and own._base is grad):
+                continue
+            pieces = self._pieces(grad) if pieces is None else pieces
+            piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
+            if own is None:
+                leaf.grad = piece
+            else:
+                own.add_(piece)  # of the user's own, or from a time when others had none
+
+    @staticmethod
+    def _hooked_gradient(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What hooks on the gradient of `leaf` make of it."""
+        for hook in list((leaf._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+    def run_hooks(self, used: Sequence[bool]) -> None:
+        """Run the hooks of the parameters that were used, which have their gradients now."""
+        for shell, is_used in zip(self.shells, used, strict=True):
+            if is_used:
+                hooks: Any = shell._local._post_accumulate_grad_hooks
+                for hook in list((hooks or {}).values()):
+                    hook(shell._local)
+
+    def _as_parameters(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            entry.form.shown(part, shape) for entry, part, shape in zip(self.entries, parts, self.shapes, strict=True)
+        ]
+
+    def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
+        pieces = self._stretches(shard)
+        if self._reshaped:
+            pieces = list(pieces)
+            for i, form, shape in self._reshaped:
+                pieces[i] = form.shown(pieces[i], shape)
+        return pieces
+
+    def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return shard.split_with_sizes(self._cuts)[1::2]
