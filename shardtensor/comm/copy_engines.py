@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -23,8 +26,20 @@ _NO_MULTIPROCESSORS = 2  # NCCL_CTA_POLICY_ZERO
 _SWITCH = "SHARDTENSOR_COPY_ENGINES"
 
 
-def gathering(group: Group, size_bytes: int, device: torch.device) -> tuple[Group, torch.Tensor]:
-    """Return memory to gather into, as bytes, and the group to gather by. All members call it with equal sizes.
+@attrs.frozen(eq=False)
+class Lease:
+    """Memory to gather into, as bytes, and the group to gather by.
+
+    Call `end` when nothing lies in the memory any more: it is then no longer registered, and can be freed.
+    """
+
+    group: Group
+    memory: torch.Tensor
+    end: Callable[[], None]
+
+
+def lease(group: Group, size_bytes: int, device: torch.device) -> Lease:
+    """Return memory to gather into, and what gathers into it. All members call it with equal sizes.
 
     Both are what they would be without this module where copy engines cannot be used, or where the environment says
     ``SHARDTENSOR_COPY_ENGINES=0``.
@@ -34,20 +49,32 @@ def gathering(group: Group, size_bytes: int, device: torch.device) -> tuple[Grou
     """
     inner = getattr(group, "_group", group)  # of a group whose collectives are checked
     if device.type != "cuda" or not isinstance(inner, TorchGroup) or not _all_can(inner, device):
-        return group, torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = _NO_MULTIPROCESSORS  # type: ignore[attr-defined]
-    ranks = tuple(inner.ranks)
-    process_group = primitives.new_group(ranks, primitives.timeout_of(inner.process_group), options)
-    primitives.all_reduce(process_group, torch.zeros(1, device=device), "sum")  # NCCL connects in its first call
-    backend: Any = process_group._get_backend(device)
+        return Lease(group, torch.empty(size_bytes, dtype=torch.uint8, device=device), _nothing)
+    if inner not in _gatherers:
+        _gatherers[inner] = _gatherer(inner, device)
+    gatherer = _gatherers[inner]
+    backend: Any = gatherer.process_group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     backend.register_mem_pool(pool, symm=True)
-    made = TorchGroup(process_group)
-    made.pool = pool  # type: ignore[attr-defined]  # as long as the group: the memory is registered with it
-    return made, memory
+    return Lease(gatherer, memory, lambda: backend.deregister_mem_pool(pool))
+
+
+_gatherers: WeakKeyDictionary[TorchGroup, TorchGroup] = WeakKeyDictionary()
+
+
+def _gatherer(group: TorchGroup, device: torch.device) -> TorchGroup:
+    """A group of the same ranks whose communicator uses copy engines where it can."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = _NO_MULTIPROCESSORS  # type: ignore[attr-defined]
+    made = primitives.new_group(tuple(group.ranks), primitives.timeout_of(group.process_group), options)
+    primitives.all_reduce(made, torch.zeros(1, device=device), "sum")  # NCCL connects in its first call
+    return TorchGroup(made)
+
+
+def _nothing() -> None:
+    """What there is to do where no memory was registered."""
 
 
 def _all_can(group: TorchGroup, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.comm.copy_engines import gathering
+from shardtensor.comm.copy_engines import Lease, lease
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
@@ -15,9 +15,10 @@ _LINE = 512  # bytes; where a flat begins in memory
 class Slot:
     """Memory for one gathered unit at a time."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, lent: Lease) -> None:
         self.holder: Unit | None = None
-        self._storage = memory.untyped_storage()
+        self.lease = lent
+        self._storage = lent.memory.untyped_storage()
         self._users = 0
 
     def seal(self) -> None:
@@ -55,23 +56,25 @@ def lend(units: Sequence[Unit]) -> None:
 
 def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
     sizes = [max(map(_size, each), default=0) for each in sharers]
-    group, memory = gathering(first.domain.shard, sum(sizes), first.device)
+    lent = lease(first.domain.shard, sum(sizes), first.device)
+    ended = {id(unit.slot.lease): unit.slot.lease for each in sharers for unit in each if unit.slot is not None}
     slots = []
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
-        slots.append(Slot(memory))
+        slots.append(Slot(lent))
         for unit in each:
             unit.slot = slots[-1]
             place = start
             for flat in unit.flats:
                 if flat.domain.shard is first.domain.shard:
-                    flat.gathers_by = group
-                flat.lie_in(memory[place:])
+                    flat.gathers_by = lent.group
+                flat.lie_in(lent.memory[place:])
                 place += _up(flat.whole_bytes)
         start += size
-    del memory
     for slot in slots:
         slot.seal()
+    for old in ended.values():
+        old.end()
 
 
 def _size(unit: Unit) -> int:
