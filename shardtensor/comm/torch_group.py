@@ -212,7 +212,8 @@ class TorchGroup(Parted):
 
     def twin(self) -> Group:
         ranks = tuple(self.ranks)
-        if "fake" in self.wire.backends.values() or list(ranks) != sorted(ranks):  # torch orders a new group
+        is_real = set(self.wire.backends.values()) <= {"gloo", "nccl"}  # others pretend, or are threads of one process
+        if not is_real or list(ranks) != sorted(ranks):  # torch orders a new group
             return self
         if self._twin is None:
             self._twin = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
