@@ -72,8 +72,10 @@ class CudaLane(Lane):
         self._streams = streams
         self.stream = torch.cuda.Stream(streams.device)
         self._follows, self._joins = torch.cuda.Event(), torch.cuda.Event()
+        self._is_joined = True  # what was put here is behind what the caller waits for; a capture refuses to wait again
 
     def follow(self) -> None:
+        self._is_joined = False
         self._follows.record(self._streams.caller)
         self.stream.wait_event(self._follows)
 
@@ -84,6 +86,9 @@ class CudaLane(Lane):
         self.stream.synchronize()
 
     def join(self) -> None:
+        if self._is_joined:
+            return
+        self._is_joined = True
         self._joins.record(self.stream)
         self._streams.caller.wait_event(self._joins)
 
