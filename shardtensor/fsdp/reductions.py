@@ -202,8 +202,12 @@ class Reductions:
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % self._buffers
-        packing = self._packing(flat, turn)
-        used = flat.pack(packing)
+        packing = flat.joined()
+        if packing is None:
+            packing = self._packing(flat, turn)
+            used = flat.pack(packing)
+        else:
+            used = [True] * len(flat.shells)
         self.uses.pattern.append((self._numbers[id(flat)], used))
         if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
