@@ -5,6 +5,7 @@
     ShardTensorError
     ├── SpecError              (ValueError)      the text or value of a spec is wrong; has a position
     ├── LayoutError            (ValueError)      a spec does not fit the mesh, the world or the shape
+    │   └── WrappedTwiceError  (AssertionError)  a module is to be fully sharded that already is
     ├── RuleError              (RuntimeError)    an operation cannot be done on these layouts
     ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
     │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives

@@ -46,6 +46,9 @@ class Passage:
         """Have `unit` gathered, and what comes before it in the order; nothing where it is not in the order."""
         if self.is_learning:
             self._ask(unit)
+        elif self._next < len(self.order) and self.order[self._next] == unit:
+            self._next += 1
+            self._gather(unit)
         elif unit in (ahead := self.order[self._next :]):
             place = ahead.index(unit) + 1
             for other in ahead[:place]:

@@ -314,10 +314,13 @@ class Schedule:
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()
-        self.gathers.follow()
-        with self.gathers:
+        if self.streams.is_cuda:
+            self.gathers.follow()
+            with self.gathers:
+                unit.gather(self._is_backward)
+                unit.started(self.gathers)
+        else:
             unit.gather(self._is_backward)
-            unit.started(self.gathers)
         if self._is_backward:
             self.reductions.pass_by(unit.flats)
 

@@ -113,13 +113,15 @@ class Unit:
         """Let modules compute with the gathered parameters."""
         for place, views, _ in self._swaps:
             place.update(views)
-        self._show_rnns()
+        if self._rnns:
+            self._show_rnns()
 
     def show_shells(self) -> None:
         """Let modules show their sharded parameters."""
         for place, _, shells in self._swaps:
             place.update(shells)
-        self._show_rnns()
+        if self._rnns:
+            self._show_rnns()
 
     def _show_rnns(self) -> None:
         """Have recurrent layers, which keep a list of their parameters, list those that are shown."""
@@ -157,14 +159,14 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        self.streams.wait(self._ready)
+        if self._ready is not None:
+            self.streams.wait(self._ready)
         self.is_awaited = True
 
     def started(self, lane: Lane) -> None:
-        """Note where in `lane` the gather is."""
-        if self.streams.is_cuda:
-            self._pending = []
-            lane.mark(self._ready)
+        """Note where in `lane`, a stream, the gather is."""
+        self._pending = []
+        lane.mark(self._ready)
 
     # -- forward and backward ---------------------------------------------------------------------------------------
 

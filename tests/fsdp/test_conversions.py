@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dense_twin import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from harness import FULL
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -38,7 +39,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if FULL else [2])
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("when", ["before the first forward", "after a step", "with gradients"])
 def test_conversions(world: int, name: str, when: str) -> None:
@@ -139,7 +140,7 @@ def _rows(value: torch.Tensor) -> str:
     return ", ".join(["0"] * (size - 1) + [str(value.shape[0])])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3] if FULL else [3])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("tied", [False, True])
@@ -261,7 +262,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3] if FULL else [3])
 @pytest.mark.parametrize("name", FORMS)
 def test_other_forms_of_shards(world: int, name: str) -> None:
     def body() -> None:
