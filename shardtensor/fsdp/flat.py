@@ -90,7 +90,7 @@ class Flat:
         self.views: tuple[torch.Tensor, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
-        self.position = 0  # in the order of reductions
+        self.position = 0  # among the flats that are reduced together
         self.version = -1
         self.gathers_by = domain.shard
         self.changes = 0
@@ -314,7 +314,7 @@ class Flat:
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
-        pieces = self._stretches(shard)
+        pieces = shard.split_with_sizes(self._cuts)[1::2]
         if self._reshaped:
             pieces = list(pieces)
             for i, form, shape in self._reshaped:

@@ -14,6 +14,8 @@ from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses
 
+_will_run = torch._C._will_engine_execute_node
+
 _BUFFERS = 2
 _KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
 
@@ -54,9 +56,8 @@ class Reductions:
         self._packings: dict[tuple[int, int], Packing] = {}
         self._memory_size = max(flat.gradient_bytes for flat in flats)
         self._turn = 0
-        for flat in flats:
-            flat.on_gradients = self.arrived
-        self._numbers = {id(flat): i for i, flat in enumerate(self.flats)}
+        for position, flat in enumerate(flats):
+            flat.position, flat.on_gradients = position, self.arrived
 
     def suit(self, trains: Hashable) -> None:
         """Go by what was learned when these parameters were trained."""
@@ -68,7 +69,7 @@ class Reductions:
 
     def numbers(self, flats: Iterable[Flat]) -> list[int]:
         """The numbers of some flats."""
-        return [self._numbers[id(flat)] for flat in flats]
+        return [flat.position for flat in flats]
 
     def used(self, flats: Sequence[Flat]) -> None:
         """Take note that a forward uses these now."""
@@ -96,7 +97,7 @@ class Reductions:
             expected = [i for i in self._order if i in inside and any(self.flats[i].trains)]
             places = self._expectations[scope] = {number: place for place, number in enumerate(expected)}
         self._places, self._expected = places, list(places)
-        self._comes = [_will_run(self.flats[number].node) for number in places]
+        self._comes = [_will_run(self.flats[number].node) for number in places]  # 60 ns each
         self._passed = None
         if not all(self._comes):
             self._comes = [comes or i in self._nested for comes, i in zip(self._comes, places, strict=True)]
@@ -119,8 +120,14 @@ class Reductions:
         flat.hold(grads)
         if not self.is_on:
             return
-        number = self._numbers[id(flat)]
+        number = flat.position
         place = self._places.get(number, -1)
+        if place == self._next and self._passed is None:
+            self._next += 1
+            self._send(flat)
+            if self._next < len(self._expected) and self.flats[self._expected[self._next]].held is not None:
+                self._send_those_there()
+            return
         if self._passed is not None and not self._comes[place]:
             self._nested.add(number)
         if place < self._next:
@@ -178,7 +185,7 @@ class Reductions:
         self._turn = (turn + 1) % _BUFFERS
         packing = self._packing(flat, turn)
         used = flat.pack(packing)
-        self.uses.pattern.append((self._numbers[id(flat)], used))
+        self.uses.pattern.append((flat.position, used))
         if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
             return
@@ -202,7 +209,7 @@ class Reductions:
         assert flight.grad is not None
         flat.attach(flight.grad, flight.used)
         if self._landed is not None:
-            self._landed[self._numbers[id(flat)]] = flight.grad
+            self._landed[flat.position] = flight.grad
         for shell in flat.shells:
             hooks: Any = shell._local._post_accumulate_grad_hooks
             if hooks:
@@ -216,14 +223,10 @@ class Reductions:
                     hook(shell._local)
 
     def _packing(self, flat: Flat, turn: int) -> Packing:
-        place = (turn, self._numbers[id(flat)])
+        place = (turn, flat.position)
         if place not in self._packings:
             if turn not in self._memory:
                 device = self._streams.device
                 self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
             self._packings[place] = flat.packing_in(self._memory[turn])
         return self._packings[place]
-
-
-def _will_run(node: Any) -> bool:
-    return torch._C._will_engine_execute_node(node)
