@@ -4,6 +4,7 @@ import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.fsdp_module import FSDPModule
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy
+from shardtensor.fsdp.summary import fsdp_summary
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -11,5 +12,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "fsdp_summary",
     "fully_shard",
 ]
