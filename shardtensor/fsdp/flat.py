@@ -314,11 +314,12 @@ class Flat:
 
     def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
-        pieces = shard.split_with_sizes(self._cuts)[1::2]
+        pieces: Sequence[torch.Tensor] = shard.split_with_sizes(self._cuts)[1::2]
         if self._reshaped:
-            pieces = list(pieces)
+            shaped = list(pieces)
             for i, form, shape in self._reshaped:
-                pieces[i] = form.shown(pieces[i], shape)
+                shaped[i] = form.shown(shaped[i], shape)
+            return shaped
         return pieces
 
     def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
