@@ -21,7 +21,7 @@ from shardtensor.layout.layout import CutLayout
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import spec_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, _shell_over
+from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +86,7 @@ class Inner:
 
     def around(self, view: torch.Tensor) -> ShardedTensor:
         """The gathered part, as modules expect it."""
-        shell = _shell_over(view, self.layout, self.spec, self.group)
+        shell = shell_over(view, self.layout, self.spec, self.group)
         shell._is_param = True
         return shell
 

@@ -22,6 +22,7 @@ from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
 from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
 from shardtensor.tensor.copied import wrote_each
+from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 ELEMENTWISE = frozenset(
@@ -284,7 +285,7 @@ class ShardedOptimizer(optim.Optimizer):
         for held in self._held.values():
             leaf = held.now
             if isinstance(held.param, ShardedTensor):
-                held.param._grad_shell = None  # it would keep the gradient's memory
+                forget(held.param)
             if leaf.grad is None:
                 continue
             if set_to_none:

@@ -11,7 +11,8 @@ import torch
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, local_of, settled
+from shardtensor.tensor.gradient import gradient_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled
 
 
 @implements(torch.Tensor.backward)

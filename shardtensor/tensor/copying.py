@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, wrap
+from shardtensor.tensor.gradient import gradient_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""

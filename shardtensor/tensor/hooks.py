@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, gradient_of, local_as, wrap
+from shardtensor.tensor.gradient import gradient_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 @implements(torch.Tensor.register_hook)

@@ -57,6 +57,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     _spec: ShardingSpec | None
     _group: Group
     _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
+    _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
     _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
@@ -220,19 +221,13 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     @property
     def grad(self) -> ShardedTensor | None:
         """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
-        grad = self._local.grad
-        if grad is None:
-            return None
-        cached = self._grad_shell
-        if cached is None or cached[0] is not grad:
-            cached = self._grad_shell = (grad, gradient_of(self, grad))
-        return cached[1]
+        return gradient.shown(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             self._local.grad = None
-            self._grad_shell = None
+            gradient.forget(self)
             return
         if tuple(value.shape) != self._layout.shape:
             raise RuntimeError(
@@ -348,10 +343,11 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
     """
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
-    return _shell_over(local, layout, spec, group)
+    return shell_over(local, layout, spec, group)
 
 
-def _shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
+def shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
+    """As `wrap`, of a local tensor that has the layout's shape where it is empty, too."""
     shell = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
@@ -361,20 +357,6 @@ def _shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, 
     shell._spec = spec
     shell._group = group
     return shell
-
-
-def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
-    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
-
-    Raises:
-        RuleError: the tensor is partial in another way than a sum, whose leaf's gradient is not the tensor's.
-    """
-    layout = tensor._layout
-    if not layout.partial:
-        return _shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
-    if any(op != "sum" for _, op in layout.partial):
-        raise RuleError("the gradient of a partial tensor is not kept by its addends", fix="reduce the tensor first")
-    return wrap(grad, layout.reduced(), None, tensor._group)
 
 
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
@@ -402,4 +384,4 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
     return wrap(local, tensor._layout.reduced(), None, tensor._group)
 
 
-from shardtensor.tensor import bypasses, convert, copied  # noqa: E402  (they need the class)
+from shardtensor.tensor import bypasses, convert, copied, gradient  # noqa: E402  (they need the class)

@@ -1,0 +1,59 @@
+"""What shows of the gradient of a leaf: a ShardedTensor over it, the same as long as the leaf's gradient is."""
+
+from __future__ import annotations
+
+from sys import getrefcount
+
+import torch
+
+from shardtensor.errors import RuleError
+from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over, wrap
+
+_NOTHING = torch.empty(0)
+
+
+def shown(tensor: ShardedTensor) -> ShardedTensor | None:
+    """The gradient of `tensor`."""
+    grad = tensor._local.grad
+    if grad is None:
+        return None
+    cached = tensor._grad_shell
+    if cached is None or cached[0] is not grad:
+        shell = _idle(tensor, grad)
+        cached = tensor._grad_shell = (grad, gradient_of(tensor, grad) if shell is None else shell)
+    return cached[1]
+
+
+def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
+    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
+
+    Raises:
+        RuleError: the tensor is partial in another way than a sum, whose leaf's gradient is not the tensor's.
+    """
+    layout = tensor._layout
+    if not layout.partial:
+        return shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
+    if any(op != "sum" for _, op in layout.partial):
+        raise RuleError("the gradient of a partial tensor is not kept by its addends", fix="reduce the tensor first")
+    return wrap(grad, layout.reduced(), None, tensor._group)
+
+
+def forget(tensor: ShardedTensor) -> None:
+    """Let go of the gradient's memory; the leaf's gradient was set to None."""
+    cached, tensor._grad_shell = tensor._grad_shell, None
+    if cached is None:
+        return
+    shell = cached[1]
+    del cached
+    if getrefcount(shell) == 2 and not tensor._layout.partial and shell._memory is None:  # held by this call alone
+        tensor._idle_grad = (shell, tensor._layout, shell.dtype, shell.device)
+        shell._local = _NOTHING
+
+
+def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
+    """The shell of the gradient before, over this one, if nobody has it any more: half the cost of a new one."""
+    idle, tensor._idle_grad = tensor._idle_grad, None
+    if idle is None or idle[1:] != (tensor._layout, grad.dtype, grad.device):
+        return None
+    idle[0]._local = grad
+    return idle[0]
