@@ -9,6 +9,7 @@ from shardtensor.fsdp.fsdp_module import (
     share_comm_ctx,
 )
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy
+from shardtensor.fsdp.summary import fsdp_summary
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -17,6 +18,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "fsdp_summary",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

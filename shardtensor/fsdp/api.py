@@ -46,6 +46,21 @@ def fully_shard(
 
     Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves. A list of
     modules is one unit, gathered when any of them runs.
+
+    Ranks may go different ways through the units, skip some, or use a parameter that others do not: those bring zeros.
+    Two things are not possible: a rank whose loss reaches no unit at all runs no backward, so the others wait for it;
+    and units that are visited in another order than in the first pass have to be so on all ranks.
+
+    Args:
+        mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
+            process group; names of axes of the default mesh (``"dp"``); None for the default group. Parameters that are
+            sharded over other axes of the same mesh, as in tensor parallelism, are cut further: `[tp, -] flat(dp)`.
+        shard_placement_fn: how a parameter is cut over the data ranks. None or ``"flat(dp)"``: its range ends anywhere;
+            ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at multiples of 16
+            elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 holds it whole.
+        find_unused: settle in each backward which parameters any rank used, so that those have a gradient on all ranks
+            and no others do; the host waits for it. Else ranks are taken to use the same, and where they did not, the
+            next step raises a RuleError that names the parameters.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     ignored = {id(param) for param in ignored_params or ()}

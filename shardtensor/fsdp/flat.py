@@ -75,7 +75,7 @@ class Flat(FlatGradients):
         self.views: tuple[torch.Tensor, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
-        self.position = 0  # in the order of reductions
+        self.position = 0  # among the flats that are reduced together
         self.version = -1
         self.gathers_by = domain.shard
         self.changes = 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
 
 
-_SMALL = 1 << 16  # bytes; to gather so few again costs more than to keep them
+SMALL = 1 << 16  # bytes; to gather so few again costs more than to keep them
 
 
 class Unit:
@@ -82,7 +82,7 @@ class Unit:
 
     def _stays_gathered(self) -> bool:
         if self.reshard_after_forward is None:
-            return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= _SMALL
+            return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= SMALL
         return self.is_container or self.reshard_after_forward is False
 
     @property
