@@ -45,13 +45,23 @@ def fully_shard(
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
     Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves. A list of
-    modules is one unit, gathered when any of them runs.
+    modules is one unit, gathered when any of them runs. The parameter objects stay and become ShardedTensors, each
+    rank holding one range of the unit; while the module runs it finds whole plain tensors in their place. The module's
+    class becomes one that is also a `FSDPModule`, with torch's methods. All ranks call it, with the same values in the
+    module; they compare names, shapes and options, and send no parameter.
 
     Ranks may go different ways through the units, skip some, or use a parameter that others do not: those bring zeros.
     Two things are not possible: a rank whose loss reaches no unit at all runs no backward, so the others wait for it;
     and units that are visited in another order than in the first pass have to be so on all ranks.
 
     Args:
+        module: on any device, the meta device too; parameters of global shape.
+        reshard_after_forward: gather again in backward (True), or keep gathered from forward to backward (False); a
+            number of ranks: keep so much that as many neighbours gather it among themselves. None: True, but for units
+            that hold others and for units of 64 KiB or less.
+        mp_policy, offload_policy: see `MixedPrecisionPolicy` and `CPUOffloadPolicy`.
+        ignored_params: parameters that stay whole and plain on every rank.
+        policy: of the modules inside, make those units first that it says True of, as `ModuleWrapPolicy` does.
         mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
             process group; names of axes of the default mesh (``"dp"``); None for the default group. Parameters that are
             sharded over other axes of the same mesh, as in tensor parallelism, are cut further: `[tp, -] flat(dp)`.
@@ -61,6 +71,28 @@ def fully_shard(
         find_unused: settle in each backward which parameters any rank used, so that those have a gradient on all ranks
             and no others do; the host waits for it. Else ranks are taken to use the same, and where they did not, the
             next step raises a RuleError that names the parameters.
+
+    Returns:
+        `module`.
+
+    Raises:
+        LayoutError: (a ValueError) a module that is sharded already, a parameter of another unit, a mesh that does not
+            fit. Nothing has changed.
+        DisagreementError: (a ValueError) ranks brought other parameters or options. Nothing has changed.
+
+    Example:
+        >>> import shardtensor as st
+        >>> def train():
+        ...     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        ...     fully_shard(model[0])
+        ...     fully_shard(model)
+        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     return tuple(model[0].weight.grad.shape), model[0].weight.local_tensor().numel()
+        >>> st.simulate(2, train)
+        [((8, 4), 16), ((8, 4), 16)]
+
+    References:
+        Zhao et al., PyTorch FSDP (arXiv:2304.11277); Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 3.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     ignored = {id(param) for param in ignored_params or ()}
