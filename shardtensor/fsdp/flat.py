@@ -66,7 +66,6 @@ class Flat(FlatGradients):
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
-        self._is_plain = not self._gaps and all(entry.form.dim is None for entry in self.entries)
         self.shard = self._own_range()
         self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
         self.pieces = self._known_pieces()

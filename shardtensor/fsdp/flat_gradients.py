@@ -17,9 +17,6 @@ from shardtensor.fsdp.ranges import Ranges
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-JOINED_ON = {"cuda"}
-"""Devices on which gradients are joined in new memory."""
-
 
 @attrs.frozen(eq=False)
 class Packing:
@@ -48,7 +45,6 @@ class FlatGradients:
     _cuts: list[int]
     _all_cuts: list[int]
     _gaps: list[int]
-    _is_plain: bool
     prescale: float
     _reshaped: list[tuple[int, Form, tuple[int, ...]]]
 
@@ -96,23 +92,6 @@ class FlatGradients:
         if self.prescale:
             packing.flat.mul_(self.prescale)
         return used
-
-    def joined(self) -> Packing | None:
-        """The gradients that are held, end to end in new memory, where one call makes that; else None.
-
-        On cuda that costs the host less than views of memory that is kept, and one gradient alone is not copied.
-        """
-        grads, dtype = self.held, self.reduce_dtype
-        if grads is None or self.carry.is_loaded or self.prescale or not self._is_plain:
-            return None
-        given = [g for g in grads if g is not None and g.dtype is dtype and g.device.type in JOINED_ON]
-        if len(given) < len(grads):
-            return None
-        self.held = None
-        flat = torch._C._nn.flatten_dense_tensors(given)
-        chunk, is_own = self.ranges.chunk, len(given) > 1  # a lone one is the gradient itself, which others may hold
-        own = flat.narrow(0, self.index * chunk, chunk) if is_own and flat.is_cuda else flat.new_empty(chunk)
-        return Packing(flat, own, [], [])
 
     def reduce(self, packing: Packing) -> Pending:
         """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""

@@ -204,18 +204,15 @@ class Reductions:
         for flight in self._flights:
             if flight is not None and flight.pending is not None:
                 flight.pending.wait()  # or it would write into memory of the next
+        self.lane.join()
         self._flights = [None] * self._buffers
 
     def _send(self, flat: Flat) -> None:
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % self._buffers
-        packing = flat.joined()
-        if packing is None:
-            packing = self._packing(flat, turn)
-            used = flat.pack(packing)
-        else:
-            used = [True] * len(flat.shells)
+        packing = self._packing(flat, turn)
+        used = flat.pack(packing)
         self.uses.pattern.append((flat.position, used))
         if not self._streams.is_cuda:
             self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor as st
-from shardtensor.comm.process_group import as_group
-from shardtensor.fsdp import flat_gradients, fully_shard
+from shardtensor.fsdp import fully_shard
 
 
 class Seen(TorchDispatchMode):
@@ -58,28 +55,3 @@ def test_a_forward_does_nothing_for_each_parameter():
     [few, _], [many, _] = (st.simulate(2, added, linears) for linears in (1, 6))
     assert few == many
     assert few
-
-
-def joined_steps() -> None:
-    dense = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 32, bias=False))
-    model = copy.deepcopy(dense)
-    fully_shard(model[0])
-    fully_shard(model)
-    group = as_group()
-    for step in range(2):
-        x = torch.randn(2 * group.size, 16, generator=torch.Generator().manual_seed(step))
-        dense(x).square().mean().backward()
-        model(x[2 * group.index :][:2]).square().mean().backward()
-    for param, twin in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), twin.grad)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_gradients_joined_in_new_memory_are_the_dense_ones(monkeypatch, size):
-    made = []
-    join = flat_gradients.FlatGradients.joined
-    monkeypatch.setattr(flat_gradients, "JOINED_ON", {"cpu"})
-    monkeypatch.setattr(flat_gradients.FlatGradients, "joined", lambda flat: made.append(join(flat)) or made[-1])
-    st.simulate(size, joined_steps)
-    assert len(made) == 4 * size
-    assert None not in made
