@@ -35,7 +35,7 @@ class _Flight:
 class Reductions:
     """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
 
-    def __init__(self, flats: Sequence[Flat], streams: Streams, used: Uses) -> None:
+    def __init__(self, flats: Sequence[Flat], streams: Streams, used: Uses, buffers: int = BUFFERS) -> None:
         self.flats, self._streams, self.uses = list(flats), streams, used
         self.lane = streams.lane()
         self._met: list[int] = []
@@ -50,20 +50,26 @@ class Reductions:
         self._nested: set[int] = set()  # that come in a backward inside of a backward
         self._landed: dict[int, torch.Tensor] | None = None
         self._next = 0
-        self._is_carrying = False  # whether some gradients may wait for a later backward
+        # Whether some gradients may wait for a later backward.
+        self._is_carrying = any(flat.carry.is_waiting for flat in flats)
         self._memory_size = max(flat.gradient_bytes for flat in flats)
-        self.resize(BUFFERS)
+        self._dtypes = _dtypes_of(flats)
+        self.resize(buffers)
         for position, flat in enumerate(flats):
             flat.position, flat.on_gradients = position, self.arrived
 
     def resize(self, buffers: int) -> None:
         """Have as many reductions on their way at a time; between two backwards."""
-        self._buffers = buffers
+        self.buffers = buffers
         self._flights: list[_Flight | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
         self._memory: dict[int, torch.Tensor] = {}
         self._packings: dict[tuple[int, int], Packing] = {}
         self._turn = 0
+
+    def fits(self) -> bool:
+        """Whether flats compute and reduce in the dtypes still that this was made for."""
+        return self._dtypes == _dtypes_of(self.flats)
 
     def suit(self, trains: Hashable) -> None:
         """Go by what was learned when these parameters were trained."""
@@ -194,7 +200,7 @@ class Reductions:
     def _land_all(self) -> None:
         for _ in self._flights:
             self._land(self._turn)
-            self._turn = (self._turn + 1) % self._buffers
+            self._turn = (self._turn + 1) % self.buffers
 
     def drop(self) -> None:
         """Forget what a broken backward left; what earlier ones left to wait stays."""
@@ -205,12 +211,12 @@ class Reductions:
             if flight is not None and flight.pending is not None:
                 flight.pending.wait()  # or it would write into memory of the next
         self.lane.join()
-        self._flights = [None] * self._buffers
+        self._flights = [None] * self.buffers
 
     def _send(self, flat: Flat) -> None:
         turn = self._turn
         self._land(turn)
-        self._turn = (turn + 1) % self._buffers
+        self._turn = (turn + 1) % self.buffers
         packing = self._packing(flat, turn)
         used = flat.pack(packing)
         self.uses.pattern.append((flat.position, used))
@@ -257,3 +263,7 @@ class Reductions:
                 self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
             self._packings[place] = flat.packing_in(self._memory[turn])
         return self._packings[place]
+
+
+def _dtypes_of(flats: Sequence[Flat]) -> list[tuple[torch.dtype, torch.dtype]]:
+    return [(flat.compute_dtype, flat.reduce_dtype) for flat in flats]

@@ -201,12 +201,12 @@ class Schedule:
     def _mend(self) -> None:
         """Take in what was done to the modules' parameters since the last forward."""
         self.generation += 1
-        before = [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]
         for unit in self.units:
             take_in(unit)
         check_place(self.units)
-        if before != [(flat.compute_dtype, flat.reduce_dtype) for flat in self._flats]:
-            self.reductions = Reductions(self._flats, self.streams, self._uses)
+        if not self.reductions.fits():  # complete conversions were taken in already, when they were made
+            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
+            self.reductions.suit(self._trains)
             self._orders.clear()
             self._kept.keep_only(())
             memory.lend(self.units)

@@ -1,0 +1,40 @@
+"""Models that are converted after a step compute in the new dtype, and keep the order and the number of reductions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardtensor.fsdp import fully_shard
+
+
+def model():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
+def step(layers, dtype):
+    layers(torch.ones(2, 256, dtype=dtype)).sum().backward()
+    layers.zero_grad()
+
+
+def converted():
+    layers = model()
+    step(layers, torch.float32)
+    layers[0]._fsdp_unit.schedule.reductions.resize(4)
+    layers.double()
+    step(layers, torch.float64)
+    found = {flat.whole.dtype for layer in layers for flat in layer._fsdp_unit.flats}
+    layers[1].requires_grad_(False)
+    step(layers, torch.float64)
+    layers[1].requires_grad_(True)
+    step(layers, torch.float64)
+    reductions = layers[0]._fsdp_unit.schedule.reductions
+    return found, list(reductions._places), reductions.buffers
+
+
+def test_a_conversion_after_a_step(world):
+    assert world(converted, 2) == [({torch.float64}, [2, 1, 0], 4)] * 2
