@@ -96,22 +96,12 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     ignored = {id(param) for param in ignored_params or ()}
+    options = mesh, mp_policy, offload_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused
     if policy is not None:
         for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
             if unit_of(child) is None and selects(policy, child):
-                _shard_one(
-                    [child],
-                    mesh,
-                    mp_policy,
-                    offload_policy,
-                    reshard_after_forward,
-                    ignored,
-                    shard_placement_fn,
-                    find_unused,
-                )
-    _shard_one(
-        modules, mesh, mp_policy, offload_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused
-    )
+                _shard_one([child], *options)
+    _shard_one(modules, *options)
     return module
 
 

@@ -210,12 +210,17 @@ class Flat(FlatGradients):
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
-        self.version = self.shard._version + self._writes_before
+        self.version = self.writes
         source = self.shard
         if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own
             source.copy_(self.shard)
         return self.gathers_by.all_gather_into(self.whole, source)
+
+    @property
+    def writes(self) -> int:
+        """How often the parameters were written."""
+        return self.shard._version + self._writes_before
 
     def leaf_changed(self, is_replaced: bool) -> None:
         """Take note that a parameter has another leaf, or one that requires a gradient or does so no longer."""
@@ -232,7 +237,7 @@ class Flat(FlatGradients):
 
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
-        if self.version != self.shard._version + self._writes_before and self.version >= 0:
+        if self.version not in (-1, self.writes):
             raise written_too_early(entry.name for entry in self.entries)
 
 

@@ -74,7 +74,7 @@ class Kept:
         return all(flat.is_as_gathered() for flat in unit.flats)
 
     def _generation(self) -> tuple[int, int]:
-        return sum(flat.shard._version + flat._writes_before for flat in self._flats), _Steps.count
+        return sum(flat.writes for flat in self._flats), _Steps.count
 
 
 class _Steps:

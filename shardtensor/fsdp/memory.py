@@ -34,7 +34,7 @@ class Slot:
         return int(torch._C._storage_Use_Count(self._storage._cdata))
 
 
-@torch.inference_mode(False)  # else autograd would never take what lies in it
+@torch.inference_mode(False)  # else autograd would never take what lies in it, nor views of it
 def lend(units: Sequence[Unit]) -> None:
     """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
 
@@ -50,8 +50,7 @@ def lend(units: Sequence[Unit]) -> None:
         else:
             sharers[turn % depth].append(unit)
             turn += 1
-    with torch.inference_mode(False):  # else autograd would never take what lies in it, nor views of it
-        _lend_to(sharers, units[0])
+    _lend_to(sharers, units[0])
 
 
 def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:

@@ -47,7 +47,7 @@ def make_part(owner: nn.Module, flats: Sequence[Flat], container: Unit) -> None:
     """Make a layer of a container a part: a unit that shows in nothing but two hooks."""
     policy = MixedPrecisionPolicy(container.policy.param_dtype, container.policy.reduce_dtype, None, False)
     part = Unit(owner, list(flats), container.domain, policy, container.reshard_after_forward or None, container.device)
-    part.is_needed_in_backward = not isinstance(owner, nn.Embedding)
+    part.is_needed_in_backward = not part.is_lookup
     vars(owner)["_fsdp_part"] = part
     owner.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     owner.register_forward_hook(_leave, always_call=True)

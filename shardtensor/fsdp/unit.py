@@ -156,9 +156,7 @@ class Unit:
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        self.finish()
         if self._ready is not None:
             self.streams.wait(self._ready)
         self.is_awaited = True
