@@ -182,7 +182,9 @@ def all_to_all(
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     """Start overwriting `t` with the source's; return torch's handle, for `finish`."""
-    return process_group.broadcast(t, src_index)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = src_index, 0  # a bare number is not taken by every backend
+    return process_group.broadcast([t], options)
 
 
 def finish(work: Any, operation: str, t: torch.Tensor, process_group: Any) -> None:
@@ -215,8 +217,11 @@ def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None) -> 
 
     torch names such a group with a number that counts other groups too, and that ranks with other memberships count
     differently (pytorch/pytorch#189073); ranks that look for each other under different names wait for ever. So for
-    this call the name is made of the ranks and of how many groups of these same ranks there were.
+    this call the name is made of the ranks and of how many groups of these same ranks there were. Ranks that are
+    threads of one process share that count and torch's module, so there torch names it.
     """
+    if dist.get_backend() == "threaded":
+        return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)
     _made[ranks] += 1
     name = f"shardtensor_{sha256(repr(ranks).encode()).hexdigest()[:16]}_{_made[ranks]}"
     torch_name = distributed_c10d._process_group_name

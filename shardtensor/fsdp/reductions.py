@@ -52,7 +52,7 @@ class Reductions:
         self._next = 0
         # Whether some gradients may wait for a later backward.
         self._is_carrying = any(flat.carry.is_waiting for flat in flats)
-        self._memory_size = max(flat.gradient_bytes for flat in flats)
+        self._memory_size = max((flat.gradient_bytes for flat in flats), default=0)
         self._dtypes = _dtypes_of(flats)
         self.resize(buffers)
         for position, flat in enumerate(flats):

@@ -239,3 +239,14 @@ def test_gradients_from_before(world: int) -> None:
         backward(dense, sharded)
 
     st.simulate(world, body)
+
+
+def _no_parameters() -> None:
+    module = fully_shard(nn.Sequential(nn.ReLU()))
+    x = torch.ones(2, requires_grad=True)
+    module(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_a_module_without_parameters() -> None:
+    st.simulate(2, _no_parameters)
