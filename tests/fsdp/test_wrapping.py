@@ -250,3 +250,20 @@ def _no_parameters() -> None:
 
 def test_a_module_without_parameters() -> None:
     st.simulate(2, _no_parameters)
+
+
+def _dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    with pytest.raises(LayoutError, match='"weight" is a DTensor'):
+        fully_shard(model)
+    assert type(model) is nn.Linear and type(model.bias) is nn.Parameter
+
+
+@pytest.mark.worlds("gloo")
+def test_a_dtensor(world: Any) -> None:
+    world(_dtensor, 2)
