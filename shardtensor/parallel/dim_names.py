@@ -1,16 +1,10 @@
-"""What the dims of a module's parameters are called, so that ``[out: tp]`` means the same for every module type."""
+"""The names of the dims of a module's parameters."""
 
 from __future__ import annotations
 
 from torch import nn
 
-_BY_TYPE: dict[str, dict[str, tuple[str, ...]]] = {
-    "Linear": {"weight": ("out", "in"), "bias": ("out",)},
-    "Conv1D": {"weight": ("in", "out"), "bias": ("out",)},  # GPT-2's, which stores (in, out)
-    "Embedding": {"weight": ("vocab", "embed")},
-    "LayerNorm": {"weight": ("embed",), "bias": ("embed",)},
-    "RMSNorm": {"weight": ("embed",)},
-}
+from shardtensor.plan.layer_kinds import kind_named
 
 
 def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
@@ -21,7 +15,7 @@ def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
         ('out', 'in')
     """
     for cls in type(module).__mro__:
-        names = _BY_TYPE.get(cls.__name__, {}).get(parameter)
-        if names is not None:
-            return names
+        kind = kind_named(cls.__name__)
+        if kind is not None and parameter in kind.dims:
+            return kind.dims[parameter]
     return None

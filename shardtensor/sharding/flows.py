@@ -16,7 +16,7 @@ from shardtensor.mesh import Mesh
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import LayerFlow, fused, layer_class
 from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
-from shardtensor.sharding.flow import (
+from shardtensor.plan.flow import (
     Axes,
     Change,
     Flow,

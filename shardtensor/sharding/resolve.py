@@ -13,10 +13,11 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, MissingParameterError, PlanError, RuleError, SpecError
 from shardtensor.layout.layout import Layout
 from shardtensor.parallel.parameter import bound, find, shards_itself
-from shardtensor.sharding.blocks import Line, lines
-from shardtensor.sharding.flow import Flow
+from shardtensor.plan.blocks import lines
+from shardtensor.plan.flow import Flow
+from shardtensor.plan.line import Line
+from shardtensor.plan.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.sharding.flows import Binder, Stated, Tensors
-from shardtensor.sharding.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Settled, settle
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -106,7 +107,9 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
     """
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = {unwrapped(name): name for name in _tensor_names(module)}
-    plan_lines = list(lines(plan.plan)) if has_flows else [Line(pattern, value) for pattern, value in plan.plan.items()]
+    plan_lines = (
+        list(lines(plan.plan)) if has_flows else [Line(pattern, value=value) for pattern, value in plan.plan.items()]
+    )
     sharders = {
         path: line.value
         for line in plan_lines
@@ -115,7 +118,7 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
     }
     rules: dict[str, tuple[str, ShardingSpec]] = {}
     for line in plan_lines:
-        if isinstance(line.value, Sharder) or line.flow is not None:
+        if isinstance(line.value, Sharder) or line.kind != "tensor":
             continue
         spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
         for name in _tensors_for(line.pattern, module, tensors, line.is_optional):
@@ -151,27 +154,26 @@ def _flows(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]) -
     ins: dict[str, dict[str | None, Flow]] = {}
     outs: dict[str, Flow] = {}
     for line in plan_lines:
-        if line.flow is None:
+        if line.kind == "tensor":
             continue
-        side, _, argument = line.side.partition(" ")
         for path in _modules_for(line.pattern, None, module, modules, line.is_optional):
-            if side in dict(module.get_submodule(path).named_children()):
+            if line.kind in dict(module.get_submodule(path).named_children()):
                 raise PlanError(
-                    f"`{side}` is the flow of a value, and {path or 'the module'} has a submodule of that name",
-                    {"flow": str(line.flow)},
-                    f"write `{{{side}}}` for the submodule",
+                    f"`{line.kind}` is the flow of a value, and {path or 'the module'} has a submodule of that name",
+                    {"flow": str(line.value)},
+                    f"write `{{{line.kind}}}` for the submodule",
                 )
-            known = outs.get(path) if side == "out" else ins.get(path, {}).get(argument or None)
-            if known is not None and known != line.flow:
+            known = outs.get(path) if line.kind == "out" else ins.get(path, {}).get(line.name or None)
+            if known is not None and known != line.value:
                 raise PlanError(
                     f"two rules say how values pass `{path or 'the module'}`",
-                    {line.side: f"{known}, and {line.flow}"},
+                    {f"{line.kind} {line.name}".strip(): f"{known}, and {line.value}"},
                     "narrow one of the patterns",
                 )
-            if side == "out":
-                outs[path] = line.flow
+            if line.kind == "out":
+                outs[path] = line.value
             else:
-                ins.setdefault(path, {})[argument or None] = line.flow
+                ins.setdefault(path, {})[line.name or None] = line.value
     return {path: Stated(ins.get(path, {}), outs.get(path)) for path in dict.fromkeys((*ins, *outs))}
 
 

@@ -41,23 +41,29 @@ class Source:
         rows = [re.sub(r"^  (\S+) +", r"  \1: ", row) for row in facts]
         return self._error(error.code or "E102", span, fault, rows, type(error))
 
-    def _error(self, code: str, span: tuple[int, int], fault: str, rows: list[str], kind: type[SpecError]) -> SpecError:
+    def excerpt(self, span: tuple[int, int]) -> list[str]:
+        """Return the line on which a span begins, and a line with a caret under it."""
         start, end = span
-        line = self.text.count("\n", 0, start) + 1
         begin = self.text.rfind("\n", 0, start) + 1
         stop = self.text.find("\n", start)
-        shown, col = self.text[begin : len(self.text) if stop < 0 else stop], start - begin
+        stop = len(self.text) if stop < 0 else stop
+        shown, col = self.text[begin:stop], start - begin
         width = max(1, min(end - start, len(shown) - col))
-        head = f"{self.file}:{line}:{col + 1}: error[{code}]: {printable(fault)}"
         cut = max(0, col - WIDTH // 2)
         shown, at = printable(shown[cut : cut + WIDTH]), col - cut
         if cut:
             shown, at = "..." + shown, at + 3
-        if cut + WIDTH < (len(self.text) if stop < 0 else stop) - begin:
+        if cut + WIDTH < stop - begin:
             shown += "..."
         caret = " " * at + "^" * min(width, max(1, WIDTH - (col - cut)))
-        return kind("\n".join([head, f"{line:5} | {shown}", f"      | {caret}", *rows]), code=code, file=self.file,
-                    line=line, col=col + 1)  # fmt: skip
+        return [f"{self.text.count(chr(10), 0, start) + 1:5} | {shown}", f"      | {caret}"]
+
+    def _error(self, code: str, span: tuple[int, int], fault: str, rows: list[str], kind: type[SpecError]) -> SpecError:
+        line = self.text.count("\n", 0, span[0]) + 1
+        col = span[0] - self.text.rfind("\n", 0, span[0])
+        head = f"{self.file}:{line}:{col}: error[{code}]: {printable(fault)}"
+        text = "\n".join([head, *self.excerpt(span), *rows])
+        return kind(text, code=code, file=self.file, line=line, col=col)
 
 
 def printable(text: str) -> str:

@@ -111,11 +111,24 @@ class Spec(ShardingSpec):
                 code="E204",
             )
 
+    @classmethod
+    def of(
+        cls,
+        dims: tuple[Dim, ...],
+        named: tuple[tuple[str, Cut], ...] = (),
+        flat: Flat | None = None,
+        only: Only | None = None,
+        partial: tuple[Partial, ...] = (),
+    ) -> Spec:
+        """Return the spec of these parts, which are its attributes in order."""
+        bare = not (dims or named or flat or only or partial)
+        spec = object.__new__(Replicate if bare else Spec)
+        spec._fill(dims, named, flat, only, partial)
+        return spec
+
     def _with(self, **changes: Any) -> Spec:
         parts = {"flat": self.flat_part, "only": self.only_part, "partial": self.partial_parts} | changes
-        spec = object.__new__(Spec)
-        spec._fill(self.dims, self.named, **parts)
-        return spec
+        return Spec.of(self.dims, self.named, **parts)
 
     def flat(self, *axes: str, unit: int | Literal["row"] = 1, sizes: Sequence[int] | None = None) -> Spec:
         """Return this spec, what it leaves on a rank flattened and cut over `axes` into ranges."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
+
+pytest.importorskip("expecttest", reason="torch's own tests of threads need it")
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 
 class TestThreads(MultiThreadedTestCase):

@@ -1,33 +1,13 @@
-"""Rules in blocks: ``{"layers.*": {"in": ..., "mlp.up": colwise("tp")}}``, spread out to one pattern a line."""
+"""Rules in Python: ``{"layers.*": {"in": ..., "mlp.up": colwise("tp")}}``, spread out to one line of a plan each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
-
 from shardtensor.errors import PlanError
-from shardtensor.sharding.flow import Flow, read_flow
-
-
-@attrs.frozen
-class Line:
-    """One line of a plan.
-
-    Attributes:
-        pattern: of tensors, or of modules where `flow` is set; dotted, from the root.
-        value: a spec, its text or a `Sharder`; None for a flow.
-        side: ``"in"``, ``"in NAME"`` or ``"out"``; empty for tensors.
-        flow: how values pass that side of the modules.
-        is_optional: the pattern may match nothing.
-    """
-
-    pattern: str
-    value: Any = None
-    side: str = ""
-    flow: Flow | None = None
-    is_optional: bool = False
+from shardtensor.plan.flow import Flow, read_flow
+from shardtensor.plan.line import Line
 
 
 def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) -> Iterator[Line]:
@@ -35,9 +15,9 @@ def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) 
 
     Example:
         >>> for line in lines({"mlp": {"in": "replicate", "optional up.bias": "[tp]"}}):
-        ...     print(line.pattern, line.side, line.value or line.flow, line.is_optional)
+        ...     print(line.pattern, line.kind, line.value, line.is_optional)
         mlp in replicate False
-        mlp.up.bias  [tp] True
+        mlp.up.bias tensor [tp] True
     """
     for key, value in rules.items():
         if not isinstance(key, str):
@@ -48,9 +28,9 @@ def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) 
         if words and words[0] in ("in", "out") and not isinstance(value, Mapping):
             if len(words) > (2 if words[0] == "in" else 1):
                 raise PlanError(f"`{key}` is no side of a module", fix="write `in`, `in NAME` or `out`")
-            yield Line(
-                above, side=" ".join(words), flow=_flow(value, f"{above}.{key}" if above else key), is_optional=optional
-            )
+            flow = _flow(value, f"{above}.{key}" if above else key)
+            name = words[1] if len(words) > 1 else ""
+            yield Line(above, "in" if words[0] == "in" else "out", flow, name, is_optional=optional)
             continue
         if len(words) > 1:
             raise PlanError(
@@ -60,7 +40,7 @@ def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) 
         if isinstance(value, Mapping):
             yield from lines(value, pattern, optional)
         else:
-            yield Line(pattern, value, is_optional=optional)
+            yield Line(pattern, value=value, is_optional=optional)
 
 
 def _flow(value: Any, where: str) -> Flow:

@@ -1,0 +1,59 @@
+"""Kinds of layers whose arithmetic is known: what the dims of their parameters are called, by the name of their class.
+
+So ``[out: tp]`` means the same for every type of module, and what a layer gives follows from how its weight is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import attrs
+
+
+@attrs.frozen
+class LayerKind:
+    """One kind of layer.
+
+    Attributes:
+        name: ``"linear"``: a product over the dim ``in``; ``"embedding"``: rows of ``vocab`` are looked up; ``"norm"``:
+            values pass, each scaled along ``embed``.
+        dims: the names of each parameter's dims, in the order in which they are stored.
+    """
+
+    name: Literal["linear", "embedding", "norm"]
+    dims: Mapping[str, tuple[str, ...]]
+
+
+_LINEAR = LayerKind("linear", {"weight": ("out", "in"), "bias": ("out",)})
+_TRANSPOSED = LayerKind("linear", {"weight": ("in", "out"), "bias": ("out",)})
+_EMBEDDING = LayerKind("embedding", {"weight": ("vocab", "embed")})
+_NORM = LayerKind("norm", {"weight": ("embed",), "bias": ("embed",)})
+
+_BY_CLASS = {
+    "Linear": _LINEAR,
+    "Conv1D": _TRANSPOSED,  # GPT-2's, which stores (in, out)
+    "Embedding": _EMBEDDING,
+    "LayerNorm": _NORM,
+    "RMSNorm": _NORM,
+}
+
+
+def kind_named(class_name: str) -> LayerKind | None:
+    """The kind of the layers of a class, by its name; None where it is not known.
+
+    Example:
+        >>> kind_named("Conv1D").dims["weight"]
+        ('in', 'out')
+    """
+    return _BY_CLASS.get(class_name)
+
+
+def kind_with(dims: tuple[str, ...] | None) -> LayerKind | None:
+    """The kind of the layers whose weight has dims of these names.
+
+    Example:
+        >>> kind_with(("vocab", "embed")).name
+        'embedding'
+    """
+    return next((kind for kind in (_LINEAR, _TRANSPOSED, _EMBEDDING, _NORM) if kind.dims["weight"] == dims), None)

@@ -1,0 +1,100 @@
+"""One line of a plan: what it says of which tensors or modules, every number and style already filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from shardtensor.plan.origin import Origin
+from shardtensor.spec.nodes import Spec
+from shardtensor.spec.parts import Flat
+
+
+@attrs.frozen(eq=False)
+class Line:
+    """What is said of the tensors or modules that a pattern stands for.
+
+    Attributes:
+        pattern: dotted, from the root; of modules for all kinds but ``"tensor"``, where it stands for the tensors of
+            that name and for all below modules of that name.
+        kind: ``"tensor"``: how tensors lie; ``"in"``, ``"out"``: how a value passes; ``"local"``: an attribute that
+            counts becomes the rank's share; ``"use"``: a registered hook.
+        value: a spec (or a `Sharder`, in Python) for ``"tensor"``, a one-dim spec for ``"local"``, a `Flow` for
+            ``"in"`` and ``"out"``, a `Hook` for ``"use"``.
+        name: of the argument (``in mask``), the result (``out 1``) or the attribute; empty for the first one.
+        module: the pattern of the module that a style or a block stood before: it has to match modules. Empty where a
+            rule stands by itself.
+        is_optional: it may match nothing.
+        is_override: it wins over lines that are not.
+        depth: how many includes deep it was written; 0 is the file itself.
+        origin: where; None for rules made in Python.
+        other: what was not chosen: the text of the condition, when the ``else`` side was taken.
+    """
+
+    pattern: str
+    kind: Literal["tensor", "in", "out", "local", "use"] = "tensor"
+    value: Any = None
+    name: str = ""
+    module: str = ""
+    is_optional: bool = False
+    is_override: bool = False
+    depth: int = 0
+    origin: Origin | None = None
+    other: str = ""
+
+
+@attrs.frozen
+class Hook:
+    """The call of a registered hook, ``use dispatch(ep, top_k=2)``: axes by name, the rest numbers or layouts."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(eq=False)
+class Store:
+    """``store PATTERN: flat(dp) by GLOB, ...``: how parameters are kept while nobody computes with them.
+
+    Attributes:
+        flat: over which axes, with which grain; None for ``replicate``: kept as they compute.
+        by: patterns of the modules whose parameters are gathered together.
+    """
+
+    pattern: str
+    flat: Flat | None
+    by: tuple[str, ...] = ()
+    is_override: bool = False
+    depth: int = 0
+    origin: Origin | None = None
+
+
+@attrs.frozen(eq=False)
+class Tie:
+    """``tie A = B``: A takes the layout of B and is one tensor with it; the patterns have alternatives pair by pair."""
+
+    pattern: str
+    to: str
+    depth: int = 0
+    origin: Origin | None = None
+
+
+@attrs.frozen(eq=False)
+class Dims:
+    """``dims PATTERN (out = 4096, in = 4096)``: dim names and sizes of tensors, for checks without the model."""
+
+    pattern: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    origin: Origin | None = None
+
+
+@attrs.frozen(eq=False)
+class Unmatched:
+    """``unmatched: replicate``: the layout of tensors that no line stands for."""
+
+    spec: Spec
+    depth: int = 0
+    origin: Origin | None = None
