@@ -1,4 +1,4 @@
-"""How a spec cuts the dims of one shape: names and ``...`` looked up, each cut turned into pieces; what does not fit."""
+"""How a spec cuts the dims of one shape: names and ``...`` looked up, each cut turned into pieces, faults named."""
 
 from __future__ import annotations
 

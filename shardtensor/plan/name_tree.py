@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from shardtensor.plan.patterns import Deep, Segment, pattern
 
+Way = tuple[Segment | Deep, ...]
+
 
 class _Node:
     __slots__ = ("below", "is_module", "order", "path")
@@ -30,6 +32,7 @@ class NameTree:
         self._root = _Node("")
         self._names = tuple(tensors)
         self._kept: dict[tuple[str, bool], tuple[str, ...]] = {}
+        self._begins: dict[Way, bool] = {}
         for order, name in enumerate(self._names):
             self._node(name).order = order
         for path in modules:
@@ -49,7 +52,7 @@ class NameTree:
         key = text, True
         if key not in self._kept:
             orders: set[int] = set()
-            for top in self._found(text, is_below=True):
+            for top in self._found(pattern(text).ways, is_below=True):
                 stack = [top]
                 while stack:
                     node = stack.pop()
@@ -63,12 +66,20 @@ class NameTree:
         """The modules of a pattern's name."""
         key = text, False
         if key not in self._kept:
-            self._kept[key] = tuple(dict.fromkeys(node.path for node in self._found(text) if node.is_module))
+            self._kept[key] = tuple(
+                dict.fromkeys(node.path for node in self._found(pattern(text).ways) if node.is_module)
+            )
         return self._kept[key]
 
-    def _found(self, text: str, is_below: bool = False) -> Iterator[_Node]:
+    def has(self, way: Way) -> bool:
+        """Whether some name begins as the segments of a pattern say."""
+        if way not in self._begins:
+            self._begins[way] = next(self._found((way,), is_below=True), None) is not None
+        return self._begins[way]
+
+    def _found(self, ways: Iterable[Way], is_below: bool = False) -> Iterator[_Node]:
         """The nodes that a pattern stands for (`is_below`: not those below one that was found)."""
-        for way in pattern(text).ways:
+        for way in ways:
             seen: set[tuple[int, int]] = set()
             stack = [(self._root, 0)]
             while stack:

@@ -39,6 +39,9 @@ class Wildcard(Protocol):
 class Anything:
     """``*``."""
 
+    def __str__(self) -> str:
+        return "*"
+
     def ends(self, text: str, starts: set[int]) -> set[int]:
         return set(range(min(starts), len(text) + 1))
 
@@ -49,6 +52,9 @@ class OneOf:
 
     options: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return "{" + ",".join(self.options) + "}"
+
     def ends(self, text: str, starts: set[int]) -> set[int]:
         return {at + len(option) for option in self.options for at in starts if text.startswith(option, at)}
 
@@ -58,6 +64,9 @@ class Number:
     """``<ep>``."""
 
     axis: str
+
+    def __str__(self) -> str:
+        return f"<{self.axis}>"
 
     def ends(self, text: str, starts: set[int]) -> set[int]:
         found: set[int] = set()
@@ -72,13 +81,19 @@ class Number:
 class _Text:
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
     def ends(self, text: str, starts: set[int]) -> set[int]:
         return {at + len(self.text) for at in starts if text.startswith(self.text, at)}
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Deep:
     """``**``."""
+
+    def __str__(self) -> str:
+        return "**"
 
     def ends(self, segments: Sequence[str], starts: set[int]) -> set[int]:
         return set(range(min(starts), len(segments) + 1))
@@ -89,6 +104,9 @@ class Segment:
     """What stands between two dots of a pattern."""
 
     parts: tuple[Wildcard, ...]
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.parts))
 
     @property
     def literal(self) -> str | None:
@@ -173,6 +191,22 @@ class Pattern:
                 found += [".".join(held)] if isinstance(item, Deep) else item.captures(held[0]) or ()
             return tuple(found)
         return None
+
+    def filled(self, values: Sequence[str]) -> str:
+        """The name that the pattern is, with one text for each of `wildcards`.
+
+        Example:
+            >>> pattern("layers.*.{q,k}_proj").filled(["3", "k"])
+            'layers.3.k_proj'
+        """
+        left = list(values)
+        words = []
+        for segment in self.ways[0]:
+            if isinstance(segment, Deep):
+                words += [left.pop(0)]
+            else:
+                words += ["".join(part.text if isinstance(part, _Text) else left.pop(0) for part in segment.parts)]
+        return ".".join(word for word in words if word)
 
 
 @lru_cache(maxsize=4096)
