@@ -22,9 +22,9 @@ from shardtensor.fsdp.near import Reshard, read_reshard
 from shardtensor.fsdp.offload import flat_of
 from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
-from shardtensor.fsdp.ranges import together
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
+from shardtensor.layout.ranges import together
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.placing import own_device
