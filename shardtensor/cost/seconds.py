@@ -3,7 +3,8 @@
 Bytes are those of the algorithm of least traffic, as in `layout.steps`: of a tensor of S bytes among n ranks an
 all-reduce brings each rank 2 (n - 1) / n S, an all-gather, a reduce-scatter and an all-to-all (n - 1) / n S. Rings are
 assumed, and no arithmetic in switches. Among ranks of several nodes a ring enters each node by the links of all its k
-ranks, each with 1 / k of the bytes; the slower of the two kinds of link decides. Latency between nodes grows as for trees.
+ranks, each with 1 / k of the bytes; the slower of the two kinds of link decides. Latency among nodes grows as in
+trees.
 """
 
 from __future__ import annotations
