@@ -52,7 +52,8 @@ def _idle_axes(plan: Plan, own: Mapping[str, Placed], modules: Mapping[str, Pass
         for flow, _ in (*passing.ins.values(), *passing.outs.values()):
             names |= flow.before.axis_names | flow.after.axis_names | set(flow.addends)
         for hook, _ in passing.uses:
-            names |= {arg for arg in (*hook.args, *hook.kwargs.values()) if isinstance(arg, str) and arg in axes.names}
+            for arg in (*hook.args, *hook.kwargs.values()):
+                names |= {each for each in (arg if isinstance(arg, tuple) else (arg,)) if each in axes.names}
         for spec, _ in passing.locals.values():
             names |= spec.axis_names if isinstance(spec, Spec) else set()
     used = axes.leaves(names)
