@@ -31,6 +31,7 @@ _HOME = {
     "OffloadPolicy": "fsdp.policy",
     "ParallelCrossEntropy": "parallel.cross_entropy",
     "Placement": "spec.placement",
+    "Plan": "plan.plan",
     "PlanError": "errors",
     "Replicate": "spec.nodes",
     "RuleError": "errors",
@@ -71,6 +72,7 @@ _HOME = {
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
+    "load_plan": "plan.loading",
     "load_with_process_group": "comm.process_group",
     "materialize": "sharding.materializing",
     "named_params_with_sharded_tensor": "optim.named_params",
@@ -107,7 +109,7 @@ _UPSTREAM = {
 }
 """Names that torch's own code spells with an underscore."""
 
-_PURE = ("errors", "mesh", "spec")
+_PURE = ("errors", "mesh", "spec", "plan")
 
 __all__ = ["__version__", *sorted(_HOME)]
 
