@@ -124,17 +124,13 @@ class Disputes:
     def _only(self, line: Line, other: Line) -> str:
         """The last segment of a pattern that stands for what `line` matches and `other` does not; empty if too long."""
         head = line.module or line.pattern
-        ways = pattern(head).ways
+        segments = pattern(head).segments
         mine = set(self._matches.names[id(line)]) - set(self._matches.names[id(other)])
-        if len(ways) != 1 or not ways[0] or any(isinstance(segment, Deep) for segment in ways[0]):
+        if not segments or any(isinstance(segment, Deep) for segment in segments):
             return ""
-        at = len(ways[0]) - 1
-        words = dict.fromkeys(
-            segments[at]
-            for name in self._matches.names[id(line)]
-            if name in mine and len(segments := name.split(".")) > at
-        )
-        if not 0 < len(words) <= 3 or not all(pattern(head).captures(name, is_below=True) for name in mine):
+        at = len(segments) - 1
+        words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name in mine)
+        if not 0 < len(words) <= 3:
             return ""
         return next(iter(words)) if len(words) == 1 else "{" + ",".join(words) + "}"
 

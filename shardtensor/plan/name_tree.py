@@ -52,7 +52,7 @@ class NameTree:
         key = text, True
         if key not in self._kept:
             orders: set[int] = set()
-            for top in self._found(pattern(text).ways, is_below=True):
+            for top in self._found(pattern(text).segments, is_below=True):
                 stack = [top]
                 while stack:
                     node = stack.pop()
@@ -67,35 +67,34 @@ class NameTree:
         key = text, False
         if key not in self._kept:
             self._kept[key] = tuple(
-                dict.fromkeys(node.path for node in self._found(pattern(text).ways) if node.is_module)
+                dict.fromkeys(node.path for node in self._found(pattern(text).segments) if node.is_module)
             )
         return self._kept[key]
 
     def has(self, way: Way) -> bool:
         """Whether some name begins as the segments of a pattern say."""
         if way not in self._begins:
-            self._begins[way] = next(self._found((way,), is_below=True), None) is not None
+            self._begins[way] = next(self._found(way, is_below=True), None) is not None
         return self._begins[way]
 
-    def _found(self, ways: Iterable[Way], is_below: bool = False) -> Iterator[_Node]:
+    def _found(self, way: Way, is_below: bool = False) -> Iterator[_Node]:
         """The nodes that a pattern stands for (`is_below`: not those below one that was found)."""
-        for way in ways:
-            seen: set[tuple[int, int]] = set()
-            stack = [(self._root, 0)]
-            while stack:
-                node, at = stack.pop()
-                if (id(node), at) in seen:
-                    continue
-                seen.add((id(node), at))
-                if at == len(way):
-                    yield node
-                    continue
-                segment = way[at]
-                if isinstance(segment, Deep):
-                    if not (is_below and at + 1 == len(way)):  # else this node is found, and all below it with it
-                        stack += [(child, at) for child in reversed(node.below.values())]
-                    stack.append((node, at + 1))
-                    continue
+        seen: set[tuple[int, int]] = set()
+        stack = [(self._root, 0)]
+        while stack:
+            node, at = stack.pop()
+            if (id(node), at) in seen:
+                continue
+            seen.add((id(node), at))
+            if at == len(way):
+                yield node
+                continue
+            segment = way[at]
+            if isinstance(segment, Deep):
+                if not (is_below and at + 1 == len(way)):  # else this node is found, and all below it with it
+                    stack += [(child, at) for child in reversed(node.below.values())]
+                stack.append((node, at + 1))
+            else:
                 stack += [(child, at + 1) for child in reversed(_children(node, segment))]
 
 

@@ -10,19 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
-from itertools import product
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import attrs
 
-from shardtensor.errors import PlanError
-
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Segments that wrappers put into names; patterns do not see them."""
-
-MAX_WAYS = 256
-"""Of one pattern whose braces list names of several segments."""
 
 _TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<([A-Za-z_]\w*)>|([^"*{<]+|.)', re.DOTALL)
 
@@ -153,22 +147,16 @@ def _spans(items: Sequence[Any], over: Sequence[str], is_open: bool = False) -> 
 
 @attrs.frozen(eq=False)
 class Pattern:
-    """A pattern, read.
+    """A pattern, read."""
 
-    Attributes:
-        text: as it was written.
-        ways: its segments; several ways when braces list names of several segments.
-    """
+    segments: tuple[Segment | Deep, ...]
 
-    text: str
-    ways: tuple[tuple[Segment | Deep, ...], ...]
-
-    @property
+    @cached_property
     def wildcards(self) -> tuple[Wildcard | Deep, ...]:
         """In order; what `captures` gives one text for each of."""
         return tuple(
             part
-            for segment in self.ways[0]
+            for segment in self.segments
             for part in ((segment,) if isinstance(segment, Deep) else segment.parts)
             if not isinstance(part, _Text)
         )
@@ -180,17 +168,15 @@ class Pattern:
             >>> pattern("**.layers.*.{q,k}_proj").captures("model.layers.3.k_proj")
             ('model', '3', 'k')
         """
-        segments = name.split(".") if name else []
-        for way in self.ways:
-            spans = _spans(way, segments, is_below)
-            if spans is None:
-                continue
-            found: list[str] = []
-            for item, (start, end) in zip(way, spans, strict=True):
-                held = segments[start:end]
-                found += [".".join(held)] if isinstance(item, Deep) else item.captures(held[0]) or ()
-            return tuple(found)
-        return None
+        words = name.split(".") if name else []
+        spans = _spans(self.segments, words, is_below)
+        if spans is None:
+            return None
+        found: list[str] = []
+        for segment, (start, end) in zip(self.segments, spans, strict=True):
+            held = words[start:end]
+            found += [".".join(held)] if isinstance(segment, Deep) else segment.captures(held[0]) or ()
+        return tuple(found)
 
     def filled(self, values: Sequence[str]) -> str:
         """The name that the pattern is, with one text for each of `wildcards`.
@@ -201,7 +187,7 @@ class Pattern:
         """
         left = list(values)
         words = []
-        for segment in self.ways[0]:
+        for segment in self.segments:
             if isinstance(segment, Deep):
                 words += [left.pop(0)]
             else:
@@ -211,64 +197,24 @@ class Pattern:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
-    """Read a pattern.
-
-    Raises:
-        PlanError: its braces list too many names.
-    """
-    return Pattern(text, tuple(_segments(parts) for parts in _ways(text)))
-
-
-def _tokens(text: str) -> list[Wildcard]:
-    found: list[Wildcard] = []
+    """Read a pattern."""
+    segments: list[list[Any]] = [[]]
     for quoted, stars, braces, axis, plain in _TOKEN.findall(text):
         if stars:
-            found.append(Deep() if stars == "**" else Anything())
+            segments[-1].append(Deep() if stars == "**" else Anything())
         elif braces:
-            found.append(OneOf(tuple(dict.fromkeys(braces.split(",")))))
+            segments[-1].append(OneOf(tuple(dict.fromkeys(braces.split(",")))))
         elif axis:
-            found.append(Number(axis))
-        elif plain:
-            found.append(_Text(plain))
+            segments[-1].append(Number(axis))
         else:
-            found.append(_Text(quoted))
-    return found
-
-
-def _ways(text: str) -> list[list[Wildcard]]:
-    """The parts of a pattern, once for each choice in braces that list names of several segments."""
-    tokens = _tokens(text)
-    deep = [part for part in tokens if isinstance(part, OneOf) and any("." in option for option in part.options)]
-    count = 1
-    for part in deep:
-        count *= len(part.options)
-    if count > MAX_WAYS:
-        raise PlanError(
-            "the braces of a pattern list too many names",
-            {"found": f"{count} names of several segments in `{text[:80]}`", "limit": MAX_WAYS},
-            "write several rules",
-        )
-    choices = [[_Text(option) for option in part.options] if part in deep else [part] for part in tokens]
-    return [list(way) for way in product(*choices)]
-
-
-def _segments(parts: Iterable[Wildcard]) -> tuple[Segment | Deep, ...]:
-    found: list[list[Wildcard]] = [[]]
-    for part in parts:
-        if not isinstance(part, _Text):
-            found[-1].append(part)
-            continue
-        for i, text in enumerate(part.text.split(".")):
-            if i:
-                found.append([])
-            if text:
-                found[-1].append(_Text(text))
-    if found == [[]]:
-        return ()
-    return tuple(_segment(each) for each in found)
+            first, *more = (plain or quoted).split(".")
+            segments[-1].append(_Text(first))
+            segments += [[_Text(each)] for each in more]
+    return Pattern(() if not text else tuple(map(_segment, segments)))
 
 
 def _segment(parts: list[Any]) -> Segment | Deep:
+    parts = [part for part in parts if part != _Text("")]
     if len(parts) == 1 and isinstance(parts[0], Deep):
         return parts[0]
     return Segment(tuple(Anything() if isinstance(part, Deep) else part for part in parts))

@@ -8,9 +8,6 @@ from shardtensor.plan.line import Line
 from shardtensor.plan.origin import Origin
 from shardtensor.plan.plan import Plan
 
-_PATTERN_BEFORE = re.compile(r'(?:"[^"\n]*"|\S+)(?=\s*:\s*$)')
-_COMMENT = re.compile(r"\s+#.*$")
-
 
 def statement(origin: Origin | None, other: object = None) -> object:
     """What is equal for all that one statement of the text made; `other` for what no text made."""
@@ -18,14 +15,8 @@ def statement(origin: Origin | None, other: object = None) -> object:
 
 
 def pattern_place(line: Line) -> Origin | None:
-    """Where the pattern of a rule stands: before the colon, when the line's own place is what follows it."""
-    origin = line.origin
-    if origin is None:
-        return None
-    text = origin.source.text
-    begin = text.rfind("\n", 0, origin.span[0]) + 1
-    found = _PATTERN_BEFORE.search(text[begin : origin.span[0]])
-    return origin if found is None else Origin(origin.source, (begin + found.start(), begin + found.end()))
+    """Where the pattern of a rule stands, or what it says where the pattern is not known."""
+    return line.pattern_origin or line.origin
 
 
 def place_above(origin: Origin | None, text: str) -> Origin | None:
@@ -50,7 +41,8 @@ def mesh_place(plan: Plan) -> Origin | None:
 def style_note(origin: Origin | None, what: str) -> tuple[str, ...]:
     """The note that says which line of a style made a layout or a flow."""
     through = origin.through if origin is not None else None
+    while through is not None and through.through is not None:
+        through = through.through
     if through is None:
         return ()
-    text = _COMMENT.sub("", through.source.text.splitlines()[through.line - 1]).strip()
-    return (f"the {what} is `{text}`, {through.source.file}:{through.line}",)
+    return (f"the {what} is `{' '.join(through.text.split())}`, {through.source.file}:{through.line}",)

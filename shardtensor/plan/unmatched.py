@@ -53,9 +53,12 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
             if key not in told:
                 findings.append(_no_module(line, module, tree))
             told.add(key)
-        elif not line.is_optional and key not in told and (module is not None or not matches.names[id(line)]):
-            told.add(key)
-            nothing.append(_rule(line, line.pattern if module is None else module, tree))
+        elif not line.is_optional and (module is not None or not matches.names[id(line)]):
+            each = _rule(line, line.pattern if module is None else module, tree)
+            missing = each.segments[: each.at + 1]
+            if key not in told and missing not in told:
+                nothing.append(each)
+            told |= {key, missing}
     nothing += _alternatives(plan, tree, {each.text for each in nothing})
     return nothing, findings
 
@@ -67,28 +70,24 @@ def _missing_module(line: Line, tree: NameTree) -> str | None:
 
 
 def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
+    segments = pattern(head).segments
+    at = next((at for at in range(len(segments)) if not tree.has(segments[: at + 1])), len(segments) - 1)
+    word = str(segments[at]) if segments else ""
     is_inside = head != line.module and line.origin is not None and line.origin.through is not None
     place = line.origin if is_inside else pattern_place(line)  # what a style says inside has no pattern in the plan
-    text = place.text if place is not None else head
-    notes = style_note(line.origin, "entry") if head != line.module else ()
-    what = "rule" if line.kind == "tensor" or line.module else line.kind
+    if not is_inside and place is not None and word not in place.text:
+        place = place_above(place, word)  # of a block around the line
+    notes = style_note(line.origin, "entry") if is_inside else ()
+    is_whole = at == len(segments) - 1
+    what = "block" if not is_whole else "rule" if line.kind == "tensor" or line.module else line.kind
+    shown = ".".join(map(str, segments[: at + 1])) if not is_whole else head
     finding = Finding(
-        "W301", f"this {what} matches nothing: `{head}`", place,
+        "W301", f"this {what} matches nothing: `{shown}`", place,
         "the model has no such name; a plan that says more than the model has is often a slip",
         "correct the pattern, or write `optional` before it", notes,
     )  # fmt: skip
-    segments = pattern(head).ways[0]
-    at = _first_missing(segments, head, tree)
-    words = _words(segments[at]) if at < len(segments) else ()
-    return Nothing(line, segments, at, words, text, place, finding)
-
-
-def _first_missing(segments: Way, head: str, tree: NameTree) -> int:
-    """The segment of a pattern at which the model's names end."""
-    for at in range(1, len(segments) + 1):
-        if not tree.has(segments[:at]):
-            return at - 1
-    return len(segments)
+    words = _words(segments[at]) if segments else ()
+    return Nothing(line, segments, at, words, word, place, finding)
 
 
 def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
@@ -108,29 +107,25 @@ def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
     optional: dict[Way, bool] = {}
     first: dict[Way, Nothing] = {}
     for line in plan.lines:
-        if "{" not in line.pattern:
-            continue
-        for segments in pattern(line.pattern).ways:
-            for at, segment in enumerate(segments):
-                if isinstance(segment, Deep):
+        segments = pattern(line.pattern).segments if "{" in line.pattern else ()
+        for at, segment in enumerate(segments):
+            for i, part in enumerate(() if isinstance(segment, Deep) else segment.parts):
+                if not isinstance(segment, Segment) or not isinstance(part, OneOf) or len(part.options) < 2:
                     continue
-                for i, part in enumerate(segment.parts):
-                    if not isinstance(part, OneOf) or len(part.options) < 2:
+                for option in part.options:
+                    one = Segment((*segment.parts[:i], OneOf((option,)), *segment.parts[i + 1 :]))
+                    key = (*segments[:at], one)
+                    if key in optional:
+                        optional[key] &= line.is_optional
                         continue
-                    for option in part.options:
-                        one = Segment((*segment.parts[:i], OneOf((option,)), *segment.parts[i + 1 :]))
-                        key = (*segments[:at], one)
-                        if key in optional:
-                            optional[key] &= line.is_optional
-                            continue
-                        optional[key] = line.is_optional
-                        if not tree.has(key) and tree.has(segments[: at + 1]):
-                            first[key] = _alternative(line, segments, at, one, part, option)
+                    optional[key] = line.is_optional
+                    if not tree.has(key) and tree.has(segments[: at + 1]):
+                        first[key] = _alternative(line, segments, at, one, option)
     found += [each for key, each in first.items() if not optional[key] and each.text not in told]
     return found
 
 
-def _alternative(line: Line, segments: Way, at: int, one: Segment, part: OneOf, option: str) -> Nothing:
+def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> Nothing:
     text = str(segments[at])
     place = place_above(line.origin, text)
     finding = Finding(
