@@ -34,19 +34,20 @@ _BY_CLASS = {
     "Linear": _LINEAR,
     "Conv1D": _TRANSPOSED,  # GPT-2's, which stores (in, out)
     "Embedding": _EMBEDDING,
-    "LayerNorm": _NORM,
-    "RMSNorm": _NORM,
 }
 
 
 def kind_named(class_name: str) -> LayerKind | None:
     """The kind of the layers of a class, by its name; None where it is not known.
 
+    Model libraries write norms of their own and call them ``LlamaRMSNorm``, ``T5LayerNorm``.
+
     Example:
-        >>> kind_named("Conv1D").dims["weight"]
-        ('in', 'out')
+        >>> kind_named("Conv1D").dims["weight"], kind_named("LlamaRMSNorm").name
+        (('in', 'out'), 'norm')
     """
-    return _BY_CLASS.get(class_name)
+    is_norm = class_name.endswith(("RMSNorm", "LayerNorm"))
+    return _BY_CLASS.get(class_name, _NORM if is_norm else None)
 
 
 def kind_with(dims: tuple[str, ...] | None) -> LayerKind | None:

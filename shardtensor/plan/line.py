@@ -29,7 +29,9 @@ class Line:
         is_optional: it may match nothing.
         is_override: it wins over lines that are not.
         depth: how many includes deep it was written; 0 is the file itself.
-        origin: where; None for rules made in Python.
+        origin: of what is said, the layout or the flow; through the line of the style where a style says it. None for
+            rules made in Python.
+        pattern_origin: of the pattern.
         other: what was not chosen: the text of the condition, when the ``else`` side was taken.
     """
 
@@ -43,6 +45,7 @@ class Line:
     depth: int = 0
     origin: Origin | None = None
     other: str = ""
+    pattern_origin: Origin | None = None
 
 
 @attrs.frozen
@@ -61,6 +64,7 @@ class Store:
     Attributes:
         flat: over which axes, with which grain; None for ``replicate``: kept as they compute.
         by: patterns of the modules whose parameters are gathered together.
+        origin, pattern_origin: of `flat`, and of the pattern.
     """
 
     pattern: str
@@ -69,6 +73,7 @@ class Store:
     is_override: bool = False
     depth: int = 0
     origin: Origin | None = None
+    pattern_origin: Origin | None = None
 
 
 @attrs.frozen(eq=False)
