@@ -38,6 +38,7 @@ def add_parser(commands: Any) -> None:
         "--config", type=Path, metavar="FILE", help="the model's config.json, for the length of its heads"
     )
     parser.add_argument("--experts", action="store_true", help="with the plan of experts: shards them over an axis ep")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

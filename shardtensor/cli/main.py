@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import import_plan
+from shardtensor.cli import check, import_plan
 from shardtensor.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(argv)
+    if hasattr(options, "run"):
+        return options.run(options)
     if options.command == "ops":
         from shardtensor.cli import ops
 
         print(ops.page(), end="") if options.markdown else ops.print_table()
         return 0
-    if options.command == "import":
-        return import_plan.run(options)
     from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtensor", description="Tensors that live on many devices.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    check.add_parser(commands)
     ops = commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
