@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardtensor import Plan, load_plan
 from shardtensor.errors import SpecError
+from shardtensor.plan.flow import read_flow
 from shardtensor.plan.reading import read_plan
 from shardtensor.spec.nodes import Replicate, Spec
 
@@ -235,6 +236,15 @@ optional experts.<ep> {
         ("ep", ("dp", "ep")),
         {"top_k": 3, "to": Replicate(), "on": "max"},
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["replicate", "partial(tp) -> [-, tp, ...]", "[tp] grad partial(dp)", "[-] grad replicate"]
+)
+def test_a_flow_reads_back(text):
+    flow = read_flow(text)
+    assert read_flow(str(flow)) == flow
+    assert flow.says_grad == ("grad" in text)
 
 
 def test_load_plan_takes_what_configs_come_as(tmp_path):
