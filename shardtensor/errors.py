@@ -91,7 +91,24 @@ class SpecError(ShardTensorError, ValueError):
 
 
 class LayoutError(ShardTensorError, ValueError):
-    """A spec does not fit the mesh, the world or the shape it is bound to."""
+    """A spec does not fit the mesh, the world or the shape it is bound to.
+
+    Attributes:
+        code: the check that failed, such as ``E205``; empty where no check of plans has one.
+        about: the numbers of the fault by name, for those who tell it in other words.
+    """
+
+    def __init__(
+        self,
+        fault: str,
+        facts: Mapping[str, object] | None = None,
+        fix: str | Iterable[str] = (),
+        *,
+        code: str = "",
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(fault, facts, fix)
+        self.code, self.about = code, about or {}
 
 
 class WrappedTwiceError(LayoutError, AssertionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,11 +21,12 @@ from shardtensor.fsdp.near import Reshard, read_reshard
 from shardtensor.fsdp.offload import flat_of
 from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
-from shardtensor.fsdp.ranges import together
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
+from shardtensor.layout.ranges import together
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
+from shardtensor.plan.units import name_order
 from shardtensor.tensor.placing import own_device
 
 
@@ -191,12 +191,7 @@ def _entries(modules: Sequence[nn.Module], ignored: set[int]) -> list[Entry]:
                 continue
             entry = found.setdefault(id(param), Entry(f"{prefix}{name}", param, []))
             entry.homes.append((owner, name))
-    return sorted(found.values(), key=lambda entry: _in_order(entry.name))
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """What sorts names with numbers in them as numbers."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return sorted(found.values(), key=lambda entry: name_order(entry.name))
 
 
 def _form(entry: Entry, domain: Domain, placement: Callable[[nn.Parameter], Any] | None) -> Form:

@@ -9,7 +9,7 @@ import torch
 
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
-from shardtensor.fsdp.ranges import Ranges, lay_out, lay_out_owned
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_owned
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

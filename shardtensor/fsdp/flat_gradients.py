@@ -13,7 +13,7 @@ from shardtensor.fsdp.carry import Carry
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.forms import Form
-from shardtensor.fsdp.ranges import Ranges
+from shardtensor.layout.ranges import Ranges
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

@@ -23,14 +23,12 @@ from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, part_of
+from shardtensor.plan.units import LARGE
 from shardtensor.tensor.dispatch import LENDERS, name_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
-
-LARGE = 1 << 20
-"""Elements from which a layer of a container is a part."""
 
 
 def large_layers(entries: Iterable[Entry]) -> set[int]:
@@ -66,6 +64,11 @@ def _leave(owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         part.abandon()
         return None
     return part.leave(output)
+
+
+def is_part_hook(hook: Any) -> bool:
+    """Whether a hook of a module is one of those that `make_part` gives."""
+    return hook in (_enter, _leave)
 
 
 class Lender:

@@ -16,12 +16,10 @@ from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
+from shardtensor.plan.units import SMALL
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
-
-
-SMALL = 1 << 16  # bytes; to gather so few again costs more than to keep them
 
 
 class Unit:

@@ -10,13 +10,14 @@ import attrs
 
 from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box
+from shardtensor.layout.cutting import dim_cuts, does_not_fit, pieces_of, sum_to
 from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
 from shardtensor.layout.listed import listed_layout
-from shardtensor.layout.pieces import Blocked, Pieces, Stepped, balanced, chunked, listed, padded
+from shardtensor.layout.pieces import Pieces, Stepped, chunked, listed
 from shardtensor.layout.tiling import check_tiling
-from shardtensor.mesh import Mesh, as_ranks
+from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
-from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.placement import Placement
 
 
@@ -61,15 +62,14 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
     ranks = _ranks(spec, mesh)
     ndim = len(shape)
     if not -ndim <= spec.dim < ndim:
-        raise _does_not_fit(
-            f"Invalid sharding dim: {spec.dim} for a tensor of {ndim} dims", spec, shape, _dims_that_fit(ndim)
-        )
+        fault = f"Invalid sharding dim: {spec.dim} for a tensor of {ndim} dims"
+        raise does_not_fit("E202", fault, spec, shape, _dims_that_fit(ndim))
     dim = spec.dim % ndim
     length, count = shape[dim], len(ranks)
     if spec.sizes is None:
         pieces: Pieces = chunked(length, count)
     else:
-        pieces = listed(_sum_to(spec.sizes, length, spec, shape))
+        pieces = listed(sum_to(spec.sizes, length, spec, shape))
     if not isinstance(ranks, range) and len(set(ranks)) < count:  # a rank named twice holds two boxes
         owned = []
         for i, rank in enumerate(ranks):
@@ -85,16 +85,16 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
 def _(spec: GridShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
     ranks = _ranks(spec, mesh)
     if len(spec.splits) != len(shape):
-        raise _does_not_fit(
+        raise does_not_fit(
+            "E202",
             f"the grid has {len(spec.splits)} splits, the tensor has {len(shape)} dims",
             spec,
             shape,
             "give one split for each dim, 1 for a dim that stays whole",
         )
     if len(set(ranks)) != len(ranks):
-        raise _does_not_fit(
-            "a rank has two places in the grid", spec, shape, "name each rank once, or list the boxes with enum(...)"
-        )
+        fix = "name each rank once, or list the boxes with enum(...)"
+        raise does_not_fit("E501", "a rank has two places in the grid", spec, shape, fix)
     # A grid of one place cuts dim 0, as a chunk of one does: else it would look like a copy on every rank.
     is_one = math.prod(spec.splits) == 1
     dims = tuple(
@@ -123,12 +123,11 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
     def axes(wanted: Sequence[str]) -> tuple[int, ...]:
         unknown = next((name for name in wanted if name not in axis_of), None)
         if unknown is not None:
-            raise _does_not_fit(
-                f"no mesh axis is called `{unknown}`", spec, shape, f"use one of {', '.join(names)}", mesh=mesh
-            )
+            fix = f"use one of {', '.join(names)}"
+            raise does_not_fit("E201", f"no mesh axis is called `{unknown}`", spec, shape, fix, mesh, name=unknown)
         return tuple(axis_of[name] for name in wanted)
 
-    cuts = _positions(spec, shape, dim_names)
+    cuts = dim_cuts(spec, shape, dim_names)
     dims: list[DimCut | None] = []
     for dim, cut in enumerate(cuts):
         if cut is None:
@@ -136,7 +135,7 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
             continue
         numbers = axes(cut.axes)
         count = math.prod(mesh.sizes[i] for i in numbers)
-        dims.append(DimCut(numbers, _pieces(cut, shape[dim], count, dim, spec, shape, mesh)))
+        dims.append(DimCut(numbers, pieces_of(cut, shape[dim], count, dim, spec, shape, mesh)))
     layout: Layout = CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
     if spec.flat_part is not None:
         part = spec.flat_part
@@ -150,9 +149,9 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
     if spec.only_part is not None:
         (axis,) = axes((spec.only_part.axis,))
         if spec.only_part.index >= mesh.sizes[axis]:
-            raise _does_not_fit(
-                f"axis `{names[axis]}` has no coordinate {spec.only_part.index}", spec, shape,
-                f"use 0 to {mesh.sizes[axis] - 1}", mesh=mesh,
+            raise does_not_fit(
+                "E201", f"axis `{names[axis]}` has no coordinate {spec.only_part.index}", spec, shape,
+                f"use 0 to {mesh.sizes[axis] - 1}", mesh,
             )  # fmt: skip
         layout = _only(layout, axis, spec.only_part.index, mesh)
     if spec.partial_parts:
@@ -180,124 +179,26 @@ def _called(mesh: Mesh, name: str) -> Mesh:
     return Mesh(((name, mesh.size),), mesh.ranks)
 
 
-def _positions(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> list[Cut | None]:
-    """The cut of each dim of the tensor: `...` filled in, dim names looked up."""
-    ndim = len(shape)
-    if spec.named:
-        if dim_names is None:
-            raise _does_not_fit(
-                "the spec names dims, but the dims of this tensor have no names",
-                spec,
-                shape,
-                "write the cut by position, such as `[tp, -]`",
-            )
-        cuts: list[Cut | None] = [None] * ndim
-        for name, cut in spec.named:
-            if name not in dim_names:
-                raise _does_not_fit(f"no dim is called `{name}`", spec, shape, f"the dims are {', '.join(dim_names)}")
-            cuts[dim_names.index(name)] = cut
-        return cuts
-    given = list(spec.dims)
-    if not given:  # a suffix alone, such as flat(dp)
-        return [None] * ndim
-    if ... in given:
-        at = given.index(...)
-        filler = ndim - (len(given) - 1)
-        if filler < 0:
-            raise _does_not_fit(
-                f"the spec has at least {len(given) - 1} dims, the tensor has {ndim}", spec, shape, "write fewer dims"
-            )
-        given[at : at + 1] = [None] * filler
-    if len(given) != ndim:
-        hint = "[" + ", ".join("-" for _ in shape) + "]"
-        raise _does_not_fit(
-            f"the spec has {len(given)} dims, the tensor has {ndim}",
-            spec,
-            shape,
-            f"write one entry for each dim, as in `{hint}`, or `...` for the dims that stay whole",
-        )
-    return [None if cut is ... else cut for cut in given]
-
-
-def _pieces(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, shape: Shape, mesh: Mesh) -> Pieces:
-    axes = "*".join(cut.axes)
-    uneven = "sizes" if cut.sizes is not None else "balanced" if cut.balanced else None
-    clash = uneven if cut.pad is not None else "blocks" if cut.sizes is not None and cut.blocks != 1 else None
-    if clash is not None:
-        other = "pad" if cut.pad is not None else "sizes"
-        raise _does_not_fit(
-            f"dim {dim} is cut by {other} and by {clash}, which say different sizes", spec, shape, "keep one of the two"
-        )
-
-    def cut_one(length: int) -> Pieces:
-        if cut.pad is not None:
-            return padded(length, count, cut.pad, cut.unit)
-        if cut.unit > 1 and length % cut.unit:
-            raise _does_not_fit(
-                f"dim {dim} has {length} elements, not a multiple of its unit {cut.unit}",
-                spec, shape, "choose a unit that divides the dim, or write pad(n)", mesh=mesh,
-            )  # fmt: skip
-        if cut.balanced:
-            return balanced(length, count, cut.unit)
-        if length % (count * cut.unit):
-            units = f"{length // cut.unit} units of {cut.unit}" if cut.unit > 1 else f"{length} elements"
-            raise _does_not_fit(
-                f"{units} of dim {dim} cannot be cut evenly over {axes}={count}",
-                spec, shape, ["write `balanced` or `sizes(...)` or `pad(n)` after the axis", "choose another axis"],
-                mesh=mesh,
-            )  # fmt: skip
-        return Stepped(length, count, length // count)
-
-    if cut.sizes is not None:
-        if len(cut.sizes) != count:
-            raise _does_not_fit(
-                f"{len(cut.sizes)} sizes are given for {axes}={count} pieces", spec, shape,
-                "give one size for each piece", mesh=mesh,
-            )  # fmt: skip
-        if any(size % cut.unit for size in cut.sizes):
-            raise _does_not_fit(
-                f"a size is not a multiple of the unit {cut.unit}", spec, shape, "give sizes in whole units", mesh=mesh
-            )
-        return listed(_sum_to(cut.sizes, length, spec, shape))
-    shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
-    if len(shares) == 1:
-        return cut_one(length)
-    if length % sum(shares):
-        raise _does_not_fit(
-            f"dim {dim} has {length} elements, not a multiple of its {sum(shares)} block shares", spec, shape,
-            "give block shares whose sum divides the dim", mesh=mesh,
-        )  # fmt: skip
-    return Blocked(tuple(cut_one(length * share // sum(shares)) for share in shares))
-
-
-def _sum_to(sizes: Sequence[int], length: int, spec: ShardingSpec, shape: Shape) -> tuple[int, ...]:
-    if sum(sizes) != length:
-        raise _does_not_fit(
-            f"the sizes add up to {sum(sizes)}, the dim has {length} elements", spec, shape, "give sizes that add up"
-        )
-    return tuple(sizes)
-
-
 def _check_flat_sizes(layout: FlatLayout, spec: Spec, mesh: Mesh) -> None:
     if layout.sizes is None:
         return
     count = math.prod(layout.grid[axis] for axis in layout.axes)
     total = layout.inner.numel(layout.ranks[0])
     if layout.inner.cut_dims and any(layout.inner.numel(rank) != total for rank in layout.ranks):
-        raise _does_not_fit(
-            "flat has one list of sizes, but the dims leave different numbers of elements on the ranks", spec,
-            layout.shape, "drop sizes=(...), or cut the dims evenly", mesh=mesh,
+        raise does_not_fit(
+            "E208", "flat has one list of sizes, but the dims leave different numbers of elements on the ranks", spec,
+            layout.shape, "drop sizes=(...), or cut the dims evenly", mesh,
         )  # fmt: skip
     if len(layout.sizes) != count or sum(layout.sizes) != total:
-        raise _does_not_fit(
-            f"flat has {len(layout.sizes)} sizes that add up to {sum(layout.sizes)}", spec, layout.shape,
-            f"give {count} sizes that add up to {total}", mesh=mesh,
+        raise does_not_fit(
+            "E208", f"flat has {len(layout.sizes)} sizes that add up to {sum(layout.sizes)}", spec, layout.shape,
+            f"give {count} sizes that add up to {total}", mesh,
         )  # fmt: skip
 
 
 def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
     """The layout on the ranks at one coordinate of an axis, which has one place then; the others hold nothing."""
-    ranks = as_ranks([rank for rank in mesh.ranks if (mesh.coordinate(rank) or ())[axis] == index])
+    ranks = _ranks_at(mesh, axis, index)
     if not layout.shape:
         owned = tuple((rank, box) for rank in ranks for box in layout.boxes(rank))
         return ListedLayout(shape=(), ranks=ranks, grid=(len(ranks),), owned=owned)
@@ -313,6 +214,14 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
     return attrs.evolve(layout, ranks=ranks, grid=grid, names=(), dims=dims)
 
 
+@lru_cache(maxsize=1024)
+def _ranks_at(mesh: Mesh, axis: int, index: int) -> Ranks:
+    """The ranks at one coordinate of an axis, row-major."""
+    inner = math.prod(mesh.sizes[axis + 1 :])
+    starts = range(index * inner, mesh.size, inner * mesh.sizes[axis])
+    return as_ranks([rank for start in starts for rank in mesh.ranks[start : start + inner]])
+
+
 def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tuple[int, ...]:
     """The ranks that the placements name, each of them at hand."""
     ranks = spec.placements.ranks
@@ -323,7 +232,10 @@ def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tu
     else:
         if None in ranks:
             raise LayoutError(
-                "a placement names no rank", {"spec": str(spec)}, 'write the rank too, as in "rank:0/cuda:0"'
+                "a placement names no rank",
+                {"spec": str(spec)},
+                'write the rank too, as in "rank:0/cuda:0"',
+                code="E501",
             )
         known = mesh.ranks if isinstance(mesh.ranks, range) else set(mesh.ranks)
         missing = next((rank for rank in ranks if rank not in known), None)
@@ -341,6 +253,8 @@ def no_such_rank(rank: int, mesh: Mesh, spec: ShardingSpec | None = None) -> Lay
         f"Global rank {rank} does not exist in input process group",
         facts,
         "name ranks of the process group, or pass the group that has this rank",
+        code="E501",
+        about={"rank": rank},
     )
 
 
@@ -350,22 +264,16 @@ def _listed(boxes: Sequence[tuple[Placement | None, Box]], shape: Shape, mesh: M
         rank = placement.rank() if placement is not None else None
         if rank is None:
             raise LayoutError(
-                "a shard has no rank", {"spec": str(spec)}, 'give each shard a placement such as "rank:0/cuda:0"'
+                "a shard has no rank",
+                {"spec": str(spec)},
+                'give each shard a placement such as "rank:0/cuda:0"',
+                code="E501",
             )
         if rank not in mesh.ranks:
             raise no_such_rank(rank, mesh, spec)
         owned.append((rank, box))
     check_tiling(owned, shape)
     return listed_layout(tuple(owned), shape)
-
-
-def _does_not_fit(
-    fault: str, spec: ShardingSpec, shape: Shape, fix: str | list[str], mesh: Mesh | None = None
-) -> LayoutError:
-    facts: dict[str, object] = {"spec": str(spec), "shape": " x ".join(map(str, shape)) or "scalar"}
-    if mesh is not None:
-        facts["mesh"] = str(mesh)
-    return LayoutError(fault, facts, fix)
 
 
 def _dims_that_fit(ndim: int) -> str:

@@ -59,6 +59,7 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
                 f"Rank of tensor is {len(shape)}, but shards rank is {len(box.offsets)}",
                 {"shape": _tuple(shape), "shard": _who(rank, box)},
                 "give every shard one offset and one size for each dim",
+                code="E202",
             )
         if any(end > size for end, size in zip(box.ends, shape, strict=True)):
             dim = next(i for i, (end, size) in enumerate(zip(box.ends, shape, strict=True)) if end > size)
@@ -66,6 +67,7 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
                 f"Shard offset {box.offsets[dim]} and length {box.sizes[dim]} exceeds tensor dim: {shape[dim]}",
                 {"shape": _tuple(shape), "shard": _who(rank, box)},
                 "give the true global size, or a shard that ends inside it",
+                code="E209",
             )
     hole = find_hole([box for _, box in owned], shape)
     check_no_overlap(owned, {} if hole is None else {"and": f"no shard holds element {_tuple(hole)}"})
@@ -75,6 +77,7 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
             f"the shards do not cover the entire tensor: no shard holds element {_tuple(hole)}",
             {"shape": _tuple(shape), "volume": f"{held} of the shards does not match tensor volume {math.prod(shape)}"},
             f"add a shard that starts at {_tuple(hole)}, or give the true global size",
+            code="E209",
         )
 
 
@@ -88,6 +91,7 @@ def check_no_overlap(owned: Owned, more: Mapping[str, str] = MappingProxyType({}
             f"Shards {_who(*first)} and {_who(*second)} overlap",
             {"both": f"hold {shared}", **more},
             "give each element to one shard",
+            code="E209",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shardtensor.fsdp.ranges import ALIGNMENT, lay_out, lay_out_owned, together
+from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_owned, together
 
 
 @some.composite

@@ -1,0 +1,200 @@
+"""Measure what collectives and products take on the ranks at hand, and write it down as a hardware profile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
+from shardtensor.cost.curve import Curve
+from shardtensor.cost.profile import KINDS, Profile, read_profile
+from shardtensor.cost.seconds import received_share
+
+_ROUNDS = 7
+_ROUND_S = 0.02
+_SIZES = {"cuda": [1 << n for n in range(16, 30, 2)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a whole
+
+
+def calibrate(out: Path) -> int:
+    """Measure on the ranks that torchrun started, or else on some of this machine; write the profile; about a minute.
+
+    One rank for each GPU where there are any, else two to four processes with gloo. Returns the exit status.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0)), str(out))
+        return 0
+    count = torch.cuda.device_count()
+    if count == 1:
+        print(
+            "shardtensor plan: collectives want two GPUs, and this machine has one; start it with torchrun on several"
+        )
+        return 2
+    world = count or max(2, min(4, os.cpu_count() or 2))
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(s.getsockname()[1]), LOCAL_WORLD_SIZE=str(world))
+    torch.multiprocessing.spawn(_started, (world, str(out)), nprocs=world)
+    return 0
+
+
+def _started(rank: int, world: int, out: str) -> None:
+    _work(rank, world, rank, out)
+
+
+def _work(rank: int, world: int, local_rank: int, out: str) -> None:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        profile = measure_profile(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        if rank == 0:
+            Path(out).write_text(profile.as_text())
+            print(f"{profile.about}\nwritten to {out}")
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_profile(ranks_per_node: int) -> Profile:
+    """Measure all that a profile has. All ranks of the default group call it; it takes the time of a minute at most.
+
+    Args:
+        ranks_per_node: as they were started; what lies between nodes is measured where there are several, and else
+            taken from the packaged profile that is nearest.
+    """
+    world = as_group(None)
+    node = [r for r in world.ranks if r // ranks_per_node == world.rank // ranks_per_node]
+    within = _curves(world.subgroup(node) if len(node) < world.size else world, world)
+    across = [r for r in world.ranks if r % ranks_per_node == world.rank % ranks_per_node]
+    base = read_profile(_nearest())
+    between: Mapping[str, Curve] = base.between
+    if len(across) > 1:
+        between = _curves(world.subgroup(across), world)
+    dtype, rate = _product_rate(world)
+    name = torch.cuda.get_device_name() if world.device_type == "cuda" else "cpu"
+    return attrs.evolve(
+        base,
+        name=name,
+        about=f"{name}: {world.size} ranks, {len(node)} in a node, torch {torch.__version__}, measured",
+        ranks_per_node=base.ranks_per_node if len(across) == 1 else ranks_per_node,
+        memory_bytes=torch.cuda.mem_get_info()[1] if world.device_type == "cuda" else base.memory_bytes,
+        flops_per_s={**base.flops_per_s, dtype: rate},
+        within=within,
+        between=between,
+    )
+
+
+def measure(kind: str, whole_bytes: int, group: Group) -> tuple[float, float]:
+    """Measure one collective: many calls, each after the other. All members call it.
+
+    Args:
+        kind: one of `KINDS`.
+        whole_bytes: of the tensor, whole: that of an all-reduce, the result of an all-gather, what goes into a
+            reduce-scatter, what one rank sends in an all-to-all, its own part included.
+
+    Returns:
+        the bytes that a rank receives, and the seconds of one call on the slowest rank: the median of some rounds.
+    """
+    call, received = _call(kind, whole_bytes, group)
+    for _ in range(3):
+        call()
+    calls = 1
+    calls = max(1, min(int(_ROUND_S / _slowest(_timed(call, calls, group), group)), 200))
+    times = [_slowest(_timed(call, calls, group), group) for _ in range(_ROUNDS)]
+    return received, statistics.median(times)
+
+
+def _call(kind: str, whole_bytes: int, group: Group) -> tuple[Callable[[], Any], float]:
+    """What does the collective once, and the bytes that a rank receives then."""
+    n = group.size
+    dtype = torch.bfloat16 if group.device_type == "cuda" else torch.float32
+    each = max(whole_bytes // dtype.itemsize // n, 1)
+    whole = torch.zeros(each * n, dtype=dtype, device=group.device_type)
+    part, other = torch.zeros(each, dtype=dtype, device=group.device_type), torch.zeros_like(whole)
+    counts = [each] * n
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.all_gather_into(whole, part).wait(),
+        "reduce_scatter": lambda: group.reduce_scatter_into(part, whole).wait(),
+        "all_to_all": lambda: group.all_to_all(whole, counts, counts, out=other),
+    }
+    return calls[kind], whole.numel() * dtype.itemsize * received_share(kind, n)
+
+
+def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
+    group.barrier()
+    _wait(group)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait(group)
+    return (time.perf_counter() - start) / calls
+
+
+def _slowest(seconds: float, group: Group) -> float:
+    told = torch.tensor([seconds], dtype=torch.float64, device=group.device_type)
+    return float(group.all_reduce(told, "max"))
+
+
+def _wait(group: Group) -> None:
+    if group.device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _curves(group: Group, world: Group) -> dict[str, Curve]:
+    pair = None
+    if group.size > 2:
+        mine = group.ranks[group.index - group.index % 2 :][:2]
+        pair = world.subgroup(list(mine))
+    found = {}
+    for kind in KINDS:
+        points = [measure(kind, size, group) for size in _SIZES[group.device_type]]
+        hop_s = 0.0
+        if pair is not None and pair.size == 2:
+            turns = 2 if kind == "all_reduce" else 1
+            _, alone = measure(kind, _SIZES[group.device_type][0], pair)
+            hop_s = max(points[0][1] - alone, 0.0) / (turns * (group.size - 2))
+        hop_s = _slowest(hop_s, group)
+        found[kind] = Curve(group.size, hop_s, [size for size, _ in points], _growing([time for _, time in points]))
+    return found
+
+
+def _growing(times: list[float]) -> list[float]:
+    """Without what was slower than a larger message: the host was busy then."""
+    return list(accumulate(reversed(times), min))[::-1]
+
+
+def _nearest() -> str:
+    """The packaged profile that this machine is like."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+
+
+def _product_rate(group: Group) -> tuple[str, float]:
+    """The dtype and FLOPs a second of a large product on the slowest rank."""
+    on_gpu = group.device_type == "cuda"
+    dtype, side = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 768)
+    a = torch.randn(side, side, device=group.device_type).to(dtype)
+    out = torch.empty_like(a)
+
+    def call() -> None:
+        torch.mm(a, a, out=out)
+
+    _timed(call, 3, group)
+    seconds = statistics.median(_slowest(_timed(call, 5, group), group) for _ in range(_ROUNDS))
+    return str(dtype).removeprefix("torch."), 2 * side**3 / seconds

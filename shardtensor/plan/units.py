@@ -1,0 +1,152 @@
+"""Gather units: which stored parameters lie end to end in one range of a rank. What `fully_shard` does is said here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from shardtensor.layout.layout import Layout
+from shardtensor.layout.ranges import Ranges, lay_out, together
+from shardtensor.plan.resolved import Placed, Resolved
+
+LARGE = 1 << 20
+"""Elements from which an embedding or linear layer of a unit that holds other units is gathered by itself."""
+
+SMALL = 1 << 16
+"""Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
+
+
+def name_order(name: str) -> list[tuple[int, str]]:
+    """What sorts dotted names with the numbers in them as numbers.
+
+    Example:
+        >>> sorted(["layers.10.w", "layers.9.w"], key=name_order)
+        ['layers.9.w', 'layers.10.w']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+@attrs.frozen(cache_hash=True)
+class Flat:
+    """Parameters of one unit that are gathered and reduced as one tensor.
+
+    Attributes:
+        layouts: of the parameters while they compute, in the order in which they lie end to end.
+        units: the grain of each, in elements; 0 means a row of what a rank computes with.
+        axes: the numbers of the mesh axes that the range is cut over, major first.
+        ranks: how many ranges there are.
+        dtype: as torch spells it.
+        trains: whether they require a gradient.
+    """
+
+    layouts: tuple[Layout, ...]
+    units: tuple[int, ...]
+    axes: tuple[int, ...]
+    ranks: int
+    dtype: str
+    trains: bool
+
+    def ranges(self, rank: int) -> Ranges:
+        """How the parameters of one rank lie end to end, and which range of them each rank along `axes` holds."""
+        lengths = [layout.numel(rank) for layout in self.layouts]
+        return lay_out(lengths, self.ranks, _grains(self.layouts, self.units, rank))
+
+
+@attrs.frozen(eq=False)
+class GatherUnit:
+    """The parameters of one module that are gathered together.
+
+    Attributes:
+        path: of the module; of the layer, where a large one of a container is gathered by itself.
+        flats: one for each dtype, trained and frozen apart.
+        names: of the parameters of each flat.
+        holds_units: whether other units lie inside: then it stays gathered from forward to backward.
+    """
+
+    path: str
+    flats: tuple[Flat, ...]
+    names: tuple[tuple[str, ...], ...]
+    holds_units: bool = False
+
+
+def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
+    """The gather units of a plan, containers before what they hold; none where nothing is stored otherwise."""
+    members: dict[str, list[Placed]] = {}
+    for placed in own_tensors(resolved):
+        if placed.stored is not None and not placed.tensor.is_buffer:
+            members.setdefault(placed.unit or "", []).append(placed)
+    found: dict[str, GatherUnit] = {}
+    for path, own in members.items():
+        holds = any(other != path and other.startswith(f"{path}." if path else "") for other in members)
+        parts = _large_layers(resolved, own) if holds else set()
+        apart: dict[str, list[Placed]] = {path: []}
+        for each in own:
+            layer = each.tensor.name.rpartition(".")[0]
+            apart.setdefault(layer if layer in parts else path, []).append(each)
+        for place, group in apart.items():
+            found[place] = _unit(resolved, place, group, holds and place == path)
+    order = {path: i for i, path in enumerate(resolved.model.paths)}
+    return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
+
+
+def own_tensors(resolved: Resolved) -> list[Placed]:
+    """The tensors of a plan, each once: tied ones under the name whose layout they take."""
+    again = {name for names in resolved.model.tied for name in names[1:]}
+    return [p for name, p in resolved.tensors.items() if name not in again and p.tied_to not in resolved.tensors]
+
+
+def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: bool) -> GatherUnit:
+    alike: dict[tuple[object, ...], list[Placed]] = {}
+    for placed in sorted(group, key=lambda placed: name_order(placed.tensor.name)):
+        assert placed.stored is not None
+        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes)
+        alike.setdefault(key, []).append(placed)
+    flats, names = [], []
+    for each in alike.values():
+        for flat, own in _flats(resolved, each):
+            flats.append(flat)
+            names.append(own)
+    return GatherUnit(path, tuple(flats), tuple(names), holds_units)
+
+
+def _flats(resolved: Resolved, placed: Sequence[Placed]) -> Iterable[tuple[Flat, tuple[str, ...]]]:
+    """Parameters alike in dtype and axes, as one; apart where their grains do not go together."""
+    mesh, first = resolved.plan.axes.mesh, placed[0]
+    assert first.stored is not None
+    axes = tuple(mesh.names.index(leaf) for leaf in resolved.plan.axes.leaves(first.stored.axes))
+    ranks = math.prod(mesh.sizes[axis] for axis in axes)
+    layouts = tuple(each.layout for each in placed)
+    units = tuple(_grain(each) for each in placed)
+    rank = mesh.ranks[0]
+    for group in together([x.numel(rank) for x in layouts], _grains(layouts, units, rank), ranks):
+        flat = Flat(
+            tuple(layouts[i] for i in group), tuple(units[i] for i in group), axes, ranks,
+            first.tensor.dtype, first.tensor.requires_grad,
+        )  # fmt: skip
+        yield flat, tuple(placed[i].tensor.name for i in group)
+
+
+def _grain(placed: Placed) -> int:
+    assert placed.stored is not None
+    return 0 if placed.stored.unit == "row" else int(placed.stored.unit)
+
+
+def _grains(layouts: Sequence[Layout], units: Sequence[int], rank: int) -> list[int]:
+    rows = (math.prod(layout.local_shape(rank)[1:]) for layout in layouts)
+    return [unit or max(row, 1) for unit, row in zip(units, rows, strict=True)]
+
+
+def _large_layers(resolved: Resolved, placed: Sequence[Placed]) -> set[str]:
+    """The paths of large embeddings and linear layers, none of whose parameters is tied."""
+    tied = {p.tied_to for p in resolved.tensors.values()} | {n for names in resolved.model.tied for n in names}
+    sizes: dict[str, int] = {}
+    for each in placed:
+        path = each.tensor.name.rpartition(".")[0]
+        kind = resolved.model.kind(path)
+        is_layer = kind is not None and kind.dims["weight"] in (("out", "in"), ("vocab", "embed"))
+        fits = is_layer and each.tensor.name not in tied
+        sizes[path] = sizes.get(path, 0) + (each.tensor.numel if fits else -(2**62))
+    return {path for path, size in sizes.items() if size >= LARGE}
