@@ -20,8 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(ops.page(), end="") if options.markdown else ops.print_table()
         return 0
-    if options.command == "fmt":
-        return fmt.run(options)
     from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
