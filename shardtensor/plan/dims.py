@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 from shardtensor.errors import SpecError
@@ -73,13 +74,18 @@ def _beside(name: str) -> str:
 
 def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
     found: dict[str, tuple[TensorInfo, Dims]] = {}
+    total = 0
+    for line in lines:
+        total += prod(
+            int(number) if number else options.count(",") + 1 for options, number in _CHOICE.findall(line.pattern)
+        )
+        if total > MAX_TENSORS:
+            raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
         for name, line in _layer_by_layer(list(run)):
             tensor = TensorInfo(name, line.sizes, line.names, dtype)
             if found.setdefault(name, (tensor, line))[0] != tensor:
                 raise _disagreement(found[name], tensor, line)
-            if len(found) > MAX_TENSORS:
-                raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     return tuple(tensor for tensor, _ in found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from shardtensor.plan.model import Model
 from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.safetensors_shapes import with_dim_names
+from shardtensor.plan.sources import PACKAGED
 
 # plan, recorded model, world, parameters
 FROM_DIMS = [
@@ -252,3 +254,12 @@ def test_a_drifted_attribute_name_is_found():
     read = load_plan("gpt2", config=config_path("gpt2"), world=4)
     found = resolve(read, attrs.evolve(real, modules=drifted)).findings
     assert {finding.code for finding in found if finding.severity == "error"} == {"E303"}
+
+
+def test_every_plan_is_installed_with_the_package():
+    """`shardtensor/specs` is a link to specs/: an editable install follows it, a wheel holds what it leads to."""
+    root = Path(__file__).parents[2]
+    assert PACKAGED.resolve() == root / "specs"
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["shardtensor"]
+    held = {path.resolve() for pattern in patterns for path in (root / "shardtensor").glob(pattern)}
+    assert {*(root / "specs").glob("*.shard"), *(root / "specs/std").glob("*.shard")} <= held
