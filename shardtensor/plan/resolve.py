@@ -54,7 +54,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     tensors, store_findings = with_stores(plan, model, tree, tensors)
     modules, module_findings = passings(model, matches, disputes, binder)
     nothing, unused_findings = unused(plan, tree, matches)
-    missing, told = unplaced(placing.unmatched, nothing)
+    missing, told = unplaced(plan, placing.unmatched, nothing)
     findings = [
         *plan.findings,
         *ties.findings,
