@@ -5,7 +5,8 @@ clock of steps in a row), what the host takes to hand one over, tokens a second,
 reach (MFU), GiB of memory at most allocated and reserved, and how often the allocator went to the device in the steps
 that were timed. The floor is the same decoder in bfloat16 without communication and without an optimizer. Before
 anything is timed, 50 captured steps of a small model, with resharding, accumulation and a changing rate, are compared
-with 50 eager ones, bit for bit. bfloat16 compute and reductions, float32 parameters, AdamW.
+with 50 eager ones, bit for bit, and the losses of 50 steps with FSDP2's. bfloat16 compute and reductions, float32
+parameters, AdamW.
 
     python benchmarks/fully_shard.py [--world 4] [--batches 1 2 4 8] [--ways ours fsdp2 floor ...]
 """
@@ -200,6 +201,30 @@ def measured(way: str, size: Size, batch: int, device: torch.device, args: argpa
     }
 
 
+def curve(way: str, size: Size, steps: int, device: torch.device) -> list[float]:
+    """The loss of each of `steps` steps over four batches in turn, the mean of the ranks."""
+    step, close = WAYS[way](size, device)
+    batches = [batch_of(size, 1, device, number) for number in range(4)]
+    losses = torch.stack([step(*batches[i % 4]).detach().float().clone() for i in range(steps)])
+    dist.all_reduce(losses)
+    if close is not None:
+        close()
+    return (losses / dist.get_world_size()).tolist()
+
+
+def print_curves(size: Size, steps: int, device: torch.device) -> None:
+    """Losses of the same training by FSDP2 and by us, and how far they are apart at most."""
+    curves = {}
+    for way in ("fsdp2", "ours", "ours, captured"):
+        gc.collect()
+        curves[way] = curve(way, size, steps, device)
+    if dist.get_rank() == 0:
+        for way, losses in curves.items():
+            apart = max(abs(a - b) / b for a, b in zip(losses, curves["fsdp2"], strict=True))
+            shown = " ".join(f"{loss:.4f}" for loss in (*losses[:: max(1, steps // 6)], losses[-1]))
+            print(f"losses of {steps} steps, {way}: {shown}; at most {apart:.1e} from fsdp2", flush=True)
+
+
 def _device_allocations() -> int:
     return torch.cuda.memory_stats()["num_device_alloc"] if torch.cuda.is_available() else 0
 
@@ -211,6 +236,8 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         print("50 captured steps equal 50 eager ones bit for bit, resharding and accumulating", flush=True)
     size = Size() if device.type == "cuda" else SMALL
+    if args.curve:
+        print_curves(size, args.curve, device)
     rows = []
     for batch in args.batches:
         for way in args.ways or WAYS:
@@ -233,6 +260,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6, help="steps in a row, in each round")
+    parser.add_argument("--curve", type=int, default=50, metavar="N", help="steps of the loss curves; 0 for none")
     spawn(run, parser.parse_args())
 
 

@@ -41,6 +41,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="also run one step of a tiny model of these names on local ranks and compare every gradient",
     )
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +76,7 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     from shardtensor.plan.loading import read_config
     from shardtensor.plan.reading import read_plan
     from shardtensor.plan.resolve import resolve
-    from shardtensor.plan.summary import summary
+    from shardtensor.plan.summary import summarize
 
     config, source = read_config(options.model)
     params = dict(options.set)
@@ -87,7 +88,7 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
         findings = (*findings, *_flow_findings(resolved))
     if any(finding.severity == "error" for finding in findings):
         return findings, None
-    return findings, summary(resolved, options.plan, params)
+    return findings, summarize(resolved, options.plan, params)
 
 
 def _flow_findings(resolved: Any) -> Sequence[Any]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import plan
+from shardtensor.cli import check, plan
 from shardtensor.version import __version__
 
 
@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtensor", description="Tensors that live on many devices.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    check.add_parser(commands)
     plan.add_parser(commands)
     ops = commands.add_parser(
         "ops",

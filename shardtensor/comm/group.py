@@ -144,6 +144,17 @@ def team_along(group: Group, names: Iterable[str], error: type[ShardTensorError]
     return group.axis(*(name for name in group.mesh.names if name in wanted))  # one group for each set of axes
 
 
+def seen_on(group: Group, mesh: Mesh) -> Group:
+    """Return a group seen as a grid; one object for each grid of a group. Sends nothing.
+
+    Groups along axes that the two grids share are shared.
+    """
+    known: dict[Mesh, Group] = vars(group).setdefault("_seen_on", {})
+    if mesh not in known:
+        known[mesh] = group.on_mesh(mesh, {})
+    return known[mesh]
+
+
 class LoneGroup:
     """A world of one: nothing is sent, and every collective returns what it was given."""
 

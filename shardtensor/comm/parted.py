@@ -56,6 +56,12 @@ class Parted(ABC):
             self._subgroups[key] = made.on_mesh(None, {}) if is_self else made  # type: ignore[arg-type]
         return self._subgroups[key]
 
+    def _seen(self, other: Parted, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> None:
+        """Be `other` on a grid; groups of some of the ranks are the same ones, whatever the grid."""
+        self.mesh, self._axes, self._subgroups = mesh, axes, other._subgroups
+        for group in axes.values():
+            self._subgroups.setdefault(tuple(sorted(group.ranks)), group)
+
     def twin(self) -> Group:
         """This group itself, where ranks are only pretended."""
         return self  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, seen_on
 from shardtensor.comm.process_group import as_group, world_place
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import Mesh
@@ -71,10 +71,7 @@ def _on_mesh(group: Group, grid: Grid) -> Group:
             {"mesh": mesh, "group": f"{group.size} ranks"},
             "load inside load_with_process_group(device_mesh)",
         )
-    seen_as = vars(group).setdefault("_seen_as", {})
-    if mesh not in seen_as:
-        seen_as[mesh] = group.on_mesh(mesh, {})
-    return seen_as[mesh]
+    return seen_on(group, mesh)
 
 
 def reduce(group: Group) -> tuple[Any, ...]:

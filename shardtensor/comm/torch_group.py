@@ -221,7 +221,7 @@ class TorchGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
-        group.mesh, group._axes = mesh, axes
+        group._seen(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:

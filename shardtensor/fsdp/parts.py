@@ -66,6 +66,11 @@ def _leave(owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return part.leave(output)
 
 
+def is_part_hook(hook: Any) -> bool:
+    """Whether a hook of a module is one of those that `make_part` gives."""
+    return hook in (_enter, _leave)
+
+
 class Lender:
     """Lets the modules of a schedule compute with parameters of parts that do not run."""
 

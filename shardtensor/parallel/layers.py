@@ -23,6 +23,7 @@ from shardtensor.ops.fused_linear import cast
 from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.parallel.products import ColumnProduct, Product, StreamProduct
+from shardtensor.plan.layer_kinds import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -175,6 +176,21 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
         return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
 
 
+class ParallelNorm(Flowing):
+    """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        refuse_shell(self, x)
+        module: Any = self
+        place, held = module._parameters, dict(module._parameters)
+        try:
+            place.update({name: _summed(module, name) for name in held})
+            y = super().forward(moved(x, self.flow.enter), *args, **kwargs)  # type: ignore[misc]
+        finally:
+            place.update(held)
+        return moved(y, self.flow.leave)
+
+
 def _refuse_strays(ids: torch.Tensor, count: int, team: Group | None) -> None:
     """Refuse ids outside the vocabulary, which no rank has; `team`: the ranks that have ids of their own."""
     if torch.compiler.is_compiling():
@@ -203,12 +219,15 @@ _LAYERS: dict[type[nn.Module], type[Flowing]] = {
 
 
 def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
-    """The parallel layer that stands for a class of torch's, or for GPT-2's `Conv1D`; None for any other.
+    """The parallel layer that stands for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
 
-    A subclass may have a forward of its own, so that only the very class counts.
+    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs.
     """
-    if cls.__name__ == "Conv1D" and cls not in _LAYERS:
-        _LAYERS[cls] = type("ParallelConv1D", (LinearFlow, cls), {"__reduce_ex__": _reduced})
+    if cls not in _LAYERS and not issubclass(cls, Flowing):
+        kind = kind_named(cls.__name__)
+        base = LinearFlow if cls.__name__ == "Conv1D" else ParallelNorm if kind and kind.name == "norm" else None
+        if base is not None:
+            _LAYERS[cls] = type(f"Parallel{cls.__name__}", (base, cls), {"__reduce_ex__": _reduced})
     return _LAYERS.get(cls)
 
 

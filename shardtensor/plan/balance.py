@@ -19,7 +19,7 @@ from shardtensor.plan.units import own_tensors
 from shardtensor.spec.nodes import Cut, Spec
 
 IMBALANCE = 0.1
-"""How much more bytes than the mean a rank may hold."""
+"""How much more bytes than the emptiest rank, as a share of these, the fullest may hold."""
 
 LARGE = 0.01
 """Of the bytes of all tensors: what is large."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import attrs
 
+from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
+from shardtensor.plan.blocks import statements
+from shardtensor.plan.call_text import read_axes
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.line import Dims, Line, Store, Tie, Unmatched
 from shardtensor.spec.diagnostics import Source
@@ -37,3 +40,34 @@ class Plan:
     world: int = 1
     sources: tuple[Source, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    @classmethod
+    def from_rules(
+        cls,
+        rules: Mapping[str, Any],
+        mesh: str | Mesh,
+        data: str | tuple[str, ...] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Make the plan that a file with these lines would be.
+
+        Args:
+            rules: a pattern to a layout, or to a block of rules for what is below. In a block ``"in"``, ``"in NAME"``,
+                ``"out"``, ``"out NAME"`` are flows, ``"local NAME"`` an attribute that counts, ``"use"`` the call of a
+                hook, or several. ``optional`` and ``override`` may stand before a pattern. At the top ``"store **"``,
+                ``"tie A"`` and ``"unmatched"`` are what they are in a file. Styles are functions that return blocks.
+            mesh: ``"dp=2, tp=4"``; an axis may be made of factors, ``"dp=2, tp(kvg=2, kvr=2)"``.
+            data: the axes along which samples differ.
+            config: of the model, as a file would have read it.
+
+        Raises:
+            PlanError, SpecError: a key or a value cannot be read.
+
+        Example:
+            >>> plan = Plan.from_rules({"mlp.up": {"weight": "[tp, -]", "out": "[..., tp]"}}, "dp=2, tp=4", data="dp")
+            >>> plan.world, [f"{line.pattern} {line.kind}: {line.value}" for line in plan.lines]
+            (8, ['mlp.up.weight tensor: [tp, -]', 'mlp.up out: [..., tp]'])
+        """
+        said, axes = statements(rules), read_axes(mesh, data)
+        values = said.lines, said.stores, said.ties
+        return cls(axes, *values, unmatched=said.unmatched, config=config or {}, world=axes.mesh.size)

@@ -28,6 +28,7 @@ from shardtensor.plan.flow import (
     read_flow,
     union,
 )
+from shardtensor.plan.layer_kinds import kind_named
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 
 REPLICATE = read_flow("replicate")
@@ -39,11 +40,18 @@ class Stated:
 
     Attributes:
         ins: by the name of the argument; None stands for the first.
-        out: of what the module returns.
+        out: of what the module returns; of several results, of the first.
+        others: of other results, by their position or name.
     """
 
     ins: Mapping[str | None, Flow] = attrs.field(factory=dict)
     out: Flow | None = None
+    others: Mapping[str, Flow] = attrs.field(factory=dict)
+
+    @property
+    def outs(self) -> tuple[Flow, ...]:
+        """Of all results."""
+        return (*((self.out,) if self.out is not None else ()), *self.others.values())
 
 
 @attrs.frozen(eq=False)
@@ -69,14 +77,21 @@ class Tensors:
         if layout is None or names is None:
             return ()
         grid = self.mesh.sizes if self.mesh is not None else layout.grid[:1]
-        if not isinstance(layout, CutLayout) or layout.partial or layout.grid != grid:
+        if not isinstance(layout, CutLayout) or layout.partial or not _lies_in(layout.grid, grid):
             raise PlanError(
                 "flows go with dims cut over axes", {name: str(self.specs[name])}, "write the spec in axes: `[tp, -]`"
             )
         cut = layout.dims[names.index(dim)]
         if cut is None:
             return ()
-        return (self.axis,) if self.mesh is None else tuple(self.mesh.names[i] for i in cut.axes)
+        if self.mesh is None:
+            return (self.axis,)
+        return tuple(self.mesh.names[i] for i in cut.axes if layout.grid[i] == grid[i])  # the rest holds nothing
+
+
+def _lies_in(grid: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
+    """Whether a layout's grid is the mesh, or the part of it at one coordinate of some axes."""
+    return len(grid) == len(mesh) and all(size in (1, whole) for size, whole in zip(grid, mesh, strict=True))
 
 
 class Binder:
@@ -144,10 +159,13 @@ def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Bind
     Raises:
         PlanError: the flows contradict the layer's tensors.
     """
-    kind = type(module)
-    if kind is nn.Embedding:
+    kind = kind_named(type(module).__name__)
+    assert kind is not None, "a layer that has a parallel one is of a known kind"
+    if stated.others:
+        raise PlanError(f"a layer has one result, no `out {next(iter(stated.others))}`", fix="write `out` alone")
+    if kind.name == "embedding":
         return _embedding(module, stated, tensors, binder)
-    if kind in (nn.LayerNorm, nn.RMSNorm):
+    if kind.name == "norm":
         return _norm(module, stated, tensors, binder)
     return _linear(module, stated, tensors, binder, is_inside)
 
@@ -164,7 +182,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     sizes = {}
     for axes, dim in ((out_axes, "out"), (in_axes, "in")):
         if axes:
-            sizes[axes] = _sizes(module, tensors, dim)
+            sizes[axes] = stretches_of(module, tensors, dim)
     own = enters is not None or not is_inside
     enter = changes(attrs.evolve(came, addends=()), addends if own else ())
     leave = changes(attrs.evolve(leaves, addends=()))
@@ -227,7 +245,7 @@ def _embedding(module: Any, stated: Stated, tensors: Tensors, binder: Binder) ->
         if layout.is_blocked(0):
             raise PlanError("a vocabulary in blocks takes no flow", {"weight": str(tensors.specs["weight"])})
         start = layout.start(binder.group.rank, 0)
-    sizes = {columns: _sizes(module, tensors, "embed")} if columns else {}
+    sizes = {columns: stretches_of(module, tensors, "embed")} if columns else {}
     sums = binder.team(union(cut_axes(came.after), leaves.addends))
     leave = binder.move(changes(attrs.evolve(leaves, addends=())), sizes)
     return LayerFlow(binder.move(changes(came)), leave, sums=sums, start=start)
@@ -291,7 +309,7 @@ def _dim(module: nn.Module, dim: str) -> int:
     return names.index(dim)
 
 
-def _sizes(module: nn.Module, tensors: Tensors, dim: str) -> tuple[int, ...]:
+def stretches_of(module: nn.Module, tensors: Tensors, dim: str) -> tuple[int, ...]:
     """The true stretch of each piece of a weight's dim."""
     layout = tensors.layouts["weight"]
     assert isinstance(layout, CutLayout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -106,19 +107,14 @@ class Entering:
 
 
 @attrs.frozen(eq=False)
-class Leaving:
-    """A forward hook: moves what a module returns, or the first of a tuple."""
+class Result:
+    """One of a module's results: how it is moved and, where the module works on ShardedTensors, how it gives it."""
 
     move: Move
     takes_from: Spec | None = None
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._brought(module, output[0]), *output[1:])
-        return self._brought(module, output)
-
-    def _brought(self, module: nn.Module, y: Any) -> Any:
-        if not isinstance(y, torch.Tensor):
+    def brought(self, module: nn.Module, y: Any) -> Any:
+        if not isinstance(y, torch.Tensor) or not (y.is_floating_point() or y.is_complex()):
             return y
         if self.takes_from is not None and cuts(self.takes_from) and not isinstance(y, ShardedTensor):
             raise RuleError(
@@ -131,6 +127,58 @@ class Leaving:
             y = y._local if isinstance(y, ShardedTensor) else y
         refuse_shell(module, y)
         return moved(y, self.move)
+
+
+@attrs.frozen(eq=False)
+class Leaving:
+    """A forward hook: moves what a module returns.
+
+    Attributes:
+        results: by position, or by the name of a field, as the plan names them; empty for the first.
+    """
+
+    results: Mapping[str, Result]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for name, result in self.results.items():
+            output = self._with(module, name, result, output)
+        return output
+
+    def _with(self, module: nn.Module, name: str, result: Result, output: Any) -> Any:
+        """The output with one of its results moved; results that it does not have this time are passed over."""
+        if isinstance(output, tuple | list):
+            fields = getattr(output, "_fields", ())
+            place = fields.index(name) if name in fields else int(name or 0) if (name or "0").isdecimal() else None
+            if place is None:
+                raise self._no_result(module, name, f"{len(output)} results in a {type(output).__name__}")
+            if place >= len(output):
+                return output
+            parts = [result.brought(module, y) if i == place else y for i, y in enumerate(output)]
+            return type(output)(*parts) if fields else type(output)(parts)
+        if isinstance(output, dict):
+            keys = list(output)
+            key = keys[int(name or 0)] if (name or "0").isdecimal() and int(name or 0) < len(keys) else name
+            if key in output:
+                output[key] = result.brought(module, output[key])
+            elif attrs.NOTHING is getattr(output, key, attrs.NOTHING):
+                raise self._no_result(module, name, f"results {', '.join(map(str, keys))}")
+            return output
+        if dataclasses.is_dataclass(output) and not isinstance(output, type):
+            names = [field.name for field in dataclasses.fields(output)]
+            key = names[int(name or 0)] if (name or "0").isdecimal() and int(name or 0) < len(names) else name
+            if key not in names:
+                raise self._no_result(module, name, f"results {', '.join(names)}")
+            return dataclasses.replace(output, **{key: result.brought(module, getattr(output, key))})
+        if name not in ("", "0"):
+            raise self._no_result(module, name, "one result")
+        return result.brought(module, output)
+
+    def _no_result(self, module: nn.Module, name: str, found: str) -> RuleError:
+        return RuleError(
+            f"{type(module).__name__} has no result `{name}`, of which the plan says how it leaves",
+            {"found": found},
+            f"name one of its results after `out` in the plan, in place of `{name}`",
+        )
 
     def __deepcopy__(self, memo: Any) -> Leaving:
         return self

@@ -1,100 +1,32 @@
-"""From a plan and a module to what is done to which tensor; every fault is found here, and nothing is changed."""
+"""From rules in Python and a module to what is done to which tensor; every fault is found here, nothing is changed.
+
+For torch's own plans and for dicts of rules, which leave tensors without a rule as they are; see `from_plan` for plans.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, MissingParameterError, PlanError, RuleError, SpecError
-from shardtensor.layout.layout import Layout
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.blocks import lines
-from shardtensor.plan.flow import Flow
 from shardtensor.plan.line import Line
 from shardtensor.plan.patterns import is_below, matches, nearest, unwrapped
-from shardtensor.sharding.flows import Binder, Stated, Tensors
+from shardtensor.plan.resolved import Passing
+from shardtensor.sharding.passings import counts_of, flows_of, hooks_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.settle import Settled, settle
-from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.sharding.work import Target, Work
+from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import device_for
-from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-@attrs.frozen(eq=False)
-class Target:
-    """One tensor, under one name or several, and how it is to lie; no layout where its spec shards it itself."""
-
-    names: tuple[str, ...]
-    tensor: torch.Tensor
-    spec: ShardingSpec
-    layout: Layout | None
-    device: torch.device
-
-    def __str__(self) -> str:
-        tensor = self.tensor
-        frozen = "" if tensor.requires_grad else ", frozen"
-        without_memory = " on meta" if tensor.is_meta else ""
-        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{without_memory}{frozen}"
-
-
-@attrs.frozen(eq=False)
-class Resolved:
-    """What a plan comes to for one module, in the order of its rules."""
-
-    targets: tuple[Target, ...]
-    flows: Mapping[str, Stated]
-    sharders: tuple[tuple[str, Sharder], ...]
-    outputs: tuple[tuple[str, ShardingSpec], ...]
-    locals: tuple[str, ...]
-
-    def facts(self) -> dict[str, str]:
-        """What all ranks must have alike, as text."""
-        found = {", ".join(target.names): str(target) for target in self.targets}
-        found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
-        for path, flows in self.flows.items():
-            found |= {f"in {name or ''} of {path or 'the module'}": str(flow) for name, flow in flows.ins.items()}
-            found |= {f"out of {path or 'the module'}": str(flows.out)} if flows.out is not None else {}
-        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
-        return found | {f"local output of {path or 'the module'}": "yes" for path in self.locals}
-
-    def settled(self, module: nn.Module, binder: Binder) -> list[Settled]:
-        """What each module with a flow does."""
-        targets = {id(target.tensor): target for target in self.targets if target.layout is not None}
-        axis = self._the_axis() if binder.group.mesh is None and self.flows else "*"
-        tensors = {}
-        for path in self.flows:
-            specs: dict[str, ShardingSpec] = {}
-            layouts: dict[str, Layout] = {}
-            for name, tensor in module.get_submodule(path).named_parameters(recurse=False):
-                target = targets.get(id(tensor))  # under whatever name the plan sharded it: it may be tied
-                if target is not None and target.layout is not None:
-                    specs[name], layouts[name] = target.spec, target.layout
-                elif isinstance(tensor, ShardedTensor):  # it was sharded before
-                    specs[name], layouts[name] = tensor.sharding_spec(), tensor._layout
-            tensors[path] = Tensors(specs, layouts, binder.group.mesh, axis)
-        return settle(module, self.flows, tensors, binder)
-
-    def _the_axis(self) -> str:
-        """What the plan calls the one axis of a group that has no mesh."""
-        flows = [flow for stated in self.flows.values() for flow in (*stated.ins.values(), stated.out) if flow]
-        names = {axis for flow in flows for side in (flow.before, flow.after) for axis in side.axis_names}
-        names |= {axis for target in self.targets if isinstance(target.spec, Spec) for axis in target.spec.axis_names}
-        if len(names) > 1:
-            raise PlanError(
-                "the ranks have one axis, and the plan has several names for it",
-                {"names": ", ".join(sorted(names))},
-                ["use one name", "pass a DeviceMesh with these axes as process_group"],
-            )
-        return names.pop() if names else "*"
-
-
-def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, has_flows: bool = True) -> Resolved:
+def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, has_flows: bool = True) -> Work:
     """Find what every rule of a plan stands for. Pure: reads the module, changes nothing, sends nothing.
 
     Args:
@@ -117,14 +49,17 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
         for path in _modules_for(line.pattern, line.value, module, modules)
     }
     rules: dict[str, tuple[str, ShardingSpec]] = {}
-    for line in plan_lines:
+    overridden: set[str] = set()
+    for line in sorted(plan_lines, key=lambda line: line.is_override):
         if isinstance(line.value, Sharder) or line.kind != "tensor":
             continue
         spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
         for name in _tensors_for(line.pattern, module, tensors, line.is_optional):
-            _refuse_two(name, line.pattern, spec, rules.get(name), sharders)
+            is_first = line.is_override and name not in overridden
+            _refuse_two(name, line.pattern, spec, None if is_first else rules.get(name), sharders)
             rules[name] = line.pattern, spec
-    flows = _flows(plan_lines, module, modules)
+            overridden |= {name} if line.is_override else set()
+    passings = _passings(plan_lines, module, modules)
     targets = _targets(module, rules, group, src_rank)
     outputs = [
         (path, _spec(value, f"Only `ShardingSpec` is supported as output_plan for `{pattern}`"))
@@ -132,7 +67,17 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
         for path in _modules_for(pattern, None, module, modules)
     ]
     locals_ = [p for pattern in plan.return_local_tensor or () for p in _modules_for(pattern, None, module, modules)]
-    return Resolved(tuple(targets), flows, tuple(sharders.items()), tuple(outputs), tuple(locals_))
+    return Work(
+        module,
+        group,
+        tuple(targets),
+        flows_of(passings),
+        counts_of(module, passings, group),
+        hooks_of(passings),
+        sharders=tuple(sharders.items()),
+        outputs=tuple(outputs),
+        local_outputs=tuple(locals_),
+    )
 
 
 def _tensor_names(module: nn.Module) -> Iterable[str]:
@@ -149,32 +94,36 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
         raise PlanError(fault, {"found": type(value).__name__}, 'write a spec, such as "[tp, -]"') from None
 
 
-def _flows(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]) -> dict[str, Stated]:
-    """The flows of each module that has some."""
-    ins: dict[str, dict[str | None, Flow]] = {}
-    outs: dict[str, Flow] = {}
+def _passings(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]) -> dict[str, Passing]:
+    """What lines say of each module."""
+    found: dict[str, dict[str, Any]] = {}
     for line in plan_lines:
         if line.kind == "tensor":
             continue
         for path in _modules_for(line.pattern, None, module, modules, line.is_optional):
-            if line.kind in dict(module.get_submodule(path).named_children()):
+            is_flow = line.kind in ("in", "out")
+            if is_flow and line.kind in dict(module.get_submodule(path).named_children()):
                 raise PlanError(
                     f"`{line.kind}` is the flow of a value, and {path or 'the module'} has a submodule of that name",
                     {"flow": str(line.value)},
                     f"write `{{{line.kind}}}` for the submodule",
                 )
-            known = outs.get(path) if line.kind == "out" else ins.get(path, {}).get(line.name or None)
-            if known is not None and known != line.value:
+            said = found.setdefault(path, {"in": {}, "out": {}, "local": {}, "use": []})
+            if line.kind == "use":
+                said["use"].append((line.value, line))
+                continue
+            known = said[line.kind].get(line.name)
+            if known is not None and known[0] != line.value and known[1].is_override == line.is_override:
                 raise PlanError(
-                    f"two rules say how values pass `{path or 'the module'}`",
-                    {f"{line.kind} {line.name}".strip(): f"{known}, and {line.value}"},
+                    f"two rules say how values pass `{path or 'the module'}`"
+                    if is_flow
+                    else f"two rules share out `{line.name}` of `{path or 'the module'}`",
+                    {f"{line.kind} {line.name}".strip(): f"{known[0]}, and {line.value}"},
                     "narrow one of the patterns",
                 )
-            if line.kind == "out":
-                outs[path] = line.value
-            else:
-                ins.setdefault(path, {})[line.name or None] = line.value
-    return {path: Stated(ins.get(path, {}), outs.get(path)) for path in dict.fromkeys((*ins, *outs))}
+            if known is None or line.is_override:
+                said[line.kind][line.name] = line.value, line
+    return {path: Passing(said["in"], said["out"], tuple(said["use"]), said["local"]) for path, said in found.items()}
 
 
 def _tensors_for(pattern: str, module: nn.Module, tensors: dict[str, str], is_optional: bool = False) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
 from shardtensor.plan.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
-from shardtensor.sharding.passing import Entering, Leaving, Wrapping, arguments
+from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +52,11 @@ def unsettle(module: Any) -> None:
 
 
 def settle(
-    root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors], binder: Binder
+    root: nn.Module,
+    stated: Mapping[str, Stated],
+    tensors: Mapping[str, Tensors],
+    binder: Binder,
+    taken: Collection[str] = (),
 ) -> list[Settled]:
     """Find what each module with a flow does.
 
@@ -61,6 +65,7 @@ def settle(
         stated: the flows, by the path of their module.
         tensors: the layouts of each module's own parameters, by its path.
         binder: turns axes into groups; one that does not is used for the checks, before ranks have agreed.
+        taken: the modules whose local slices a hook takes.
 
     Raises:
         PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
@@ -92,6 +97,9 @@ def settle(
             fault, *facts = str(error).splitlines()
             raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
     _refuse_forgotten(root, stated, addends, tensors)
+    for path in escapes(root, stated, tensors):
+        if path not in taken:
+            raise _escaped(path, root.get_submodule(path), stated[path])
     siblings: dict[str, list[str]] = {}
     for each in found:
         if _may_share(each):
@@ -120,7 +128,8 @@ def _with_siblings(settled: Settled, names: list[str]) -> Settled:
 
 def _said(flows: Stated) -> str:
     sides = [f"in{f' {name}' if name else ''}: {flow}" for name, flow in flows.ins.items()]
-    return ", ".join([*sides, *([f"out: {flows.out}"] if flows.out else [])])
+    outs = {"": flows.out, **flows.others} if flows.out else flows.others
+    return ", ".join([*sides, *(f"out{f' {name}' if name else ''}: {flow}" for name, flow in outs.items())])
 
 
 def _container(
@@ -142,12 +151,13 @@ def _container(
                 if (team := binder.team(cut.axes)) is not None
             )
             wraps[name] = Wrapping(flow.after, stretches, binder.group)
-    entering = leaving = None
+    entering = None
     if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
         entering = Entering(moves, names, wraps, bool(addends) and not has_tensors)
-    move = binder.move(changes(flows.out)) if flows.out is not None else ()
-    if move or (has_tensors and flows.out is not None):
-        leaving = Leaving(move, flows.out.before if has_tensors and flows.out is not None else None)
+    outs = {"": flows.out, **flows.others} if flows.out is not None else flows.others
+    results = ((name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in outs.items())
+    found = {name: Result(move, takes_from) for name, move, takes_from in results if move or takes_from is not None}
+    leaving = Leaving(found) if found else None
     return Settled(path, module, entering=entering, leaving=leaving)
 
 
@@ -180,7 +190,7 @@ def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensor
     none = Tensors()
     for other in _served(path, stated) if stated[path].ins else ():
         module = root.get_submodule(other)
-        if layer_class(type(module)) is not None:
+        if layer_class(type(module)) is not None and type(module) is not nn.Embedding:  # ids have no gradient
             found[other] = addend_axes(module, stated[other], tensors.get(other, none))
     if len({frozenset(axes) for axes in found.values()}) > 1:
         raise PlanError(
@@ -195,7 +205,7 @@ def _refuse_forgotten(
     root: nn.Module, stated: Mapping[str, Stated], addends: Mapping[str, Axes], tensors: Mapping[str, Tensors]
 ) -> None:
     """Refuse values that reach modules which do not expect them."""
-    streams = {axis: path for path, flows in stated.items() for axis in _stream_axes(flows)}
+    streams = {axis: path for path in reversed(list(stated)) for axis in _stream_axes(stated[path])}
     for path, module in root.named_modules():
         if path in stated or not any(param is not None for param in module._parameters.values()):
             continue
@@ -219,24 +229,40 @@ def _refuse_forgotten(
             raise PlanError(
                 f"{path or type(module).__name__}: it may meet values that are cut along {left[0]}, "
                 "and its gradients would be addends",
-                {f"flow of {streams[left[0]]}": str(stated[streams[left[0]]].out or "")},
+                {f"flow of {streams[left[0]]}": str(stated[streams[left[0]]].outs[0])},
                 f'give `{path}` a flow: along("[-, {left[0]}, ...]") if values come so, along("replicate") if not',
             )
-    _refuse_escapes(root, stated, tensors)
 
 
 def _stream_axes(flows: Stated) -> Axes:
     """Axes along which values leave a module cut along a dim that is not the last, by a sum that was scattered."""
-    if flows.out is None:
-        return ()
-    partial = partial_axes(flows.out.before)
     return tuple(
-        axis for dim, cut in cuts(flows.out.after).items() if dim != -1 for axis in cut.axes if axis in partial
+        axis
+        for flow in flows.outs
+        for dim, cut in cuts(flow.after).items()
+        if dim != -1
+        for axis in cut.axes
+        if axis in partial_axes(flow.before)
     )
 
 
-def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> None:
-    """Refuse a module that lets go of a local slice which no other takes: it would be met as if it were the whole."""
+def escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[str]:
+    """The modules that let go of local slices which no other takes: they would be met as if they were the whole."""
+    takes = takers(root, stated, tensors)
+    found = []
+    for path, flows in stated.items():
+        above = [flow for around in _above(path) if around in stated for flow in stated[around].outs]
+        for flow in flows.outs if path else ():
+            gone = {*cut_axes(flow.after), *partial_axes(flow.after)}
+            expected = any(other != path and gone <= set(cut_axes(take.before)) for other, take in takes)
+            expected = expected or any(gone <= {*cut_axes(out.before), *partial_axes(out.before)} for out in above)
+            if gone and not expected:
+                found.append(path)
+    return found
+
+
+def takers(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[tuple[str, Flow]]:
+    """How values enter modules, said or following from a weight."""
     takes: list[tuple[str, Flow]] = []
     for path, flows in stated.items():
         takes += [(path, flow) for flow in flows.ins.values()]
@@ -247,24 +273,16 @@ def _refuse_escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapp
             if in_axes:
                 natural = natural_layout(in_axes)
                 takes.append((path, Flow(natural, natural)))
-    for path, flows in stated.items():
-        if flows.out is None or not path:
-            continue
-        module = root.get_submodule(path)
-        gone = set(cut_axes(flows.out.after)) | set(partial_axes(flows.out.after))
-        if not gone:
-            continue
-        expected = any(other != path and gone <= set(cut_axes(flow.before)) for other, flow in takes)
-        outs = (stated[above].out for above in _above(path) if above in stated)
-        expected = expected or any(
-            out is not None and gone <= {*cut_axes(out.before), *partial_axes(out.before)} for out in outs
-        )
-        if not expected:
-            raise PlanError(
-                f"{path}: its local slices reach no module that expects them",
-                {"out": str(flows.out), "layer": type(module).__name__},
-                [
-                    f"declare who takes them: `in: {flows.out.after}` there, or such an `out` on the module around",
-                    f"gather them: `out: {flows.out.before} -> replicate`",
-                ],
-            )
+    return takes
+
+
+def _escaped(path: str, module: nn.Module, flows: Stated) -> PlanError:
+    last = flows.outs[0]
+    return PlanError(
+        f"{path}: its local slices reach no module that expects them",
+        {"out": str(last), "layer": type(module).__name__},
+        [
+            f"declare who takes them: `in: {last.after}` there, or such an `out` on the module around",
+            f"gather them: `out: {last.before} -> replicate`",
+        ],
+    )

@@ -16,17 +16,23 @@ from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
+from shardtensor.plan.plan import Plan
+from shardtensor.sharding import expert_dispatch, logits  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
+from shardtensor.sharding.from_plan import from_plan, group_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.resolve import Resolved, Target, resolve
+from shardtensor.sharding.resolve import resolve
 from shardtensor.sharding.settle import unsettle
+from shardtensor.sharding.stores import keep_as_before
+from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 def shard_module(
     module: nn.Module,
-    plan: ShardingPlan | Mapping[str, ShardingSpec | str | Sharder],
+    plan: Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder],
     src_rank: int = 0,
     process_group: Any = None,
 ) -> nn.Module:
@@ -40,15 +46,20 @@ def shard_module(
         module: of dense parameters, equal on all ranks in names, shapes and dtypes. One on the meta device stays there,
             and nothing is sent: `materialize` then gives it memory and first values, ``load_state_dict`` those of a
             checkpoint.
-        plan: a `ShardingPlan`, or a dict of its rules: a pattern of names to a spec, its text, or a `Sharder`. ``*``
-            stands for one segment of a name, ``**`` for any number, ``{a,b}`` for one of those. The pattern of a module
-            stands for all tensors below it, and may stand before a dict of rules for what is below. In such a dict
-            ``"in"``, ``"in NAME"`` (an argument) and ``"out"`` say how values enter and leave the module:
-            ``"[-, tp, ...] -> replicate"``. Modules with flows take and give plain local tensors; `colwise`, `rowwise`,
-            `along`, `vocab_embedding` and `vocab_head` are the usual ones. ``"optional bias"`` may match nothing.
+        plan: a `Plan`, as ``load_plan`` reads it from a file and `Plan.from_rules` makes it: how each tensor lies on a
+            mesh over all ranks, and all else it says: what it stores is fully sharded, gradients are averaged over its
+            data axes, hooks are set. Tensors that it keeps whole stay plain ones.
+            Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule alone: a pattern of names
+            to a spec, its text, or a `Sharder`. ``*`` stands for one segment of a name, ``**`` for any number,
+            ``{a,b}`` for one of those. The pattern of a module stands for all tensors below it, and may stand before a
+            dict of rules for what is below. In such a dict ``"in"``, ``"in NAME"`` (an argument), ``"out"`` and
+            ``"out NAME"`` (a result) say how values enter and leave the module: ``"[-, tp, ...] -> replicate"``;
+            ``"local NAME"`` which attribute becomes the rank's share, ``"use"`` a hook (see `register_hook`). Modules
+            with flows take and give plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding` and
+            `vocab_head` are the usual ones. ``"optional bias"`` may match nothing.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
-            ranks call this.
+            ranks call this. A `Plan` makes its mesh over them by itself.
 
     Raises:
         PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, two rules contradict each other, a flow
@@ -63,35 +74,50 @@ def shard_module(
         >>> mlp(torch.ones(2, 4)).shape, str(mlp[2].weight.sharding_spec())
         (torch.Size([2, 4]), '[-, tp]')
     """
-    group = as_group(process_group)
-    has_flows = isinstance(plan, Mapping)
-    plan = ShardingPlan(plan) if isinstance(plan, Mapping) else plan
-    found, facts, fault = None, {"src_rank": str(src_rank)}, None
+    group, found, facts, fault = as_group(process_group), None, {"src_rank": str(src_rank)}, None
     try:
-        found = resolve(module, plan, group, src_rank, has_flows)
-        found.settled(module, Binder(group, is_dry=True))
+        found = _work(module, plan, group, src_rank)
+        found.settled(Binder(found.group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:
         fault = error
     agree(group, f"shard_module({type(module).__name__})", facts, fault)
     assert found is not None
+    group = found.group
     for path, sharder in found.sharders:
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
-    settled = found.settled(module, Binder(group))
+    settled = found.settled(Binder(group))
     _become_all([target.tensor for target in found.targets], shells)
+    for _, whole in found.wholes:
+        if not whole.is_meta:
+            group.broadcast(whole.data, src_rank)
+    for name, other in found.ties:
+        _tie(module, name, other)
     for each in settled:
         each.apply(_HANDLES)
+    for each_count in found.counts:
+        each_count.apply()
     _hook(module, found)
     _fill_on_load(module, group)
+    if found.keeping is not None:
+        found.keeping.apply(module, group)
     return module
+
+
+def _work(module: nn.Module, plan: Any, group: Group, src_rank: int) -> Work:
+    """What a plan of any kind comes to."""
+    if isinstance(plan, Plan):
+        return from_plan(module, plan, group_of(plan, group), src_rank)
+    has_flows = isinstance(plan, Mapping)
+    return resolve(module, ShardingPlan(plan) if has_flows else plan, group, src_rank, has_flows)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
     """Give every rank the whole of each sharded tensor of a module, in place, and return the module.
 
-    Gradients come along; the hooks that a plan's `output_plan` and `return_local_tensor` set are taken off. What a
-    `Sharder` put in place stays. Parameters stay the same Python objects. All ranks call it.
+    Gradients come along; flows, hooks, counts and what a plan stored are undone. What a `Sharder` put in place stays.
+    Parameters stay the same Python objects. All ranks call it.
 
     Example:
         >>> linear = shard_module(nn.Linear(4, 2), {"weight": "[-, tp]"})
@@ -99,8 +125,10 @@ def unshard_module(module: nn.Module) -> nn.Module:
         'Parameter'
     """
     shells: dict[int, ShardedTensor] = {}
+    keep_as_before(module)
     for owner in module.modules():
         unsettle(owner)
+        count_as_before(owner)
         for handle in owner.__dict__.pop(_HANDLES, ()):
             handle.remove()
         for value in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
@@ -166,12 +194,23 @@ def _become_all(tensors: list[Any], others: list[Any]) -> None:
         raise
 
 
-def _hook(module: nn.Module, found: Resolved) -> None:
+def _hook(module: nn.Module, found: Work) -> None:
     """Set the hooks of a plan; each module keeps the handles of its own."""
     hooks = [(path, resharding(spec)) for path, spec in found.outputs]
-    for path, hook in [*hooks, *((path, collecting) for path in found.locals)]:
+    for path, hook in [*hooks, *((path, collecting) for path in found.local_outputs)]:
         owner = module.get_submodule(path)
         owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))
+    for (path, _), use in zip(found.hooks, found.uses, strict=True):
+        made = use.apply()
+        kept = module.get_submodule(path).__dict__.setdefault(_HANDLES, [])
+        kept += made if isinstance(made, list | tuple) else [made] if hasattr(made, "remove") else []
+
+
+def _tie(module: nn.Module, name: str, other: str) -> None:
+    """Put the parameter of one name in the place of another's."""
+    path, _, last = name.rpartition(".")
+    source, _, source_last = other.rpartition(".")
+    module.get_submodule(path)._parameters[last] = module.get_submodule(source)._parameters[source_last]
 
 
 def _fill_on_load(module: nn.Module, group: Group) -> None:

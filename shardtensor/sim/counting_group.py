@@ -112,7 +112,7 @@ class CountingGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         group = CountingGroup(self.rank, self.ranks, self.count)
-        group.mesh, group._axes = mesh, axes
+        group._seen(self, mesh, axes)
         return group
 
     def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -200,7 +200,7 @@ class SimGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)
-        group.mesh, group._axes = mesh, axes
+        group._seen(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from harness import FULL
+from harness import FULL, device
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
@@ -52,7 +52,7 @@ class Net(nn.Module):
 def net(seed: int = 0, **options: Any) -> Net:
     """A model with the same values on every rank, of float64."""
     torch.manual_seed(seed)
-    return Net(**options).double()
+    return Net(**options).double().to(device())
 
 
 def shard(model: Net, **options: Any) -> Net:
@@ -71,7 +71,7 @@ def twins(**options: Any) -> tuple[Net, Net]:
 def ids_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole batch of a step, and this rank's part of it."""
     group = as_group()
-    whole = torch.randint(0, 7, (group.size * 2, 3), generator=torch.Generator().manual_seed(step))
+    whole = torch.randint(0, 7, (group.size * 2, 3), generator=torch.Generator().manual_seed(step)).to(device())
     return whole, whole[group.index * 2 : group.index * 2 + 2]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from harness import device
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
@@ -47,7 +48,7 @@ class Net(nn.Module):
 def twins(mesh=None, module=None, **options):
     """The dense one and the sharded one: each block a unit, and the whole."""
     torch.manual_seed(0)
-    dense = Net() if module is None else module()
+    dense = (Net() if module is None else module()).to(device())
     model = copy.deepcopy(dense)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
@@ -57,7 +58,7 @@ def twins(mesh=None, module=None, **options):
 def batches(step: int, group=None) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch, whole and this rank's part."""
     group = group or as_group()
-    ids = torch.randint(0, 7, (group.size * LOCAL, 3), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(0, 7, (group.size * LOCAL, 3), generator=torch.Generator().manual_seed(step)).to(device())
     return ids, ids[group.index * LOCAL :][:LOCAL]
 
 

@@ -61,5 +61,7 @@ def test_activations_are_shared_out_too():
     assert kept_bytes(resolved(model, "dp=8, tp=1", data=("dp",)), BATCH) == whole / 8
     cut = kept_bytes(resolved(model, "tp=4", MEGATRON), BATCH)
     assert whole / 4 < cut < whole
-    per_layer = 3 * 64 + 64 + 64 + 64 + 2 * 256 + 64 + 256 + 64  # q, k, v, their input, o, its input; the same of the MLP
+    per_layer = (
+        3 * 64 + 64 + 64 + 64 + 2 * 256 + 64 + 256 + 64
+    )  # q, k, v, their input, o, its input; the same of the MLP
     assert whole == (3 * per_layer + 64 + 2 * 1000) * BATCH.tokens * 2
