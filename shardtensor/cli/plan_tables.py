@@ -113,6 +113,6 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
     left = {"of", "when", "collective", "over", "where", "values", "mesh"}
     for column in columns:
-        side = "left" if column in left else "right"
-        table.add_column(column, justify=side, no_wrap=column != "where", overflow="fold")
+        table.add_column(column, no_wrap=column != "where", overflow="fold")
+        table.columns[-1].justify = "left" if column in left else "right"
     return table
