@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, fmt, import_plan
+from shardtensor.cli import check, fmt, import_plan, plan
 from shardtensor.version import __version__
 
 
@@ -20,8 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(ops.page(), end="") if options.markdown else ops.print_table()
         return 0
-    if options.command == "fmt":
-        return fmt.run(options)
     from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
@@ -32,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     check.add_parser(commands)
+    plan.add_parser(commands)
     ops = commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
