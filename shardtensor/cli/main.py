@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, fmt, plan
+from shardtensor.cli import check, fmt, import_plan, plan
 from shardtensor.version import __version__
 
 
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
     fmt.add_parser(commands)
+    import_plan.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",
