@@ -513,7 +513,7 @@ class MixtralDecoderLayer(nn.Module):
 
 
 def mixtral(stacked: bool, **sizes: Any) -> LlamaForCausalLM:
-    sizes = {"stacked": stacked, "experts": 4, "kv": 4} | sizes
+    sizes = {"stacked": stacked, "experts": 4, "kv": 4, "vocab": 22} | sizes
     return LlamaForCausalLM(layer=MixtralDecoderLayer, **sizes)
 
 
@@ -643,7 +643,8 @@ class Uneven(nn.Module):
     def __init__(self, heads: int = 5, head: int = 2) -> None:
         super().__init__()
         width = heads * head
-        self.embed, self.big, self.odd = nn.Embedding(8, width), nn.Linear(width, 4), nn.Linear(4, 10, bias=False)
+        self.embed = nn.Embedding(8, width)
+        self.big, self.odd = nn.Linear(width, 4, bias=False), nn.Linear(4, 10, bias=False)
         self.h = nn.ModuleList(UnevenBlock(width, head) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
