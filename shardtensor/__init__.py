@@ -24,13 +24,14 @@ _HOME = {
     "GridShardingSpec": "spec.devices",
     "LayoutError": "errors",
     "Mesh": "mesh",
+    "MissingParameterError": "errors",
     "MixedPrecisionPolicy": "fsdp.policy",
     "MoE": "parallel.moe",
-    "MissingParameterError": "errors",
     "ModuleWrapPolicy": "fsdp.policy",
     "OffloadPolicy": "fsdp.policy",
     "ParallelCrossEntropy": "parallel.cross_entropy",
     "Placement": "spec.placement",
+    "Plan": "plan.plan",
     "PlanError": "errors",
     "Replicate": "spec.nodes",
     "RuleError": "errors",
@@ -71,6 +72,7 @@ _HOME = {
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
+    "load_plan": "plan.loading",
     "load_with_process_group": "comm.process_group",
     "materialize": "sharding.materializing",
     "named_params_with_sharded_tensor": "optim.named_params",
@@ -80,6 +82,10 @@ _HOME = {
     "optim_state_dict_to_load": "optim.fqn",
     "parallel_cross_entropy": "parallel.cross_entropy",
     "parse_spec": "spec.parse",
+    "partition_from_spec": "plan.interop.partition_spec",
+    "placements_from_spec": "plan.interop.dtensor",
+    "plan_from_hf": "plan.interop.hugging_face",
+    "plan_text_from_hf": "plan.interop.hugging_face",
     "rand": "tensor.factories",
     "randn": "tensor.factories",
     "reduce_gradients": "parallel.data_parallel",
@@ -87,11 +93,14 @@ _HOME = {
     "register_op": "ops.register",
     "reshard": "tensor.reshard",
     "rowwise": "sharding.styles",
-    "share_comm_ctx": "fsdp.fsdp_module",
     "shard_module": "sharding.shard_module",
     "shard_parameter": "parallel.parameter",
     "shard_tensor": "parallel.parameter",
+    "share_comm_ctx": "fsdp.fsdp_module",
     "simulate": "sim.simulate",
+    "spec_from_axis_rules": "plan.interop.partition_spec",
+    "spec_from_partition": "plan.interop.partition_spec",
+    "spec_from_placements": "plan.interop.dtensor",
     "strict": "tensor.dispatch",
     "unshard_module": "sharding.shard_module",
     "vocab_embedding": "sharding.styles",
@@ -107,7 +116,7 @@ _UPSTREAM = {
 }
 """Names that torch's own code spells with an underscore."""
 
-_PURE = ("errors", "mesh", "spec")
+_PURE = ("errors", "mesh", "plan", "spec")
 
 __all__ = ["__version__", *sorted(_HOME)]
 

@@ -6,12 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardtensor.cli import check, import_plan
 from shardtensor.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(argv)
+    if hasattr(options, "run"):
+        return options.run(options)
     if options.command == "ops":
         from shardtensor.cli import ops
 
@@ -26,12 +29,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtensor", description="Tensors that live on many devices.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    check.add_parser(commands)
     ops = commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
         description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results.",
     )
     ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
+    import_plan.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",

@@ -26,15 +26,18 @@ class Flow:
         before: its layout left of the arrow.
         after: its layout right of the arrow.
         addends: axes along which the gradient that comes from the right is an addend, as the flow itself says.
+        says_grad: the flow says how its gradient lies, also where there are no addends (``grad replicate``).
     """
 
     before: Spec
     after: Spec
     addends: Axes = ()
+    says_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.addends), takes_self=True))
 
     def __str__(self) -> str:
         arrow = str(self.before) if self.before == self.after else f"{self.before} -> {self.after}"
-        return arrow + (f" grad partial({'*'.join(self.addends)})" if self.addends else "")
+        grad = f"partial({'*'.join(self.addends)})" if self.addends else "replicate"
+        return f"{arrow} grad {grad}" if self.says_grad else arrow
 
 
 def read_flow(flow: Flow | Spec | str) -> Flow:

@@ -1,7 +1,8 @@
 """Patterns of dotted names: ``layers.*.mlp.{gate,up}_proj.weight``.
 
 ``*`` stands for any characters of one segment, ``**`` for any number of whole segments, ``{a,b}`` for one of those
-listed, ``<ep>`` for a whole number that is dealt over an axis; ``"in"`` and anything else for itself.
+listed, ``<ep>`` for a whole number that is dealt over an axis, ``<32>`` for one below 32; ``"in"`` and anything else
+for itself.
 No pattern takes more than (its length) x (the name's length) steps to match.
 """
 
@@ -18,7 +19,7 @@ import attrs
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Segments that wrappers put into names; patterns do not see them."""
 
-_TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<([A-Za-z_]\w*)>|([^"*{<]+|.)', re.DOTALL)
+_TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<(\w+)>|([^"*{<]+|.)', re.DOTALL)
 
 
 class Wildcard(Protocol):
@@ -55,7 +56,7 @@ class OneOf:
 
 @attrs.frozen
 class Number:
-    """``<ep>``."""
+    """``<ep>``; with a number for its name, ``<32>``, only the numbers below that."""
 
     axis: str
 
@@ -64,10 +65,12 @@ class Number:
 
     def ends(self, text: str, starts: set[int]) -> set[int]:
         found: set[int] = set()
-        for at in starts:
+        for start in starts:
+            at = start
             while at < len(text) and text[at] in "0123456789":
                 at += 1
-                found.add(at)
+                if not self.axis.isdecimal() or int(text[start:at]) < int(self.axis):
+                    found.add(at)
         return found
 
 

@@ -68,9 +68,10 @@ def resolve(plan: Plan, model: Model) -> Resolved:
         *disputes.idle_overrides(plan.lines),
         *untied(model, tensors),
     ]
-    if not any(finding.severity == "error" for finding in findings):
-        findings += imbalances(plan, tensors, modules)
-    return Resolved(plan, model, tensors, modules, tuple(findings))
+    resolved = Resolved(plan, model, tensors, modules, tuple(findings))
+    if resolved.errors:
+        return resolved
+    return attrs.evolve(resolved, findings=(*findings, *imbalances(resolved)))
 
 
 class _Placing:

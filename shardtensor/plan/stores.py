@@ -104,10 +104,10 @@ def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
 
 
 def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:
-    place = other.origin if other.origin is not None else f"`store {other.pattern}`"
+    place = other.pattern_origin if other.pattern_origin is not None else f"`store {other.pattern}`"
     return Finding(
         "W302" if agree else "E302",
-        f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.origin,
+        f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.pattern_origin,
         "a parameter is stored in one way: order in the file never decides",
         "drop one of them" if agree else "narrow one pattern, or start this line with `override`",
         (f"the other line is {place}",), name,
@@ -118,10 +118,11 @@ def _unused(store: Store, tree: NameTree) -> list[Finding]:
     found = []
     if not tree.tensors(store.pattern):
         fault = f"`store {store.pattern}` matches no tensor"
-        found.append(Finding("W301", fault, store.origin, "it keeps nothing", "correct the pattern, or drop the line"))
-    for text in store.by:
-        if not tree.modules(text):
-            fault = f"`by {text}` matches no module"
-            why = "what no pattern after `by` holds is gathered all at once, with the root"
-            found.append(Finding("W301", fault, store.origin, why, "correct the pattern, or drop it"))
+        found.append(
+            Finding("W301", fault, store.pattern_origin, "it keeps nothing", "correct the pattern, or drop the line")
+        )
+    if store.by and not any(tree.modules(text) for text in store.by):  # one may be for other families
+        fault = f"`by {', '.join(store.by)}` matches no module"
+        why = "what no pattern after `by` holds is gathered all at once, with the root"
+        found.append(Finding("W301", fault, store.origin, why, "correct the pattern, or drop it"))
     return found

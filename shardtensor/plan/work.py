@@ -68,14 +68,16 @@ def step_flops(resolved: Resolved, batch: Batch) -> float:
 def kept_bytes(resolved: Resolved, batch: Batch) -> int:
     """Estimate the bytes of activations that the first rank keeps from forward to backward, with nothing recomputed.
 
-    Each linear layer keeps what goes in, once for those beside each other that take the same, and what comes out, by
-    the layouts of its weight and of its `out`; the logits count twice, with their gradient.
+    Each linear layer keeps what goes in and what comes out, by the layouts of its weight and of its `out`. Of the
+    layers beside each other in a module all but the last are taken to share what goes in, as q, k and v do. The logits
+    count twice, with their gradient.
     """
     rank, axes = resolved.plan.axes.mesh.ranks[0], resolved.plan.axes
     tokens = batch.tokens / data_ranks(resolved)
     total = 0.0
-    inputs: set[tuple[str, int]] = set()
+    shared: set[tuple[str, int]] = set()
     names = [placed.tensor.name for placed in _weights(resolved)]
+    last = {_parent(name): name for name in names}
     for placed in _weights(resolved):
         path = placed.tensor.name.rpartition(".")[0]
         shape = placed.layout.local_shape(rank)
@@ -89,11 +91,16 @@ def kept_bytes(resolved: Resolved, batch: Batch) -> int:
             apart = math.prod(axes.size(axis) for dim, cut in after.items() if dim != -1 for axis in cut.axes)
         met = tokens * _share_of_tokens(resolved, placed)
         total += met * out / apart * (2 if placed.tensor.name == names[-1] else 1)
-        beside = (path.rpartition(".")[0], into)
-        if beside not in inputs:
-            inputs.add(beside)
+        beside = (_parent(placed.tensor.name), into)
+        if beside not in shared or last[beside[0]] == placed.tensor.name:
             total += met * into
+        shared.add(beside)
     return int(total) * BYTES[batch.dtype]
+
+
+def _parent(name: str) -> str:
+    """The module that holds the layer of a weight."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _weights(resolved: Resolved) -> Iterator[Placed]:

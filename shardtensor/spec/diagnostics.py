@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -21,6 +20,26 @@ from shardtensor.errors import SpecError
 
 WIDTH = 100
 """Of a long line, so many characters round the fault are shown."""
+
+MOST_WORDS = 200
+"""Among so many is the nearest looked for."""
+
+
+@attrs.frozen
+class Fault:
+    """What an error of a text says, in parts.
+
+    Attributes:
+        span: the characters that are wrong.
+        text: what is wrong; one line.
+        facts: further lines, ``why`` and ``fix`` among them.
+        is_of_value: a value refused what it was given; the text that gave it may stand elsewhere.
+    """
+
+    span: tuple[int, int]
+    text: str
+    facts: tuple[tuple[str, str], ...] = ()
+    is_of_value: bool = False
 
 
 @attrs.frozen
@@ -32,14 +51,14 @@ class Source:
 
     def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
         """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
-        rows = [f"  {key}: {value}" for key, value in (("why", why), ("fix", fix)) if value]
-        return self._error(code, span, fault, rows, SpecError)
+        facts = tuple((key, value) for key, value in (("why", why), ("fix", fix)) if value)
+        return self._error(code, Fault(span, fault, facts), SpecError)
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
         """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
-        fault, *facts = str(error).split("\n")
-        rows = [re.sub(r"^  (\S+) +", r"  \1: ", row) for row in facts]
-        return self._error(error.code or "E102", span, fault, rows, type(error))
+        fault, *rows = str(error).split("\n")
+        facts = tuple((key, value.strip()) for key, _, value in (row.strip().partition(" ") for row in rows))
+        return self._error(error.code or "E102", Fault(span, fault, facts, True), type(error))
 
     def excerpt(self, span: tuple[int, int]) -> list[str]:
         """Return the line on which a span begins, and a line with a caret under it."""
@@ -58,12 +77,14 @@ class Source:
         caret = " " * at + "^" * min(width, max(1, WIDTH - (col - cut)))
         return [f"{self.text.count(chr(10), 0, start) + 1:5} | {shown}", f"      | {caret}"]
 
-    def _error(self, code: str, span: tuple[int, int], fault: str, rows: list[str], kind: type[SpecError]) -> SpecError:
-        line = self.text.count("\n", 0, span[0]) + 1
-        col = span[0] - self.text.rfind("\n", 0, span[0])
-        head = f"{self.file}:{line}:{col}: error[{code}]: {printable(fault)}"
-        text = "\n".join([head, *self.excerpt(span), *rows])
-        return kind(text, code=code, file=self.file, line=line, col=col)
+    def _error(self, code: str, fault: Fault, kind: type[SpecError]) -> SpecError:
+        start = fault.span[0]
+        line, col = self.text.count("\n", 0, start) + 1, start - self.text.rfind("\n", 0, start)
+        rows = [f"  {key}: {value}" for key, value in fault.facts]
+        head = f"{self.file}:{line}:{col}: error[{code}]: {printable(fault.text)}"
+        error = kind("\n".join([head, *self.excerpt(fault.span), *rows]), code=code, file=self.file, line=line, col=col)
+        error.parts = (self, fault)
+        return error
 
 
 def printable(text: str) -> str:
@@ -73,7 +94,7 @@ def printable(text: str) -> str:
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """The word that was perhaps meant, as a way out; empty when none is near."""
-    near = get_close_matches(word, list(words), n=1)
+    near = get_close_matches(word, [*words][:MOST_WORDS], n=1) if len(word) <= WIDTH else []
     return f"did you mean `{near[0]}`?" if near else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from lark import Token, Tree
 
@@ -23,21 +23,33 @@ Node = Any
 
 def read_spec(source: Source, tree: Node) -> ShardingSpec:
     """Return the spec that the syntax tree of `source` means."""
-    return _Reader(source).spec(tree)
+    return Reader(source).spec(tree)
 
 
-def _span(node: Node) -> tuple[int, int]:
+def span(node: Node) -> tuple[int, int]:
+    """First character of a node, and the one after its last."""
     where: Any = node if isinstance(node, Token) else node.meta
     return where.start_pos, where.end_pos
 
 
-class _Reader:
+class Use(NamedTuple):
+    """One use of axes in a spec: the name that is written, the axes it means, and what they cut."""
+
+    token: Token
+    axes: tuple[str, ...]
+    place: str
+
+
+class Reader:
+    """Reads specs that stand alone, so that names are axes and numbers are written out; a plan knows more names."""
+
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.axes: list[Token] = []
+        self.uses: list[Use] = []
+        self.place = ""
 
     def fault(self, code: str, node: Node, fault: str, why: str = "", fix: str = "") -> SpecError:
-        return self.source.error(code, _span(node), fault, why, fix)
+        return self.source.error(code, span(node), fault, why, fix)
 
     @contextmanager
     def at(self, node: Node) -> Iterator[None]:
@@ -48,25 +60,30 @@ class _Reader:
             if error.line:
                 raise
             if error.code == "E204":  # an axis used twice: point at the second use
-                node = next(token for i, token in enumerate(self.axes) if token in self.axes[:i])
-            raise self.source.locate(error, _span(node)) from None
+                before = [{axis for use in self.uses[:i] for axis in use.axes} for i in range(len(self.uses))]
+                node = next(
+                    (use.token for use, seen in zip(self.uses, before, strict=True) if seen & {*use.axes}), node
+                )
+            raise self.source.locate(error, span(node)) from None
 
     # ---------- the spec and its parts ----------
 
     def spec(self, tree: Node) -> ShardingSpec:
         head, *suffixes = tree.children
-        if head.data == "layout":
-            spec: ShardingSpec = self.layout(head)
-        elif head.data == "word":
-            self.word(head.children[0], ("form",), bare=True)
-            spec = Replicate()
-        elif (word := self.word(head.children[0], ("form", "suffix"))).place == "suffix":
-            spec, suffixes = Replicate(), [head, *suffixes]
-        else:
-            spec = self.device_form(word, head)
+        spec = self.head(head)
         for call in suffixes:
             spec = self.suffixed(spec, call)
         return spec
+
+    def head(self, head: Node) -> ShardingSpec:
+        """What stands before suffixes; a suffix alone is one of `replicate`."""
+        if head.data == "layout":
+            return self.layout(head)
+        if head.data == "word":
+            self.word(head.children[0], ("form",), bare=True)
+            return Replicate()
+        word = self.word(head.children[0], ("form", "suffix"))
+        return self.suffixed(Replicate(), head) if word.place == "suffix" else self.device_form(word, head)
 
     def layout(self, tree: Node) -> Spec:
         dims: list[Dim] = []
@@ -75,8 +92,10 @@ class _Reader:
             if isinstance(node, Token):
                 dims.append(None if node.type == "WHOLE" else ...)
                 continue
+            is_named = isinstance(node.children[0], Token)
+            self.place = f"dim `{node.children[0]}`" if is_named else _place(dims)
             cut = self.cut(node)
-            if isinstance(node.children[0], Token):
+            if is_named:
                 if (name := str(node.children[0])) in named:
                     raise self.fault("E204", node.children[0], f"the dim `{name}` is named twice", fix="keep one")
                 named[name] = cut
@@ -93,7 +112,7 @@ class _Reader:
 
     def cut(self, tree: Node) -> Cut:
         nodes = tree.children[1:] if isinstance(tree.children[0], Token) else tree.children
-        axes = self.name_tokens(nodes[0])
+        axes = self.axes(nodes[0])
         given: dict[str, Any] = {}
         for node in nodes[1:]:
             word = self.word(node.children[0], ("modifier",), bare=node.data == "word")
@@ -121,6 +140,7 @@ class _Reader:
             )
         if (word.name == "flat" and spec.flat_part) or (word.name == "only" and spec.only_part):
             raise self.fault("E102", call, f"`{word.name}` is written twice", fix="keep one")
+        self.place = f"`{word.name}`"
         values = self.arguments(word, call)
         axes = values.pop("axes", ())
         with self.at(call):
@@ -161,7 +181,7 @@ class _Reader:
             is_named = isinstance(node, Tree) and node.data == "arg"
             name, value = (str(node.children[0]), node.children[1]) if is_named else ("", node)
             if word.rest and not is_named:
-                values[""].append(self.value(word.rest, value, word))
+                values[""].append(self.argument(word.rest, value, word))
                 continue
             if not is_named and len(values) < len(names):
                 name = names[len(values)]
@@ -171,14 +191,14 @@ class _Reader:
                 raise self.fault("E102", node, fault, taken, nearest(name, names) or f"write `{word.usage}`")
             if name in values:
                 raise self.fault("E102", node, f"`{name}` is given twice", fix="keep one")
-            values[name] = self.value(word.params[name], value, word)
+            values[name] = self.argument(word.params[name], value, word)
         missing = [name for name in names[: word.required] if name not in values]
         if missing or values.get("") == []:
             what = f"`{missing[0]}`" if missing and len(names) > 1 else "arguments"
             raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=f"write `{word.usage}`")
         return values
 
-    def value(self, kind: str, node: Node, word: Word) -> Any:
+    def argument(self, kind: str, node: Node, word: Word) -> Any:
         """Read an argument that must be of `kind`."""
         data = node.data if isinstance(node, Tree) else "number"
         if data in ("number", "minus") and kind in ("number", "number or row"):
@@ -190,15 +210,15 @@ class _Reader:
             if kind == "word" and len(names) == 1:
                 return names[0]
             if kind == "axes":
-                return self.name_tokens(node)
+                return self.axes(node)
             if kind == "axis" and len(names) == 1:
-                return self.name_tokens(node)[0]
+                return self.axes(node)[0]
             if kind.startswith("number") or data == "call":
                 why = "a spec read alone has no names in scope: its numbers are written out"
                 fix = nearest(names[0], ["row"] if kind == "number or row" else []) or f"write `{word.usage}`"
                 raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
         if kind == "numbers" and data == "tuple":
-            return tuple(self.value("number", child, word) for child in node.children)
+            return tuple(self.argument("number", child, word) for child in node.children)
         if kind == "places" and data == "places":
             return [self.placement(token) for token in node.children]
         if kind == "box" and data == "box":
@@ -214,10 +234,14 @@ class _Reader:
             raise self.fault("E001", token, "the number is too large", f"numbers go up to {MAX_NUMBER}")
         return int(token)
 
-    def name_tokens(self, axes: Node) -> tuple[str, ...]:
-        tokens = [token for token in axes.children if token.type == "NAME"]
-        self.axes += tokens
-        return tuple(map(str, tokens))
+    def axes(self, node: Node) -> tuple[str, ...]:
+        """The axes of a product of names."""
+        return tuple(axis for token in node.children if token.type == "NAME" for axis in self.axis(token))
+
+    def axis(self, token: Token) -> tuple[str, ...]:
+        """The axes that a name means, here."""
+        self.uses.append(Use(token, (str(token),), self.place))
+        return self.uses[-1].axes
 
     def string(self, token: Node) -> str:
         try:
@@ -244,6 +268,11 @@ class _Reader:
         text = None if place is None else self.string(place)
         with self.at(tree if place is None else place):
             return ShardMetadata(offsets, sizes, text)
+
+
+def _place(dims: list[Dim]) -> str:
+    """The name of the dim after these."""
+    return f"dim {len(dims)}" if ... not in dims else f"dim {len(dims) - 1 - dims.index(...)} after `...`"
 
 
 def _example(word: Word) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ MAX_DEPTH = 16
 
 _BRACKET = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[\[(]|[\])]')
 
-_IN_WORDS = {
+IN_WORDS = {
     "$END": "the end",
     "COLON": "`:`",
     "COMMA": "`,`",
@@ -37,12 +38,16 @@ _IN_WORDS = {
 }
 
 
+def grammar() -> str:
+    """The grammar of one tensor."""
+    return files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
+
+
 @cache
 def _parser() -> Lark:
     from lark import Lark
 
-    grammar = files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
-    return Lark(grammar, start="spec", parser="lalr", propagate_positions=True, maybe_placeholders=False)
+    return Lark(grammar(), start="spec", parser="lalr", propagate_positions=True, maybe_placeholders=False)
 
 
 def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
@@ -51,17 +56,26 @@ def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
     Raises:
         SpecError: E001, with the place, what may stand there and what stands there.
     """
+    _check_limits(source, max_length)
+    return parse_with(_parser(), source, _unexpected)
+
+
+Unexpected = Callable[[Source, int, str, str, set[str]], SpecError]
+"""Makes the error of what may not stand in a text: where it is, its characters, its kind, the kinds that may stand."""
+
+
+def parse_with(parser: Lark, source: Source, unexpected: Unexpected, start: str | None = None) -> Tree:
+    """Return the syntax tree of a text by any grammar."""
     from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
-    _check_limits(source, max_length)
     try:
-        return _parser().parse(source.text)
+        return parser.parse(source.text, start=start)
     except UnexpectedToken as error:
         token = error.token
-        raise _unexpected(source, token.start_pos or 0, str(token), token.type, error.accepts) from None
+        raise unexpected(source, token.start_pos or 0, str(token), token.type, set(error.accepts)) from None
     except UnexpectedCharacters as error:
         at = error.pos_in_stream or 0
-        raise _unexpected(source, at, source.text[at], "", set(error.allowed or ())) from None
+        raise unexpected(source, at, source.text[at], "", set(error.allowed or ())) from None
 
 
 def _check_limits(source: Source, max_length: int) -> None:
@@ -73,15 +87,20 @@ def _check_limits(source: Source, max_length: int) -> None:
         raise source.error(
             "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or raise max_length"
         )
+    check_depth(source, MAX_DEPTH)
+
+
+def check_depth(source: Source, most: int) -> None:
+    """Refuse brackets that are nested deeper than `most`."""
     depth = 0
-    for match in _BRACKET.finditer(text):
+    for match in _BRACKET.finditer(source.text):
         depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(match[0], 0)
-        if depth > MAX_DEPTH:
-            raise source.error("E001", match.span(), f"brackets are nested more than {MAX_DEPTH} deep", fix="drop some")
+        if depth > most:
+            raise source.error("E001", match.span(), f"brackets are nested more than {most} deep", fix="drop some")
 
 
 def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[str]) -> SpecError:
-    words = [word for name, word in _IN_WORDS.items() if name in expected]
+    words = [word for name, word in IN_WORDS.items() if name in expected]
     if kind == "$END":
         at, found, shown = len(source.text.rstrip()), " ", "the end"
     else:
@@ -93,7 +112,7 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
 
 def _advice(text: str, at: int, found: str) -> tuple[str, str]:
     """Why, and what to write, for slips that people make."""
-    if at == len(text.rstrip()) and (opened := _open_bracket(text)) is not None:
+    if at == len(text.rstrip()) and (opened := open_bracket(text)) is not None:
         bracket, closing = ("[", "]") if text[opened] == "[" else ("(", ")")
         column = opened - text.rfind("\n", 0, opened)
         return f"the `{bracket}` at column {column} is open", f"close it with `{closing}`"
@@ -108,7 +127,7 @@ def _advice(text: str, at: int, found: str) -> tuple[str, str]:
     return "", ""
 
 
-def _open_bracket(text: str) -> int | None:
+def open_bracket(text: str) -> int | None:
     """Where the last bracket that is not closed stands."""
     opened = []
     for match in _BRACKET.finditer(text):

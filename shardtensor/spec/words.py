@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-Place = Literal["form", "modifier", "suffix"]
+Place = Literal["form", "modifier", "suffix", "function", "style", "hook"]
 
 
 @attrs.frozen

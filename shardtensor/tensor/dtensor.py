@@ -17,13 +17,13 @@ from shardtensor.comm.process_group import as_group, device_mesh_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, Layout, same_boxes
-from shardtensor.layout.nested import Addends, CutDim, Said, nearest_nested, nested_layout, say_nested
+from shardtensor.layout.nested import nested_layout, say_nested
 from shardtensor.mesh import Mesh
+from shardtensor.plan.interop.dtensor import as_mesh, cannot_be_said, make_placements, read_placements
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.placing import enumerated, mesh_of, spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
-_TO_OURS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min"}
 _axes_of: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
 _meshes: WeakKeyDictionary[Group, Any] = WeakKeyDictionary()  # made here, for groups that came from no DeviceMesh
 
@@ -65,7 +65,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
         raise TypeError(f"from_dtensor takes a DTensor, this is a {type(dtensor).__name__}")
     device_mesh = dtensor.device_mesh
     mesh = _mesh(device_mesh)
-    said = tuple(_read(placement, dtensor) for placement in dtensor.placements)
+    said = read_placements(dtensor.placements, dtensor.shape)
     layout = nested_layout(said, tuple(dtensor.shape), mesh, _order(dtensor))
     group = as_group(device_mesh)
     local = _FromDTensor.apply(dtensor, _gradient_scale(layout))
@@ -83,7 +83,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
     said = say_nested(layout, mesh)
     if said is None:
         raise _cannot_be_said(tensor, mesh)
-    placements = tuple(_placement(what) for what in said)
+    placements = make_placements(said)
     local = tensor._local
     if not isinstance(layout, CutLayout):  # its boxes are DTensor's, but its local tensor may be flat
         local = local.view(nested_layout(said, layout.shape, mesh).local_shape(tensor._group.rank))
@@ -108,13 +108,8 @@ def _mesh(device_mesh: Any) -> Mesh:
     """The axes and ranks of a DeviceMesh; those without a name are called as torch counts them."""
     known = _axes_of.get(device_mesh)
     if known is None:
-        known = _axes_of[device_mesh] = _read_mesh(device_mesh)
+        known = _axes_of[device_mesh] = as_mesh(device_mesh)
     return known
-
-
-def _read_mesh(device_mesh: Any) -> Mesh:
-    names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
-    return Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), device_mesh.mesh.flatten().tolist())
 
 
 def _mesh_for(tensor: ShardedTensor) -> Any:
@@ -137,35 +132,6 @@ def _mesh_for(tensor: ShardedTensor) -> Any:
             found = dist.DeviceMesh.from_group(axes, tensor.device.type, ranks, mesh_dim_names=mesh.names)
         _meshes[group] = found
     return found
-
-
-def _read(placement: Any, dtensor: Any) -> Said:
-    """What one placement says of its axis."""
-    kind = type(placement).__name__
-    if kind == "Replicate":
-        return None
-    if kind == "Shard":
-        return CutDim(placement.dim)
-    if kind == "_StridedShard":
-        return CutDim(placement.dim, int(placement.split_factor))
-    if kind == "Partial" and placement.reduce_op in _TO_OURS:
-        return Addends(_TO_OURS[placement.reduce_op])
-    raise LayoutError(
-        f"the placement {placement!r} has no meaning outside of DTensor",
-        {"placements": ", ".join(map(repr, dtensor.placements)), "shape": " x ".join(map(str, dtensor.shape))},
-        "redistribute it first: dtensor.redistribute(placements=[Replicate(), ...])",
-    )
-
-
-def _placement(said: Said) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    if said is None:
-        return Replicate()
-    if isinstance(said, Addends):
-        return Partial(said.op)
-    return Shard(said.dim) if said.blocks == 1 else _StridedShard(said.dim, split_factor=said.blocks)
 
 
 def _order(dtensor: Any) -> tuple[int, ...] | None:
@@ -252,8 +218,4 @@ def _cannot_be_said(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
         return LayoutError(
             "the mesh has other ranks than the tensor", facts, "pass the DeviceMesh of the ranks that hold the tensor"
         )
-    nearest = nearest_nested(layout, mesh)
-    text = str(spec_of(nearest, tensor.device))
-    return LayoutError(
-        "DTensor cannot say this layout", facts, f'tensor.reshard("{text}").to_dtensor(mesh) is the nearest that it can'
-    )
+    return cannot_be_said(layout, mesh, facts, 'tensor.reshard("{}").to_dtensor(mesh) is the nearest that it can')

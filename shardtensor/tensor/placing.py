@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -13,11 +12,12 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import world_place
 from shardtensor.comm.workers import rank_seen
 from shardtensor.errors import LayoutError
+from shardtensor.layout.axis_form import axis_form
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
-from shardtensor.layout.pieces import Balanced, Blocked, Pieces, Stepped, chunked
+from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.mesh import Mesh, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
-from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.placement import Placement
 
 
@@ -139,13 +139,9 @@ def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
     """
     if isinstance(layout, CutLayout):
         device_form = None if layout.names or layout.partial else _device_form(layout, device)
-        return _axis_form(layout) if device_form is None else device_form
+        return axis_form(layout) if device_form is None else device_form
     if isinstance(layout, FlatLayout):
-        names = _names(layout)
-        flat = _axis_form(layout.inner).flat(
-            *(names[axis] for axis in layout.axes), unit=layout.unit or "row", sizes=layout.sizes
-        )
-        return _with_partial(flat, layout)
+        return axis_form(layout)
     return enumerated(layout, device)
 
 
@@ -175,22 +171,6 @@ def _device_form(layout: CutLayout, device: torch.device) -> ShardingSpec | None
     return None
 
 
-def _axis_form(layout: CutLayout) -> Spec:
-    cuts = [None if cut is None else _cut(layout, cut.axes, cut.pieces) for cut in layout.dims]
-    return _with_partial(Spec(*cuts) if layout.cut_dims else Replicate(), layout)
-
-
-def _with_partial(spec: Spec, layout: Layout) -> Spec:
-    for axis, op in layout.partial:
-        spec = spec.partial(_names(layout)[axis], op=op)
-    return spec
-
-
-def _names(layout: Layout) -> tuple[str, ...]:
-    named = layout.names and "*" not in layout.names
-    return layout.names if named else tuple(f"axis{i}" for i in range(len(layout.grid)))
-
-
 @lru_cache(maxsize=256)
 def _placements(ranks: range | tuple[int, ...], device: torch.device) -> tuple[str, ...]:
     ranks = as_ranks(ranks)
@@ -198,18 +178,3 @@ def _placements(ranks: range | tuple[int, ...], device: torch.device) -> tuple[s
         first, last = ranks[0], ranks[-1]
         return (f"rank:{first}-{last}/{device.type}" if last > first else f"rank:{first}/{device.type}",)
     return tuple(f"rank:{rank}/{device.type}" for rank in ranks)
-
-
-def _cut(layout: CutLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
-    names = tuple(_names(layout)[axis] for axis in axes)
-    if isinstance(pieces, Stepped) and pieces.step * pieces.count == pieces.length:
-        return Cut(names)
-    if isinstance(pieces, Balanced):
-        return Cut(names, balanced=True, unit=pieces.unit)
-    if isinstance(pieces, Blocked):
-        lengths = [block.length for block in pieces.blocks]
-        grain = math.gcd(*lengths)
-        even = all(isinstance(b, Stepped) for b in pieces.blocks)
-        shares = len(lengths) if len(set(lengths)) == 1 else tuple(length // grain for length in lengths)
-        return Cut(names, blocks=shares, balanced=not even)
-    return Cut(names, sizes=tuple(pieces.size(i) for i in range(pieces.count)))

@@ -1,0 +1,143 @@
+"""``shardtensor check``: everything that is wrong with a plan for one model and world, before anything runs.
+
+Imports no torch, unless --module or --numeric asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardtensor.errors import ShardTensorError, SpecError
+
+FAILS, USAGE = 1, 2
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``check`` to the command line."""
+    parser = commands.add_parser(
+        "check",
+        help="say what is wrong with a plan for a model and a world",
+        description="Match a plan to a model and say everything that is wrong, with its place; or, when nothing is, "
+        "how the tensors lie and what they cost. Needs no GPU and starts no process. Exit status 0 when there are at "
+        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong.",
+    )
+    parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
+    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
+    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="K=V", help="the value of a parameter of the plan"
+    )
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
+    shapes.add_argument("--module", metavar="PKG:FN", help="names, shapes and ties of the module that FN() returns")
+    parser.add_argument("--format", choices=("text", "json", "github"), default="text")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors, too")
+    parser.add_argument(
+        "--numeric",
+        action="store_true",
+        help="also run one step of a tiny model of these names on local ranks and compare every gradient",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``shardtensor check``; returns the exit status."""
+    from shardtensor.plan.folding import folded
+
+    try:
+        findings, summary = _checked(options)
+    except SpecError as error:
+        if not error.findings:
+            _fail(options, str(error))
+            return FAILS
+        findings, summary = tuple(error.findings), None
+    except ShardTensorError as error:
+        _fail(options, str(error))
+        return FAILS
+    findings = folded(findings)
+    bad = ("error", "warning") if options.strict else ("error",)
+    failed = any(finding.severity in bad for finding in findings)
+    if options.numeric and not failed:
+        fault = _numeric(options)
+        if fault:
+            _fail(options, fault)
+            return FAILS
+    _print(options, findings, summary)
+    return FAILS if failed else 0
+
+
+def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
+    """The findings, and the summary when none of them is an error."""
+    from shardtensor.cli.model_source import model_of
+    from shardtensor.plan.loading import read_config
+    from shardtensor.plan.reading import read_plan
+    from shardtensor.plan.resolve import resolve
+    from shardtensor.plan.summary import summarize
+
+    config, source = read_config(options.model)
+    params = dict(options.set)
+    plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
+    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
+    resolved = resolve(plan, model)
+    findings = resolved.findings
+    if not resolved.errors:
+        findings = (*findings, *_flow_findings(resolved))
+    if any(finding.severity == "error" for finding in findings):
+        return findings, None
+    return findings, summarize(resolved, options.plan, params)
+
+
+def _flow_findings(resolved: Any) -> Sequence[Any]:
+    from shardtensor.plan.gradients import check_flows
+
+    return check_flows(resolved)
+
+
+def _numeric(options: argparse.Namespace) -> str:
+    """What one step of a tiny model shows to be wrong; empty when gradients are right."""
+    from shardtensor.sharding.numeric import check_numeric
+
+    return check_numeric(options.plan, params=dict(options.set), world=options.world, config=options.model)
+
+
+def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -> None:
+    from shardtensor.plan.report import github_report, json_report
+
+    if options.format == "json":
+        print(json_report(findings, **({} if summary is None else {"summary": summary.as_dict()})))
+    elif options.format == "github":
+        print(github_report(findings), end="\n" if findings else "")
+    else:
+        from shardtensor.cli.check_text import print_findings, print_summary
+
+        print_findings(findings)
+        if summary is not None:
+            print_summary(summary)
+
+
+def _fail(options: argparse.Namespace, text: str) -> None:
+    """An error that has no place in the plan."""
+    if options.format == "json":
+        print(json.dumps({"findings": [], "error": text}, indent=2))
+    elif options.format == "github":
+        print("::error::" + text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
+    else:
+        print(text, file=sys.stderr)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
+    return name.strip(), value.strip()

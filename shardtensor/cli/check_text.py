@@ -1,0 +1,91 @@
+"""What ``shardtensor check`` prints for people: findings, coloured in a terminal, and the summary of a clean plan."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.finding import Finding
+from shardtensor.plan.report import text_report
+from shardtensor.plan.summary import OPTIMIZER, Summary
+
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print findings, and how many there are."""
+    if not findings:
+        return
+    text = f"{text_report(findings)}\n\n{counted(findings)}"
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text)
+    for word, colour in _COLOURS.items():
+        shown.highlight_regex(rf"\b{word}\[\w+\]:", f"bold {colour}")
+    shown.highlight_regex(r"(?m)^ *\| +\^+$", "bold red")
+    shown.highlight_regex(r"(?m)^  (why|fix|note):", "bold")
+    Console().print(shown, soft_wrap=True)
+
+
+def counted(findings: Sequence[Finding]) -> str:
+    """How many findings there are of each severity.
+
+    Example:
+        >>> counted([Finding("E301", "x"), Finding("N001", "y"), Finding("N002", "z")])
+        '1 error, 2 notes'
+    """
+    counts = Counter(finding.severity for finding in findings)
+    return ", ".join(f"{counts[word]} {word}{'s' * (counts[word] != 1)}" for word in _COLOURS if counts[word])
+
+
+def print_summary(summary: Summary) -> None:
+    """Print what a plan comes to."""
+    print(summary_text(summary))
+
+
+def summary_text(summary: Summary) -> str:
+    """What a plan comes to, as a few small tables."""
+    ranks = f"{summary.world:,} rank{'s' * (summary.world != 1)}"
+    of = f" of {summary.model}" if summary.model else ""
+    lines = [
+        f"{summary.plan} is right for {ranks} {summary.mesh}: "
+        f"{summary.tensors:,} tensors{of}, {summary.parameters:,} parameters",
+        "",
+        *_table(
+            ("layout", "tensors", "bytes"),
+            [(share.layout, f"{share.tensors:,}", say_bytes(share.bytes)) for share in summary.layouts],
+        ),
+        "",
+        *_table(
+            ("bytes of a rank", "least", "most"),
+            [
+                (f"{name} ({OPTIMIZER})" if name == "optimizer" else name, *map(say_bytes, pair))
+                for name, pair in summary.rank_bytes.items()
+            ],
+        ),
+    ]
+    if summary.groups:
+        rows = [(group.axes, f"{group.ranks:,}", f"{group.groups:,}") for group in summary.groups]
+        lines += ["", *_table(("process groups along", "ranks", "groups"), rows)]
+    if summary.fallbacks:
+        lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
+    if summary.passing:
+        lines += ["", "values that pass for this model and world"]
+        lines += [f"  {name}  {', '.join(map(str, values)) or 'none'}" for name, values in summary.passing.items()]
+    return "\n".join(lines)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows under a head; the first column to the left, the others to the right."""
+    shown = [head, *((f"  {row[0]}", *row[1:]) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in shown
+    ]

@@ -1,0 +1,99 @@
+"""``shardtensor import``: plans of other libraries, printed as plans of this one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtensor.errors import PlanError
+from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
+
+Plans = tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]
+"""A tp_plan, an ep_plan, and the keys of the model's config.json."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="print a plan of another library as a plan file",
+        description="Read how another library shards a model and print it as a plan file. Exit status 0, 1 when "
+        "something in it has no translation, 2 when it cannot be read.",
+    )
+    parser.add_argument("format", choices=("hf",), help="hf: a Hugging Face tensor-parallel plan")
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="FILE",
+        help='JSON: either a plan, {"layers.*.mlp.up_proj": "colwise", ...} or {"tp_plan": {...}, "ep_plan": {...}}, '
+        "or the config.json of a model, whose plan transformers is then asked for",
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="NAME", help="put NAME. before each pattern: that of the base model"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the model's config.json, for the length of its heads"
+    )
+    parser.add_argument("--experts", action="store_true", help="with the plan of experts: shards them over an axis ep")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        tp_plan, ep_plan, config = _read(options)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"shardtensor import: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(plan_text_from_hf(tp_plan, ep_plan if options.experts else None, config=config), end="")
+    except PlanError as error:
+        print(f"{options.path}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _read(options: argparse.Namespace) -> Plans:
+    found = _json(options.path)
+    if "model_type" in found:
+        return _of_model(options.path, found)
+    nested = isinstance(found.get("tp_plan"), Mapping) or isinstance(found.get("ep_plan"), Mapping)
+    plans = (found.get("tp_plan") or {}, found.get("ep_plan") or {}) if nested else (found, {})
+    for plan in plans:
+        odd = next((f"{pattern!r}: {word!r}" for pattern, word in plan.items() if not isinstance(word, str)), None)
+        if odd is not None:
+            raise ValueError(f"{options.path} is no plan: a rule is a pattern and a word, found {odd}")
+    tp_plan, ep_plan = (with_prefix(options.prefix, plan) for plan in plans)
+    return tp_plan, ep_plan, _json(options.config) if options.config else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def _of_model(path: Path, config: dict[str, Any]) -> Plans:
+    """The plans of a model without weights, made by transformers of its configuration."""
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise ImportError(
+            f"{path} is a model's configuration, and its plan stands in transformers, which is not installed. "
+            "Install it, or write the plan to a file where it is: json.dump(model.tp_plan, open(FILE, 'w'))"
+        ) from None
+    known = transformers.AutoConfig.for_model(**config)
+    name = next(iter(config.get("architectures") or ()), "")
+    with torch.device("meta"):
+        model_class = getattr(transformers, name, None)
+        model = model_class(known) if model_class else transformers.AutoModel.from_config(known)
+    if not model.tp_plan:
+        raise ValueError(f"transformers has no tensor-parallel plan for {type(model).__name__}")
+    return dict(model.tp_plan), dict(getattr(model, "ep_plan", None) or {}), config

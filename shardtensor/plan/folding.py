@@ -1,0 +1,65 @@
+"""Findings as people read them: those that repeat over layers in one, in the order of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from shardtensor.plan.brief import below_layer, where
+from shardtensor.plan.finding import Finding
+
+_SEVERITIES = ("error", "warning", "note")
+
+
+def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Fold findings that say the same of several tensors, and order all by place: files, lines, columns.
+
+    Example:
+        >>> twice = [Finding("E205", "8 heads are not even", tensor=f"layers.{i}.{x}") for i in (0, 1) for x in "kv"]
+        >>> folded(twice)[0].notes
+        ('4 tensors fail in this way (layers 0-1, k and v)',)
+    """
+    groups: dict[object, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(_kind(finding), []).append(finding)
+    return tuple(sorted(map(_one, groups.values()), key=_place))
+
+
+def _kind(finding: Finding) -> object:
+    origin = finding.origin
+    where = (origin.source.file, origin.span) if origin is not None else None
+    own = finding.tensor
+    fault = finding.fault.replace(f"`{own}`", "`") if own else finding.fault
+    return finding.code, where, fault, finding.fix.replace(own, "") if own else finding.fix
+
+
+def _one(group: Sequence[Finding]) -> Finding:
+    first = group[0]
+    names = tuple(dict.fromkeys(finding.tensor for finding in group if finding.tensor))
+    if len(names) < 2:
+        return first
+    verb = {"error": "fail in this way ", "warning": "", "note": ""}[first.severity]
+    count = f"{len(names)} tensors {verb}({where(names)})"
+    fault = first.fault
+    if f"`{first.tensor}`" in fault:  # the fault speaks of one: say what they have in common, and count them
+        fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
+        count = f"{len(names)} tensors: {where(names)}"
+    return attrs.evolve(first, fault=fault, notes=(*_before_last(first), count, *_last(first)))
+
+
+def _before_last(finding: Finding) -> tuple[str, ...]:
+    """The notes before which the count of tensors does not stand: all but a way to do it on purpose."""
+    return tuple(note for note in finding.notes if not note.startswith("to "))
+
+
+def _last(finding: Finding) -> tuple[str, ...]:
+    return tuple(note for note in finding.notes if note.startswith("to "))
+
+
+def _place(finding: Finding) -> tuple[int, str, int, int, str]:
+    severity = _SEVERITIES.index(finding.severity)
+    origin = finding.origin
+    if origin is None:
+        return severity, "", 0, 0, finding.code
+    return severity, origin.source.file, origin.span[0], origin.span[1], finding.code

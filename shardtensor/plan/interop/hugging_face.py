@@ -1,0 +1,213 @@
+"""A Hugging Face model's tensor-parallel plan, ``{"layers.*.mlp.up_proj": "colwise", ...}`` -> a plan of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import attrs
+
+from shardtensor.errors import PlanError
+from shardtensor.plan.interop.hf_words import EP_WORDS, OWNERS, TP_WORDS, HFWord
+from shardtensor.plan.interop.rule_tree import rule_tree
+from shardtensor.plan.model import Model
+from shardtensor.plan.plan import Plan
+
+_ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
+"""Keys of configurations whose heads are not all as long as `head_dim` says."""
+
+
+def plan_from_hf(
+    tp_plan: Mapping[str, str],
+    ep_plan: Mapping[str, str] | None = None,
+    *,
+    config: Any,
+    world: int,
+    model: Model | None = None,
+    **params: Any,
+) -> Plan:
+    """Return the plan that a Hugging Face plan says, for a configuration and a number of ranks.
+
+    Args:
+        tp_plan: patterns and words, as ``model.tp_plan`` gives them. Those of a configuration alone
+            (``base_model_tp_plan``) lack the prefix of the base model: `with_prefix` puts it before them.
+        ep_plan: as ``model.ep_plan``; where it speaks of a module, `tp_plan` does not.
+        config: the keys of the model's config.json, or an object with ``to_dict()``.
+        world: the number of ranks.
+        model: names and shapes, if they are at hand: then what is a tensor and what is a module is known, not guessed.
+        params: ``tp``, the ranks that share one layer (default: all), and ``ep``, those that share experts.
+
+    Raises:
+        PlanError: words that have no translation, all of them, each with the reason.
+    """
+    from shardtensor.plan.reading import read_plan
+
+    keys: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else config
+    text = plan_text_from_hf(tp_plan, ep_plan, config=keys, model=model)
+    return read_plan(text, config=keys, world=world, params=params)
+
+
+def plan_text_from_hf(
+    tp_plan: Mapping[str, str],
+    ep_plan: Mapping[str, str] | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    model: Model | None = None,
+) -> str:
+    """Return the text of that plan; see `plan_from_hf`. It holds for any number of ranks.
+
+    With a `config` that tells how long a head is, projections of attention are cut at whole heads only. The words do
+    not say it, and a cut inside a head is found late: in wrong results.
+
+    Example:
+        >>> print(plan_text_from_hf({"mlp.up_proj": "colwise", "mlp.gate_proj": "colwise", "mlp.down_proj": "rowwise"}))
+        shard 1
+        # made of a Hugging Face tensor-parallel plan of 3 rules
+        include "std/hugging_face.shard"
+        param tp = world
+        mesh (dp = world / tp, tp)
+        data dp
+        <BLANKLINE>
+        mlp {
+            {up,gate}_proj: hf_colwise(tp)
+            down_proj: hf_rowwise(tp)
+        }
+        unmatched: replicate
+        <BLANKLINE>
+        >>> plan_text_from_hf({"mlp.up_proj": "columnwise"})
+        Traceback (most recent call last):
+        shardtensor.errors.PlanError: 1 of 1 rules has no translation
+          mlp.up_proj  "columnwise": no word of this name is known; did you mean "colwise"?
+    """
+    ep_plan = ep_plan or {}
+    is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, ep_plan))})(?:\..+)?").fullmatch if ep_plan else None
+    kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
+    entries = [*_entries(kept, TP_WORDS, model), *_entries(ep_plan, EP_WORDS, model)]
+    refused = {entry.pattern: f'"{entry.word}": {entry.refused}' for entry in entries if entry.refused}
+    if refused:
+        count = len(refused)
+        raise PlanError(f"{count} of {len(entries)} rules {'has' if count == 1 else 'have'} no translation", refused)
+    heads = _whole_heads(kept, config or {})
+    rules: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.rule:
+            rule = _with_unit(entry.rule) if entry.pattern in heads else entry.rule
+            rules.setdefault(entry.pattern, []).append(rule)
+    silent = [f"# {entry.pattern} ({entry.word}): nothing to say" for entry in entries if not entry.rule]
+    lines = [*_header(len(entries), heads, ep_plan, config or {}), *silent, ""]
+    return "\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])
+
+
+def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a plan with a prefix before each of its patterns: the name of the base model in the model with a head.
+
+    Example:
+        >>> with_prefix("model", {"norm": "sequence_parallel"}) | {"lm_head": "colwise_gather_output"}
+        {'model.norm': 'sequence_parallel', 'lm_head': 'colwise_gather_output'}
+    """
+    return {f"{prefix}.{pattern}" if prefix else pattern: word for pattern, word in (plan or {}).items()}
+
+
+@attrs.frozen
+class _Entry:
+    pattern: str
+    word: str
+    rule: str = ""
+    refused: str = ""
+
+
+def _entries(plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None) -> list[_Entry]:
+    return [_entry(pattern, word, plan, words, model) for pattern, word in plan.items()]
+
+
+def _entry(
+    pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
+) -> _Entry:
+    if word not in words:
+        near = get_close_matches(str(word), words, 1)
+        other = "tp_plan" if word in TP_WORDS else "ep_plan"
+        where = f"it is a word of the {other}" if word in TP_WORDS or word in EP_WORDS else ""
+        known = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
+        return _Entry(pattern, str(word), refused=where or known)
+    said = words[word]
+    if said.refused is not None:
+        return _Entry(pattern, word, refused="; ".join(said.refused))
+    ndim = _ndim(pattern, plan, model)
+    if ndim is not None:
+        if said.tensor is None:
+            return _Entry(pattern, word, refused="it is a word for modules, and this is a tensor")
+        return _Entry(pattern, word, said.tensor(ndim))
+    if not said.module and said.tensor is not None:
+        return _Entry(pattern, word, refused="it is a word for tensors, and this is a module")
+    if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
+        return _Entry(pattern, word, "hf_moe_tp_experts_without_weights(tp)")
+    return _Entry(pattern, word, said.module)
+
+
+def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | None:
+    """How many dims the tensor of this name has; None for a module.
+
+    Without a model, tensors are told by the words of the modules that hold them, and by their names.
+    """
+    if model is not None:
+        return next((len(tensor.shape) for tensor in model.tensors if _starred(tensor.name) == pattern), None)
+    owner, _, name = pattern.rpartition(".")
+    word = plan.get(owner, "")
+    if word not in OWNERS or plan[pattern] not in (
+        "colwise",
+        "rowwise",
+        "packed_colwise",
+        "packed_rowwise",
+        "grouped_gemm",
+    ):
+        return None
+    if name.endswith("_bias"):
+        return OWNERS[word] - 1 or 1
+    return None if word == "local_params" and name.endswith("proj") else OWNERS[word]
+
+
+def _starred(name: str) -> str:
+    """A name with its numbers as the plans write them."""
+    return ".".join("*" if segment.isdigit() else segment for segment in name.split("."))
+
+
+def _takes_weights(pattern: str, model: Model) -> bool:
+    arguments = next((info.arguments for path, info in model.modules.items() if _starred(path) == pattern), ())
+    return not arguments or len(arguments) > 2
+
+
+def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
+    """The projections of attention that are cut, where the configuration tells how long every head is."""
+    if "num_attention_heads" not in config or not {"head_dim", "hidden_size"} & set(config):
+        return frozenset()
+    if any(config.get(key) is not None for key in _ODD_HEADS):
+        return frozenset()
+    wanted = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
+    return frozenset(
+        f"{owner}.{name}"
+        for owner in owners
+        if all(plan.get(f"{owner}.{name}") == word for name, word in wanted.items())
+        for name in wanted
+    )
+
+
+def _with_unit(rule: str) -> str:
+    return rule.replace("(tp)", "(tp, unit=hd)")
+
+
+def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+    kind = "tensor- and expert-parallel" if ep_plan else "tensor-parallel"
+    lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
+    lines += ["param tp = world"] if not ep_plan else ["param tp = 1", "param ep = world / tp"]
+    if heads:
+        width = "config.hidden_size / config.num_attention_heads"
+        lines.append(f"let hd = config.head_dim ?? {width}" if "hidden_size" in config else "let hd = config.head_dim")
+    lines += (
+        ["mesh (dp = world / (ep * tp), ep, tp)", "data dp*ep"]
+        if ep_plan
+        else ["mesh (dp = world / tp, tp)", "data dp"]
+    )
+    return lines

@@ -1,0 +1,70 @@
+"""Load a plan from its file, for a model's configuration: ``load_plan("llama", config="config.json", world=8)``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtensor.errors import SpecError
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.reading import read_plan
+
+
+def load_plan(path: str | Path, config: Any = None, world: int | None = None, **params: Any) -> Plan:
+    """Return the plan of a file, for a configuration and a number of ranks. Nothing is sent, and torch is not imported.
+
+    Args:
+        path: of a plan file, or the name of one that comes with the package, such as ``"llama"``.
+        config: of the model: the path of its config.json, a mapping, or an object that has `to_dict`.
+        world: the number of ranks; by default that of the process group, 1 without one.
+        **params: values of the plan's parameters.
+
+    Raises:
+        SpecError: (a ValueError) its text is every error that was found, each with its place.
+
+    Example:
+        >>> plan = load_plan("shard 1\\nparam tp = world\\nmesh (tp)\\nhead.weight: [tp, -]\\n", world=4, tp=4)
+        >>> str(plan.lines[0].value)
+        '[tp, -]'
+    """
+    keys, source = read_config(config)
+    return read_plan(path, config=keys, world=_ranks() if world is None else world, params=params, config_source=source)
+
+
+def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
+    """The keys of a model's configuration, and what messages call it.
+
+    Raises:
+        SpecError: E104, it is not there or holds no keys.
+
+    Example:
+        >>> read_config({"hidden_size": 64})
+        ({'hidden_size': 64}, 'config.json')
+    """
+    if config is None:
+        return {}, "config.json"
+    if isinstance(config, Mapping):
+        return config, "config.json"
+    if hasattr(config, "to_dict"):
+        return config.to_dict(), type(config).__name__
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(f"{path} is not there", fix="give the path of the model's config.json", code="E104") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path} cannot be read as JSON", {"why": str(error)[:200]}, code="E104") from None
+    if not isinstance(keys, dict):
+        raise SpecError(f"{path} holds no keys", fix="give the path of the model's config.json", code="E104")
+    return keys, str(path)
+
+
+def _ranks() -> int:
+    """Of the process group, where torch is in use; a plan alone does not import it."""
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    return distributed.get_world_size() if distributed is not None and distributed.is_initialized() else 1
