@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 
 import attrs
@@ -48,12 +48,15 @@ class Picture:
         cuts: the axes of each cut, by their numbers in the grid, major first.
         names: of the axes, by number.
         parts: in order; together they cover each element of the tensor once.
+        made_of: by the name of an axis that is made of others, the names of those; where a cut goes along all of them,
+            coordinates are told along the one.
     """
 
     layout: Layout
     cuts: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     parts: tuple[Part, ...]
+    made_of: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -86,8 +89,20 @@ class Picture:
         return ", ".join(filter(None, (_coordinates(self, i, part, "name") for i in range(len(self.cuts)))))
 
     def ranks(self, part: Part, limit: int = 8) -> tuple[tuple[int, ...], int]:
-        """The first ranks that hold a part, in the order of their numbers where they are few, and how many there are."""
+        """The first ranks that hold a part, and how many there are."""
         return tuple(islice(self._ranks(part), limit)), part.places * self.copies
+
+    def told(self, axes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """What some axes are called: each, or the one that several make; those of one rank are left out."""
+        found: list[tuple[str, tuple[int, ...]]] = []
+        rest = tuple(axes)
+        while rest:
+            names = [self.names[axis] for axis in rest]
+            whole = next((n for n, parts in self.made_of.items() if names[: len(parts)] == list(parts)), None)
+            count = 1 if whole is None else len(self.made_of[whole])
+            found.append((whole or names[0], rest[:count]))
+            rest = rest[count:]
+        return [(name, group) for name, group in found if math.prod(self.layout.grid[axis] for axis in group) > 1]
 
     def _ranks(self, part: Part) -> Iterator[int]:
         layout = self.layout
@@ -109,11 +124,14 @@ class Picture:
         return None
 
 
-def picture_of(layout: Layout, limit: int = 64, names: Sequence[str] = ()) -> Picture:
+def picture_of(
+    layout: Layout, limit: int = 64, names: Sequence[str] = (), made_of: Mapping[str, tuple[str, ...]] | None = None
+) -> Picture:
     """The parts of a layout, about `limit` at most; where there are more places, neighbours are drawn as one.
 
     Args:
         names: of the mesh's axes, for a layout that does not know them.
+        made_of: the names of axes that are made of others, with theirs.
 
     Example:
         >>> from shardtensor.layout.bind import bind
@@ -137,15 +155,17 @@ def picture_of(layout: Layout, limit: int = 64, names: Sequence[str] = ()) -> Pi
     cuts = [cut for cut in inner.dims if cut is not None]
     axes = [cut.axes for cut in cuts]
     if isinstance(layout, FlatLayout):
-        return Picture(layout, (*axes, layout.axes), called, tuple(_flat_parts(layout, cuts, limit)))
-    return Picture(layout, tuple(axes), called, tuple(_cut_parts(layout, cuts, limit)))
+        return Picture(layout, (*axes, layout.axes), called, tuple(_flat_parts(layout, cuts, limit)), made_of or {})
+    return Picture(layout, tuple(axes), called, tuple(_cut_parts(layout, cuts, limit)), made_of or {})
 
 
 def _cut_parts(layout: CutLayout, cuts: Sequence[DimCut], limit: int) -> Iterator[Part]:
     whole = math.prod(size for cut, size in zip(layout.dims, layout.shape, strict=True) if cut is None)
     for stretches in product(*_stretches([cut.pieces.count for cut in cuts], limit)):
         held = iter(map(_joined, cuts, stretches))
-        sides = [((0, size),) if cut is None else next(held) for cut, size in zip(layout.dims, layout.shape, strict=True)]
+        sides = [
+            ((0, size),) if cut is None else next(held) for cut, size in zip(layout.dims, layout.shape, strict=True)
+        ]
         boxes = tuple(_box(choice) for choice in product(*sides))
         sizes = [[cut.pieces.size(i) for i in range(*stretch)] for cut, stretch in zip(cuts, stretches, strict=True)]
         least, most = (whole * math.prod(map(choose, sizes)) for choose in (min, max))
@@ -200,20 +220,20 @@ def _coordinates(picture: Picture, cut: int, part: Part, named: str) -> str:
     """The coordinates along the axes of one cut; of a stretch, those of its ends from where they differ."""
     layout, axes = picture.layout, picture.cuts[cut]
     start, stop = part.stretches[cut]
-    first, last = (_digits(layout, axes, i) for i in (start, stop - 1))
-    wide = [axis for axis in axes if layout.grid[axis] > 1]
-    same = next((n for n, axis in enumerate(wide) if first[axis] != last[axis]), len(wide))
-    rest = len(wide) - same
+    ends = [_digits(layout, axes, i) for i in (start, stop - 1)]
+    told = picture.told(axes)
+    first, last = ([_index(layout, group, at) for _, group in told] for at in ends)
+    same = next((n for n in range(len(told)) if first[n] != last[n]), len(told))
 
-    def text(axis: int, at: dict[int, int]) -> str:
-        return f"{picture.names[axis]} {at[axis]}" if named else str(at[axis])
+    def text(n: int, at: Sequence[int]) -> str:
+        return f"{told[n][0]} {at[n]}" if named else str(at[n])
 
     joint, to = (", ", " to ") if named else (",", "–")
-    words = [text(axis, first) for axis in wide[:same]]
-    if rest == 1:
-        words.append(f"{text(wide[same], first)}{to}{last[wide[same]]}")
-    elif rest:
-        words.append(to.join(joint.join(text(axis, end) for axis in wide[same:]) for end in (first, last)))
+    words = [text(n, first) for n in range(same)]
+    if len(told) - same == 1:
+        words.append(f"{text(same, first)}{to}{last[same]}")
+    elif same < len(told):
+        words.append(to.join(joint.join(text(n, end) for n in range(same, len(told))) for end in (first, last)))
     return joint.join(words)
 
 
@@ -232,7 +252,7 @@ def _digits(layout: Layout, axes: Sequence[int], index: int) -> dict[int, int]:
     return found
 
 
-def _index(layout: Layout, axes: Sequence[int], place: Sequence[int]) -> int:
+def _index(layout: Layout, axes: Sequence[int], place: Mapping[int, int] | Sequence[int]) -> int:
     index = 0
     for axis in axes:
         index = index * layout.grid[axis] + place[axis]
