@@ -1,0 +1,88 @@
+"""``shardtensor plan``: what a plan costs on a machine, before anything runs. No torch, but to calibrate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardtensor.errors import ShardTensorError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``plan`` to the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="print what a plan costs: bytes of a rank, collectives of a step and their seconds",
+        description="Print the bytes that each rank of a plan holds, the collectives of a training step with their "
+        "bytes and estimated seconds, and the values of parameters that pass; or rank the meshes for a world and a "
+        "memory. Nothing runs and no GPU is needed. Exit status 0, 1 when the plan has errors, 2 when the options are "
+        "wrong.",
+    )
+    parser.add_argument("plan", nargs="?", help="a plan file, or the name of one that comes with the package")
+    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
+    parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
+    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="the value of a parameter")
+    parser.add_argument("--batch", type=_positive, metavar="N", help="samples of a step (default 1 a data rank)")
+    parser.add_argument("--seq", type=_positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
+    parser.add_argument("--dtype", default="bfloat16", help="that modules compute in (default bfloat16)")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum, sgd or none (default adamw)")
+    parser.add_argument("--hardware", default="h100", help="h100, h200, cpu, or a profile's file (default h100)")
+    parser.add_argument("--rank", type=int, metavar="R", help="also print what this rank holds")
+    parser.add_argument("--search", action="store_true", help="rank the meshes that fit into --memory")
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="of a rank, as 80GiB (default: the hardware's)")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine and write its profile")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``shardtensor plan``; returns the exit status."""
+    if options.calibrate is not None:
+        from shardtensor.cli.calibrate import calibrate
+
+        status = calibrate(options.calibrate)
+        if status or options.plan is None:
+            return status
+        options.hardware = str(options.calibrate)
+    if options.plan is None:
+        print("shardtensor plan: name a plan, or --calibrate FILE", file=sys.stderr)
+        return 2
+    from shardtensor.cli.plan_report import plan_report, search_report
+    from shardtensor.cli.plan_tables import show_plan, show_search
+
+    try:
+        report = search_report(options) if options.search else plan_report(options)
+    except ShardTensorError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.format == "json":
+        print(json.dumps(report, indent=2))
+    else:
+        (show_search if options.search else show_plan)(report)
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def _bytes(text: str) -> int:
+    """A size such as ``80GiB``.
+
+    Example:
+        >>> _bytes("80GiB"), _bytes("1.5 KB"), _bytes("12")
+        (85899345920, 1500, 12)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write such as 80GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

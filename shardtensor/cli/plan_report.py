@@ -1,0 +1,138 @@
+"""What ``shardtensor plan`` tells, as plain data: the JSON that it prints, and what its tables show."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import attrs
+
+from shardtensor.cost.profile import read_profile
+from shardtensor.errors import PlanError
+from shardtensor.plan.collectives import Collective, step_collectives
+from shardtensor.plan.estimate import StepSeconds, collective_seconds, step_seconds
+from shardtensor.plan.loading import read_config
+from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
+from shardtensor.plan.model import Model
+from shardtensor.plan.reading import read_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.search import passing_values, search
+from shardtensor.plan.units import own_tensors
+from shardtensor.plan.work import Batch, data_ranks, kept_bytes
+
+
+def plan_report(options: argparse.Namespace) -> dict[str, Any]:
+    """What one plan costs.
+
+    Raises:
+        SpecError, PlanError, LayoutError: the plan has errors, or an option has.
+    """
+    profile = read_profile(options.hardware)
+    config, params = read_config(options.model)[0], _params(options)
+    plan = read_plan(options.plan, config=config, world=options.world, params=params)
+    model = _model(options, plan)
+    resolved = resolve(plan, model)
+    if resolved.errors:
+        raise PlanError("\n\n".join(map(str, resolved.errors)))
+    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype)
+    if batch.samples % data_ranks(resolved):
+        raise PlanError(
+            f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks",
+            fix="give --batch a multiple",
+        )
+    kept = kept_bytes(resolved, batch)
+    found = plan_bytes(resolved, optimizer=options.optimizer, dtype=batch.dtype)
+    memory = {
+        "most": _held(found.most, found.most_rank, kept),
+        "least": _held(found.least, found.least_rank, kept),
+    }
+    if options.rank is not None:
+        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer, dtype=batch.dtype)
+        memory["rank"] = _held(own, options.rank, kept)
+    each = batch.samples // data_ranks(resolved)
+    sent = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
+    step = step_seconds(resolved, batch, profile, optimizer=options.optimizer, collectives=sent, held=found.most)
+    rows = []
+    for calls, collective in folded(sent):
+        once = collective_seconds(resolved, collective, profile)
+        rows.append({
+            "phase": collective.phase, "kind": collective.kind, "over": "*".join(collective.axes),
+            "group_size": collective.group_size, "calls": calls, "received_bytes": collective.received_bytes,
+            "seconds_each": once, "seconds": calls * once, "where": _starred(collective.where),
+        })  # fmt: skip
+    return {
+        **_head(options, resolved, batch),
+        "mesh": str(plan.axes.mesh),
+        "memory": memory,
+        "collectives": rows,
+        "step": _step(step, batch),
+        "passing": {
+            name: list(values)
+            for name, values in passing_values(
+                options.plan, model, config=config, world=options.world, params=params
+            ).items()
+        },
+    }
+
+
+def search_report(options: argparse.Namespace) -> dict[str, Any]:
+    """The meshes of a plan, the shortest step first.
+
+    Raises:
+        SpecError, PlanError, LayoutError: the plan has errors, or an option has.
+    """
+    profile = read_profile(options.hardware)
+    config, params = read_config(options.model)[0], _params(options)
+    model = _model(options, None)
+    batch = Batch(options.batch or options.world, options.seq, options.dtype)
+    choices = search(
+        options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
+        memory_bytes=options.memory or profile.memory_bytes, optimizer=options.optimizer,
+    )  # fmt: skip
+    rows = []
+    for choice in choices:
+        values = ", ".join(f"{name}={str(value).lower()}" for name, value in choice.params.items())
+        row: dict[str, Any] = {
+            "values": values, "params": dict(choice.params), "mesh": choice.mesh, "fault": choice.fault,
+            "bytes": choice.bytes,
+        }  # fmt: skip
+        if choice.seconds is not None:
+            row["step"] = _step(choice.seconds, batch)
+        rows.append(row)
+    return {**_head(options, model, batch), "choices": rows}
+
+
+def folded(collectives: tuple[Collective, ...]) -> list[tuple[int, Collective]]:
+    """The collectives that differ in the number of a layer alone, as one, with how often it is called."""
+    found: dict[tuple[object, ...], list[Any]] = {}
+    for each in collectives:
+        key = (each.phase, each.kind, each.axes, each.received_bytes, _starred(each.where))
+        found.setdefault(key, [0, each])[0] += each.count
+    return [(calls, collective) for calls, collective in found.values()]
+
+
+def _starred(where: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", where)
+
+
+def _held(held: RankBytes, rank: int, kept: int) -> dict[str, int]:
+    return {"rank": rank, **attrs.asdict(held), "activations": kept, "total": held.total + kept}
+
+
+def _step(step: StepSeconds, batch: Batch) -> dict[str, float]:
+    return {
+        "seconds": step.total, "compute_s": step.compute, "optimizer_s": step.optimizer, "inside_s": step.inside,
+        "beside_s": step.beside, "tokens_per_s": batch.tokens / step.total if step.total else 0.0,
+    }  # fmt: skip
+
+
+def _head(options: argparse.Namespace, counted: Resolved | Model, batch: Batch) -> dict[str, Any]:
+    tensors = [p.tensor for p in own_tensors(counted)] if isinstance(counted, Resolved) else counted.tensors
+    return {
+        "plan": str(options.plan), "model": counted.model.source if isinstance(counted, Resolved) else counted.source,
+        "parameters": sum(tensor.numel for tensor in tensors if not tensor.is_buffer), "world": options.world,
+        "batch": batch.samples, "seq": batch.seq, "dtype": batch.dtype, "optimizer": options.optimizer,
+        "hardware": options.hardware,
+    }  # fmt: skip

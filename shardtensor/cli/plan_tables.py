@@ -1,0 +1,108 @@
+"""The tables of ``shardtensor plan``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtensor.layout.explain import say_bytes
+
+_BYTES = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "total")
+
+
+def show_plan(report: dict[str, Any]) -> None:
+    """Print a plan's report."""
+    console = Console()
+    _say_head(console, report)
+    table = _table("bytes of a rank", "of", *_BYTES)
+    for name in ("most", "least", "rank"):
+        held = report["memory"].get(name)
+        if held is not None:
+            who = f"rank {held['rank']}" + {"most": ", the most", "least": ", the least", "rank": ""}[name]
+            table.add_row(who, *(say_bytes(held[key], 2) if held[key] else "-" for key in _BYTES))
+    console.print(table)
+    console.print("activations are an estimate; nothing is taken to be computed again\n", style="dim")
+    table = _table(
+        "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where"
+    )
+    for row in report["collectives"]:
+        over = f"{row['over']}={row['group_size']}"
+        times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
+        received = say_bytes(row["received_bytes"], 2)
+        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, row["where"])
+    console.print(table)
+    step = report["step"]
+    console.print(
+        f"a step  {say_seconds(step['seconds'])} estimated: arithmetic {say_seconds(step['compute_s'])}, beside it "
+        f"{say_seconds(step['beside_s'])} of collectives along data axes; in modules {say_seconds(step['inside_s'])}; "
+        f"optimizer {say_seconds(step['optimizer_s'])}",
+        highlight=False,
+    )
+    console.print(f"        {step['tokens_per_s']:,.0f} tokens a second", highlight=False)
+    for name, values in report["passing"].items():
+        shown = ", ".join(map(str, values)) or "none"
+        console.print(f"{name} that pass for {report['world']} ranks: {shown}", highlight=False)
+
+
+def show_search(report: dict[str, Any]) -> None:
+    """Print the meshes that a search found."""
+    console = Console()
+    _say_head(console, report)
+    table = _table(
+        "meshes, the shortest step first", "values", "mesh", "step", "tokens/s", "in modules", "beside", "bytes"
+    )
+    for row in report["choices"]:
+        if not row["fault"]:
+            times = (say_seconds(row["step"][key]) for key in ("inside_s", "beside_s"))
+            step = row["step"]
+            table.add_row(
+                row["values"], row["mesh"], say_seconds(step["seconds"]), f"{step['tokens_per_s']:,.0f}", *times,
+                say_bytes(row["bytes"], 2),
+            )  # fmt: skip
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("no mesh passes", style="bold red")
+    refused: dict[str, list[str]] = {}
+    for row in report["choices"]:
+        if row["fault"]:
+            refused.setdefault(row["fault"], []).append(row["values"])
+    for fault, values in refused.items():
+        more = f" and {len(values) - 3} more" if len(values) > 3 else ""
+        console.print(f"not {'; '.join(values[:3])}{more}: {fault}", style="dim", highlight=False, markup=False)
+
+
+def say_seconds(seconds: float) -> str:
+    """A time as people read it.
+
+    Example:
+        >>> say_seconds(0), say_seconds(0.0000123), say_seconds(0.5), say_seconds(75)
+        ('-', '12.3 us', '500 ms', '75 s')
+    """
+    if not seconds:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _say_head(console: Console, report: dict[str, Any]) -> None:
+    console.print(
+        f"{report['plan']}  {report['model']}  {report['parameters'] / 1e9:.3g} B parameters on {report['world']} "
+        f"ranks {report.get('mesh', '')}  {report['batch']} x {report['seq']} tokens a step, {report['dtype']}, "
+        f"{report['optimizer']}, {report['hardware']}\n",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
+    left = {"of", "when", "collective", "over", "where", "values", "mesh"}
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
