@@ -81,6 +81,8 @@ class DataAxes:
         kinds = {None if place is None else tuple(place[i] for i in layout.parting_axes) for place in places}
         addends = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
         if len(inside) == len(ranks):
+            if sum(place is not None for place in places) == 1:  # one of them holds it, the others nothing
+                return True
             if len(kinds) == 1 and len(addends) == 1:
                 return False
             if len(kinds) == len(ranks) and None not in kinds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -20,7 +20,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-_UNCOMPILED = "how many rows an expert gets is data: a graph for each count would be compiled anew"
+UNCOMPILED = "how many rows an expert gets is data: a graph for each count would be compiled anew"
 
 
 class GatedExperts(nn.Module):
@@ -68,7 +68,7 @@ class GatedExperts(nn.Module):
             bound = weight.shape[2] ** -0.5 if weight.shape[2] else 0.0
             nn.init.uniform_(weight, -bound, bound)
 
-    @torch.compiler.disable(reason=_UNCOMPILED)
+    @torch.compiler.disable(reason=UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Give each token the weighted sum of what its experts make of it.
 
@@ -91,25 +91,41 @@ class GatedExperts(nn.Module):
                 tokens, weights = (collectives.sum_gradient(value, inner) for value in (tokens, weights))
             tokens, gate_up, down = _cast(tokens, gate_up, down)
         sent = dispatch(tokens, experts, held, team, fault)
-        out = sent.combine(self._computed(sent, gate_up, down), weights)
+        out = sent.combine(stacked(sent, gate_up, down, self.activation), weights)
         return out if inner is None else collectives.all_reduce(out, inner)
-
-    def _computed(self, sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        if _takes_grouped(sent.tokens, gate_up, down):
-            both = F.grouped_mm(sent.tokens, gate_up.transpose(1, 2), offs=sent.ends)
-            return F.grouped_mm(self._gated(both), down.transpose(1, 2), offs=sent.ends)
-        if not sent.counts:  # no expert here: no rows, but by way of the parameters, so that they get gradients
-            return sent.tokens + gate_up.sum() + down.sum()
-        parts = zip(sent.tokens.split(sent.counts), gate_up.unbind(), down.unbind(), strict=True)
-        return torch.cat([F.linear(self._gated(F.linear(x, a)), b) for x, a, b in parts])
-
-    def _gated(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, -1)
-        return self.activation(gate) * up
 
     def extra_repr(self) -> str:
         num_experts, embed, hidden = self.down_proj.shape
         return f"num_experts={num_experts}, embed={embed}, hidden={hidden}"
+
+
+def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """What this rank's experts, stacked in two plain tensors, make of the rows they got."""
+
+    def gated(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return activation(gate) * up
+
+    if _takes_grouped(sent.tokens, gate_up, down):
+        both = F.grouped_mm(sent.tokens, gate_up.transpose(1, 2), offs=sent.ends)
+        return F.grouped_mm(gated(both), down.transpose(1, 2), offs=sent.ends)
+    if not sent.counts:  # no expert here: no rows, but by way of the parameters, so that they get gradients
+        return sent.tokens + gate_up.sum() + down.sum()
+    parts = zip(sent.tokens.split(sent.counts), gate_up.unbind(), down.unbind(), strict=True)
+    return torch.cat([F.linear(gated(F.linear(x, a)), b) for x, a, b in parts])
+
+
+def combined(sent: DispatchedTokens, experts: Iterable[tuple[int, nn.Module]], weights: torch.Tensor) -> torch.Tensor:
+    """What this rank's experts, modules with their numbers, make of the rows they got, sent back and weighed."""
+    outputs = []
+    for (number, expert), rows in zip(experts, sent.tokens.split(sent.counts), strict=True):
+        outputs.append(expert(rows))
+        if outputs[-1].shape != rows.shape:
+            raise RuleError(
+                f"expert {number} must keep the shape of its tokens",
+                {"tokens": tuple(rows.shape), "result": tuple(outputs[-1].shape)},
+            )
+    return sent.combine(torch.cat(outputs) if outputs else sent.tokens, weights)
 
 
 def _takes_grouped(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -155,22 +171,14 @@ class ExpertList(nn.Module):
         for number in self.numbers:
             self.add_module(str(number), make(number))
 
-    @torch.compiler.disable(reason=_UNCOMPILED)
+    @torch.compiler.disable(reason=UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As of `GatedExperts`."""
         fault = find_fault(tokens, experts, weights)
         if fault is None:
             (tokens,) = _cast(tokens)
         sent = dispatch(tokens, experts, self._team.held, self._team.group, fault)
-        outputs = []
-        for number, rows in zip(self.numbers, sent.tokens.split(sent.counts), strict=True):
-            outputs.append(self._modules[str(number)](rows))  # type: ignore[misc]
-            if outputs[-1].shape != rows.shape:
-                raise RuleError(
-                    f"expert {number} must keep the shape of its tokens",
-                    {"tokens": tuple(rows.shape), "result": tuple(outputs[-1].shape)},
-                )
-        return sent.combine(torch.cat(outputs) if outputs else sent.tokens, weights)
+        return combined(sent, ((number, self.get_submodule(str(number))) for number in self.numbers), weights)
 
     def extra_repr(self) -> str:
         return f"experts {self.numbers.start} to {self.numbers.stop - 1} of {sum(self._team.held)}" * bool(self.numbers)

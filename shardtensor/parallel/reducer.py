@@ -60,7 +60,7 @@ class Reducer:
         call = f"data_parallel({type(module).__name__})"
         facts = {"axes": ", ".join(self.axes.names), "parameters": _lines(_text(g) for g in gradients)}
         agree(whole, call, facts, fault)
-        parts = (f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients)
+        parts = (f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0)
         agree(data, call, {"parts": _lines(parts)})
         known = {id(leaf) for _, leaf, _ in self._leaves}
         self._take_off_leaves()

@@ -17,11 +17,11 @@ class LayerKind:
 
     Attributes:
         name: ``"linear"``: a product over the dim ``in``; ``"embedding"``: rows of ``vocab`` are looked up; ``"norm"``:
-            values pass, each scaled along ``embed``.
+            values pass, each scaled along ``embed``; ``"conv"``: a convolution, whose channels are ``in`` and ``out``.
         dims: the names of each parameter's dims, in the order in which they are stored.
     """
 
-    name: Literal["linear", "embedding", "norm"]
+    name: Literal["linear", "embedding", "norm", "conv"]
     dims: Mapping[str, tuple[str, ...]]
 
 
@@ -29,11 +29,13 @@ _LINEAR = LayerKind("linear", {"weight": ("out", "in"), "bias": ("out",)})
 _TRANSPOSED = LayerKind("linear", {"weight": ("in", "out"), "bias": ("out",)})
 _EMBEDDING = LayerKind("embedding", {"weight": ("vocab", "embed")})
 _NORM = LayerKind("norm", {"weight": ("embed",), "bias": ("embed",)})
+_CONV = LayerKind("conv", {"weight": ("out", "in", "height", "width"), "bias": ("out",)})
 
 _BY_CLASS = {
     "Linear": _LINEAR,
     "Conv1D": _TRANSPOSED,  # GPT-2's, which stores (in, out)
     "Embedding": _EMBEDDING,
+    "Conv2d": _CONV,
 }
 
 
@@ -57,4 +59,6 @@ def kind_with(dims: tuple[str, ...] | None) -> LayerKind | None:
         >>> kind_with(("vocab", "embed")).name
         'embedding'
     """
-    return next((kind for kind in (_LINEAR, _TRANSPOSED, _EMBEDDING, _NORM) if kind.dims["weight"] == dims), None)
+    return next(
+        (kind for kind in (_LINEAR, _TRANSPOSED, _EMBEDDING, _NORM, _CONV) if kind.dims["weight"] == dims), None
+    )

@@ -28,7 +28,6 @@ class Site:
         group: all ranks, with the axes of the plan.
         flows: how values pass modules, by path.
         tensors: how the parameters of those modules lie, and of this one.
-        loose: modules here and below whose results leave cut and reach no module that expects them so.
     """
 
     path: str
@@ -37,13 +36,14 @@ class Site:
     group: Group
     flows: Mapping[str, Stated]
     tensors: Mapping[str, Tensors]
-    loose: tuple[str, ...] = ()
 
     def team(self, axes: str | Iterable[str]) -> Group:
         """The ranks along some axes of the plan. All ranks ask for it, and only when the hook is applied."""
         return team_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
 
-    def refused(self, fault: str, facts: Mapping[str, object] | None = None, fix: str = "") -> PlanError:
+    def refused(
+        self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()
+    ) -> PlanError:
         """The error for a hook that cannot be used here."""
         return PlanError(f"{self.path or type(self.root).__name__}: {fault}", facts, fix)
 
@@ -55,7 +55,7 @@ class Use:
     Attributes:
         apply: does it, once the module is sharded; all ranks call it. It may return something with a ``remove()`` that
             undoes it, or several.
-        takes: modules of ``Site.loose`` whose results it takes.
+        takes: modules whose results it takes, so that they may leave cut and reach no module that expects them so.
     """
 
     apply: Callable[[], Any]

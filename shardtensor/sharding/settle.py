@@ -190,7 +190,7 @@ def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensor
     none = Tensors()
     for other in _served(path, stated) if stated[path].ins else ():
         module = root.get_submodule(other)
-        if layer_class(type(module)) is not None:
+        if layer_class(type(module)) is not None and type(module) is not nn.Embedding:  # ids have no gradient
             found[other] = addend_axes(module, stated[other], tensors.get(other, none))
     if len({frozenset(axes) for axes in found.values()}) > 1:
         raise PlanError(
@@ -248,16 +248,7 @@ def _stream_axes(flows: Stated) -> Axes:
 
 def escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[str]:
     """The modules that let go of local slices which no other takes: they would be met as if they were the whole."""
-    takes: list[tuple[str, Flow]] = []
-    for path, flows in stated.items():
-        takes += [(path, flow) for flow in flows.ins.values()]
-        module = root.get_submodule(path)
-        if not flows.ins and layer_class(type(module)) is not None and path in tensors:
-            is_linear = "in" in (dim_names(module, "weight") or ())
-            in_axes = tensors[path].cut(module, "weight", "in") if is_linear else ()
-            if in_axes:
-                natural = natural_layout(in_axes)
-                takes.append((path, Flow(natural, natural)))
+    takes = takers(root, stated, tensors)
     found = []
     for path, flows in stated.items():
         above = [flow for around in _above(path) if around in stated for flow in stated[around].outs]
@@ -268,6 +259,21 @@ def escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str,
             if gone and not expected:
                 found.append(path)
     return found
+
+
+def takers(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[tuple[str, Flow]]:
+    """How values enter modules, said or following from a weight."""
+    takes: list[tuple[str, Flow]] = []
+    for path, flows in stated.items():
+        takes += [(path, flow) for flow in flows.ins.values()]
+        module = root.get_submodule(path)
+        if not flows.ins and layer_class(type(module)) is not None and path in tensors:
+            is_linear = "in" in (dim_names(module, "weight") or ())
+            in_axes = tensors[path].cut(module, "weight", "in") if is_linear else ()
+            if in_axes:
+                natural = natural_layout(in_axes)
+                takes.append((path, Flow(natural, natural)))
+    return takes
 
 
 def _escaped(path: str, module: nn.Module, flows: Stated) -> PlanError:

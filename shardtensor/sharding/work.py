@@ -17,7 +17,7 @@ from shardtensor.sharding.counts import Count
 from shardtensor.sharding.flows import Binder, Stated, Tensors
 from shardtensor.sharding.hooks import Site, Use, called
 from shardtensor.sharding.plan import Sharder
-from shardtensor.sharding.settle import Settled, escapes, settle
+from shardtensor.sharding.settle import Settled, settle
 from shardtensor.sharding.stores import Keeping
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -96,13 +96,9 @@ class Work:
     @cached_property
     def uses(self) -> tuple[Use, ...]:
         """What each hook is going to do."""
-        loose = escapes(self.module, self.flows, self._tensors) if self.hooks else ()
-        found = []
-        for path, hook in self.hooks:
-            below = tuple(p for p in loose if not path or p == path or p.startswith(f"{path}."))
-            owner = self.module.get_submodule(path)
-            found.append(called(hook, Site(path, owner, self.module, self.group, self.flows, self._tensors, below)))
-        return tuple(found)
+        root, flows, tensors = self.module, self.flows, self._tensors
+        sites = (Site(path, root.get_submodule(path), root, self.group, flows, tensors) for path, _ in self.hooks)
+        return tuple(called(hook, site) for (_, hook), site in zip(self.hooks, sites, strict=True))
 
     @cached_property
     def _tensors(self) -> dict[str, Tensors]:

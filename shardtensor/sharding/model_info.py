@@ -1,0 +1,74 @@
+"""What a plan is checked against, from a real module: built on the meta device, it takes no memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.parallel.dim_names import dim_names
+from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.patterns import unwrapped
+
+
+def model_info(module: nn.Module, source: str = "") -> Model:
+    """Return the names, shapes and modules of a module, as plans see them.
+
+    Names are those without what wrappers put into them; tied tensors stand under each of their names. Buffers that are
+    not saved are part of the code and left out.
+
+    Args:
+        module: on any device; ``with torch.device("meta"):`` builds one without memory.
+        source: what messages call it; by default its class.
+
+    Example:
+        >>> model = model_info(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
+        >>> [(tensor.name, tensor.shape, tensor.dims) for tensor in model.tensors][:2]
+        [('0.weight', (8, 4), ('out', 'in')), ('0.bias', (8,), ('out',))]
+        >>> model.modules["0"].counts["out_features"]
+        8
+    """
+    tensors: dict[str, TensorInfo] = {}
+    names: dict[int, list[str]] = {}
+    modules: dict[str, ModuleInfo] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        path = unwrapped(path)
+        modules[path] = _module(part)  # a wrapper comes before what it wraps, which has the same path and stays
+        for name, tensor, is_buffer in _own(part):
+            full = f"{path}.{name}" if path else name
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            shape, dims = tuple(tensor.shape), None if is_buffer else dim_names(part, name)
+            tensors[full] = TensorInfo(full, shape, dims, dtype, is_buffer, tensor.requires_grad)
+            names.setdefault(id(tensor), []).append(full)
+    tied = tuple(tuple(dict.fromkeys(each)) for each in names.values() if len(set(each)) > 1)
+    return Model(tuple(tensors.values()), source or type(module).__name__, modules, tied, _config(module))
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The parameters and saved buffers of a module itself, and whether each is a buffer."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter, False
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer, True
+
+
+def _module(module: nn.Module) -> ModuleInfo:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = inspect.signature(type(module).forward).parameters.values()
+    counts = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_")
+    }
+    return ModuleInfo(type(module).__name__, tuple(each.name for each in arguments if each.kind in named)[1:], counts)
+
+
+def _config(module: nn.Module) -> Mapping[str, Any]:
+    """Of a module that keeps its configuration, as those of Hugging Face do."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    return to_dict() if to_dict is not None else {}
