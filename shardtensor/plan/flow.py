@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
 Axes = tuple[str, ...]
@@ -63,10 +63,10 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
     addends: Axes = ()
     if grad:
         partial = as_spec(grad.strip())
-        if not (isinstance(partial, Replicate | Spec) and partial.partial_parts and not cuts(partial)):
+        if not isinstance(partial, Spec) or cuts(partial):
             raise PlanError("`grad` stands before the axes of addends", {"found": flow}, "write `grad partial(tp)`")
         addends = partial_axes(partial)
-    return Flow(sides[0], sides[-1], addends)
+    return Flow(sides[0], sides[-1], addends, bool(grad))
 
 
 def _value_layout(text: Spec | str) -> Spec:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lark import Lark, Token, Tree
 
 VERSION = 1
-MAX_LENGTH = 2**18
+MAX_LENGTH = 2**16
 """Characters of one file."""
 MAX_BRACKETS = 16
 MAX_DEPTH = 64
