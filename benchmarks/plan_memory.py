@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from ranks import spawn
 from report import write
-from shardtensor.sharding.model_info import model_info
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ import shardtensor as st
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.memory import rank_bytes
 from shardtensor.plan.resolve import resolve
+from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.counting_group import CountingGroup
 
 LINE = 512  # bytes; what CUDA's allocator rounds up to
