@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Pieces
+from shardtensor.plan.brief import brief_names, skeleton
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.memory import plan_bytes
 from shardtensor.plan.misfit import shape_text
@@ -101,13 +102,18 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     if most <= least * (1 + IMBALANCE):
         return
     more = f"{round((most / least - 1) * 100)} % more bytes than others" if least else "everything, and others nothing"
-    parts = [(_held(placed, held.most_rank) - _held(placed, held.least_rank), placed.tensor.name) for placed in own]
+    parts: dict[str, tuple[int, list[str]]] = {}
+    for placed in own:
+        size, names = parts.get(skeleton(placed.tensor.name), (0, []))
+        size += _held(placed, held.most_rank) - _held(placed, held.least_rank)
+        parts[skeleton(placed.tensor.name)] = size, [*names, placed.tensor.name]
+    unequal = sorted((part for part in parts.values() if part[0] > 0), reverse=True)
     yield Finding(
         "W305", f"some ranks hold {more}", mesh_place(resolved.plan),
         f"rank {held.most_rank} holds {say_bytes(most)} of parameters and buffers, "
         f"rank {held.least_rank} {say_bytes(least)}",
         "cut the large tensors evenly, or over other axes",
-        tuple(f"{say_bytes(size)} more of {name}" for size, name in sorted(parts, reverse=True)[:3] if size > 0),
+        tuple(f"{say_bytes(size)} more of {', '.join(brief_names(names))}" for size, names in unequal[:3]),
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class Disputes:
         if what and self._pairs.get(frozenset(keys)) == "":
             return  # told of the tensors already
         self._pairs.setdefault(frozenset(keys), what)
-        said = f"{what} of `{name}`" if what else f"`{name}`"
+        said = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)
         where = f"{place} `{place.text}`" if place is not None else f"`{other.pattern}`"
         if agrees:

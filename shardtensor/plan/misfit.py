@@ -228,7 +228,8 @@ def _blocks(case: Case) -> Told:
 def _unit(case: Case) -> Told:
     length, unit = case.about["length"], case.cut.unit
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
-    fix = f"choose a unit that divides {length}, such as {math.gcd(length, unit)}; or write `pad({unit})`"
+    common = math.gcd(length, unit)
+    fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
     return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix, ()
 
 
@@ -246,8 +247,8 @@ def _sizes(case: Case) -> Told:
     else:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
     why = f"{case.shape}; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}"
-    unit = f" multiples of {cut.unit}," * (cut.unit > 1)
-    return fault, why, f"give {count} sizes,{unit} that add up to {length}", ()
+    unit = f", multiples of {cut.unit}," * (cut.unit > 1)
+    return fault, why, f"give {count} sizes{unit} that add up to {length}", ()
 
 
 def _rank(case: Case) -> Told:
