@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, fmt, import_plan, plan
+from shardtensor.cli import check, fmt, import_plan, plan, show
 from shardtensor.version import __version__
 
 
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     check.add_parser(commands)
     plan.add_parser(commands)
+    show.add_parser(commands)
     ops = commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
