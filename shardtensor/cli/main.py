@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results.",
     )
     ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
-    fmt.add_parser(commands)
     import_plan.add_parser(commands)
+    fmt.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",
