@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from shardtensor.cli.model_source import model_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
-from shardtensor.plan.collectives import Collective, step_collectives
 from shardtensor.plan.estimate import StepSeconds, collective_seconds, step_seconds
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
@@ -18,9 +18,12 @@ from shardtensor.plan.model import Model
 from shardtensor.plan.reading import read_plan
 from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.search import passing_values, search
+from shardtensor.plan.search import passing_values, readable_plan, search
 from shardtensor.plan.units import own_tensors
 from shardtensor.plan.work import Batch, data_ranks, kept_bytes
+
+if TYPE_CHECKING:
+    from shardtensor.plan.collectives import Collective
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -29,10 +32,12 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
     """
+    from shardtensor.plan.collectives import step_collectives
+
     profile = read_profile(options.hardware)
-    config, params = read_config(options.model)[0], _params(options)
-    plan = read_plan(options.plan, config=config, world=options.world, params=params)
-    model = _model(options, plan)
+    (config, source), params = read_config(options.model), dict(options.set)
+    plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
+    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
     resolved = resolve(plan, model)
     if resolved.errors:
         raise PlanError("\n\n".join(map(str, resolved.errors)))
@@ -84,8 +89,9 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
     """
     profile = read_profile(options.hardware)
-    config, params = read_config(options.model)[0], _params(options)
-    model = _model(options, None)
+    (config, source), params = read_config(options.model), dict(options.set)
+    head = readable_plan(options.plan, config=config, world=options.world, params=params)
+    model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
     batch = Batch(options.batch or options.world, options.seq, options.dtype)
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,

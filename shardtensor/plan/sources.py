@@ -81,7 +81,9 @@ class Files:
                 except (UnicodeDecodeError, OSError):
                     raise origin(f"`{name}` cannot be read as text", "", "") from None
         known = [str(at.relative_to(folder)) for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
-        looked = f"looked in {' and '.join(map(str, folders))}"
+        looked = (
+            f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
+        )
         raise origin(f"`{name}` is not there", looked, nearest(name, known))
 
     def _opened(self, path: Path, label: str) -> File:
