@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
         "not there.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a plan file; - reads standard input and prints")
-    parser.set_defaults(run=run)
     parser.add_argument("--check", action="store_true", help="write nothing; name the files that would change")
     parser.set_defaults(run=run)
 

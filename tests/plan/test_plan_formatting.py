@@ -79,7 +79,7 @@ let longer=(a if b else c)if(not(d and(e or f)))else g
 
 override optional  optional z{
 }
-layers.x: chunk(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3","rank:4/cuda:3",])
+model.layers.mlp.x: chunk(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3","rank:4/cuda:3",])
 out   1 :replicate->[tp]grad  partial(dp)
 # last"""
     canonical = """\
@@ -101,7 +101,7 @@ foo.bar: replicate
 
 override optional z {
 }
-layers.x: chunk(
+model.layers.mlp.x: chunk(
     dim=0,
     placements=["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3", "rank:4/cuda:3"]
 )
