@@ -218,7 +218,9 @@ def _blocks(case: Case) -> Told:
     return (
         f"dim {case.dim} of {length} elements is not {blocks}",
         why,
-        f"give shares that add up to a divisor of {length}",
+        f"the number of blocks has to divide {length}"
+        if equal
+        else f"give shares that add up to a divisor of {length}",
         (),
     )
 
