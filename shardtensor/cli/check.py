@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     """The findings, and the summary when none of them is an error."""
     from shardtensor.cli.model_source import model_of
+    from shardtensor.plan.checking import check_plan
     from shardtensor.plan.loading import read_config
     from shardtensor.plan.reading import read_plan
     from shardtensor.plan.resolve import resolve
@@ -83,18 +84,10 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     resolved = resolve(plan, model)
-    findings = resolved.findings
-    if not resolved.errors:
-        findings = (*findings, *_flow_findings(resolved))
+    findings = check_plan(resolved)
     if any(finding.severity == "error" for finding in findings):
         return findings, None
     return findings, summarize(resolved, options.plan, params)
-
-
-def _flow_findings(resolved: Any) -> Sequence[Any]:
-    from shardtensor.plan.gradients import check_flows
-
-    return check_flows(resolved)
 
 
 def _numeric(options: argparse.Namespace) -> str:

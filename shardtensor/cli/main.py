@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, fmt, import_plan, plan
+from shardtensor.cli import check, fmt, import_plan, plan, show
 from shardtensor.version import __version__
 
 
@@ -31,14 +31,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     check.add_parser(commands)
     plan.add_parser(commands)
+    show.add_parser(commands)
     ops = commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
         description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results.",
     )
     ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
-    fmt.add_parser(commands)
     import_plan.add_parser(commands)
+    fmt.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",

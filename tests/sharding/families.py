@@ -586,6 +586,7 @@ class ViTModel(nn.Module):
 class ViTForImageClassification(nn.Module):
     def __init__(self, width: int = 16, heads: int = 4, labels: int = 3) -> None:
         super().__init__()
+        self.config = SimpleNamespace(image_size=8)
         self.vit, self.classifier = ViTModel(width, heads), nn.Linear(width, labels)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
