@@ -34,7 +34,7 @@ class MeshReader:
         tops = tuple(self._axis(axis) for axis in sizes.children)
         self.plan.scope.mesh = MeshNames(tuple(name for name, _ in tops), self.made_of)
         known = [(name, size) for name, size in self.leaves if size is not None]
-        if len(known) < len(self.leaves):
+        if len(known) < len(self.leaves) or any(size is None for _, size in tops):
             return None
         total = math.prod(size for _, size in known)
         world = self.plan.scope.world
