@@ -13,7 +13,6 @@ from shardtensor.errors import SpecError
 from shardtensor.plan.dims import model_from_dims
 from shardtensor.plan.model import Model
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.safetensors_shapes import model_from_safetensors
 
 
 def model_of(
@@ -39,11 +38,19 @@ def model_of(
         return attrs.evolve(_from_module(module), config=config)
     if safetensors is None:
         return model_from_dims(plan, config_source)
+    from shardtensor.plan.safetensors_shapes import model_from_safetensors
+
+    return model_from_safetensors(safetensors, _dims_if_any(plan, config_source), config)
+
+
+def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
+    """What names the dims of a file's tensors; None where no dims stand beside the plan, or those of another family."""
     try:
-        named = model_from_dims(plan, config_source)
-    except SpecError:  # of another model, then
-        named = None
-    return model_from_safetensors(safetensors, named, config)
+        return model_from_dims(plan, config_source)
+    except SpecError as error:
+        if error.code in ("E104", "E301"):
+            return None
+        raise
 
 
 def _from_module(text: str) -> Model:

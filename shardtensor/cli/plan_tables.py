@@ -36,7 +36,7 @@ def show_plan(report: dict[str, Any]) -> None:
         over = f"{row['over']}={row['group_size']}"
         times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
         received = say_bytes(row["received_bytes"], 2)
-        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, row["where"])
+        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, row["where"] or "the model", row["why"])
     console.print(table)
     step = report["step"]
     console.print(
@@ -111,8 +111,8 @@ def _say_head(console: Console, report: dict[str, Any]) -> None:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
-    left = {"of", "when", "collective", "over", "where", "values", "mesh"}
+    left = {"of", "when", "collective", "over", "where", "why", "values", "mesh"}
     for column in columns:
-        table.add_column(column, no_wrap=column != "where", overflow="fold")
+        table.add_column(column, no_wrap=column not in ("where", "why"), overflow="fold")
         table.columns[-1].justify = "left" if column in left else "right"
     return table

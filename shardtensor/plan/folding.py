@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import attrs
 
 from shardtensor.plan.brief import below_layer, where, which
 from shardtensor.plan.finding import Finding
+
+
+_LAYER = re.compile(r"\.\d+(?=\.)")
 
 
 def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -27,9 +31,12 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def _kind(finding: Finding) -> object:
     origin = finding.origin
     where = (origin.source.file, origin.span) if origin is not None else None
-    own = finding.tensor
-    fault = finding.fault.replace(f"`{own}`", "`") if own else finding.fault
-    return finding.code, where, fault, finding.fix.replace(own, "") if own else finding.fix
+    return finding.code, where, *(_without_names(text, finding.tensor) for text in (finding.fault, finding.fix))
+
+
+def _without_names(text: str, own: str) -> str:
+    """A text without the name it is about, and without the numbers of layers."""
+    return _LAYER.sub(".#", text.replace(own, "") if own else text)
 
 
 def _one(group: Sequence[Finding]) -> Finding:

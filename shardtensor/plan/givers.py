@@ -6,7 +6,7 @@ outward from the module that leaves it, some module is found that takes such par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
@@ -18,22 +18,28 @@ from shardtensor.plan.places import style_note
 
 
 class _Index:
-    """By each module, sets of axes that modules in it speak of, each with two of those modules at most."""
+    """By each module, sets of axes that modules in it speak of: two of those modules, and the place of the last."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, dict[frozenset[str], list[str]]] = {}
+    def __init__(self, places: Mapping[str, int]) -> None:
+        self._places = places
+        self._found: dict[str, dict[frozenset[str], tuple[list[str], int]]] = {}
 
     def add(self, path: str, axes: Names) -> None:
         if axes:
+            place = self._places.get(path, 0)
             for above in around(path):
-                known = self._found.setdefault(above, {}).setdefault(frozenset(axes), [])
+                of_it = self._found.setdefault(above, {})
+                known, last = of_it.get(frozenset(axes), ([], -1))
                 if len(known) < 2 and path not in known:
                     known.append(path)
+                of_it[frozenset(axes)] = known, max(last, place)
 
-    def has(self, above: str, axes: set[str], besides: str) -> bool:
-        """Whether some module in `above`, not `besides` itself, speaks of all these axes."""
-        found = self._found.get(above, {})
-        return any(axes <= key and any(path != besides for path in paths) for key, paths in found.items())
+    def has(self, above: str, axes: set[str], besides: str, after: int = -1) -> bool:
+        """Whether some module in `above`, not `besides` itself, speaks of all these axes; one that stands `after`."""
+        return any(
+            axes <= key and last > after and any(path != besides for path in paths)
+            for key, (paths, last) in self._found.get(above, {}).items()
+        )
 
 
 class Givers:
@@ -45,7 +51,8 @@ class Givers:
 
     def __init__(self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset()) -> None:
         self._modules, self._meetings, self._broken = modules, meetings, broken
-        self._takes, self._takes_addends, self._gives, self._gives_addends = _Index(), _Index(), _Index(), _Index()
+        self._takes, self._takes_addends = _Index(modules.places), _Index(modules.places)
+        self._gives, self._gives_addends = _Index(modules.places), _Index(modules.places)
         for path, stated in modules.stated.items():
             for flow in stated.ins.values():
                 self._takes.add(path, cut_axes(flow.before))
@@ -78,9 +85,12 @@ class Givers:
                 if not (cut or addends):
                     continue
                 is_taken, is_hooked = False, False
+                block, after = _block(path), -1
                 for above in around(path):
-                    takes = (not cut or self._takes.has(above, cut, path)) and (
-                        not addends or self._takes_addends.has(above, addends, path)
+                    if not (above == block or is_below(above, block)):
+                        after = self._modules.places.get(path, -1)  # layers before it do not hear of it
+                    takes = (not cut or self._takes.has(above, cut, path, after)) and (
+                        not addends or self._takes_addends.has(above, addends, path, after)
                     )
                     if takes or self._passes(above, cut, addends):
                         is_taken = True
@@ -139,11 +149,11 @@ class Givers:
                     yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line and line.origin)
         for path, layer in self._modules.layers.items():
             cut = set(layer.cut("weight", "in")) if layer.kind.name == "linear" else set()
-            if path and cut and layer.has_flow and not layer.stated.ins and path not in self._broken:
-                if not self._is_given(path, cut):
-                    line = layer.params["weight"].line
-                    text = str(natural(tuple(layer.cut("weight", "in"))).after)
-                    yield self._refused(path, cut, text, line and line.origin)
+            is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
+            if path and cut and not is_said and not self._is_given(path, cut):
+                line = layer.params["weight"].line
+                text = str(natural(tuple(layer.cut("weight", "in"))).after)
+                yield self._refused(path, cut, text, line and line.origin)
 
     def _is_given(self, path: str, cut: set[str]) -> bool:
         for above in around(path):
@@ -194,7 +204,7 @@ class Givers:
             if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
                 yield path
 
-    # -- streams --------------------------------------------------------------------------------------------------------
+    # -- streams ------------------------------------------------------------------------------------------------------
 
     def _streams(self) -> Iterator[Finding]:
         """Where values go from module to module cut along tokens: those that take or leave them whole, alone."""
@@ -207,16 +217,15 @@ class Givers:
             if not (path in modules.stated and (modules.stated[path].ins or modules.stated[path].outs))
         ]  # fmt: skip
         for axis in meetings.streams:
-            if any(axis not in gathered.get(path, meetings.gathers(path)) for path in silent):
-                if any(not modules.layers[path].is_cut if path in modules.layers else True for path in silent):
-                    continue  # what they give is not known
+            outside = [path for path in silent if axis not in meetings.gathers(path)]
+            if any(path not in modules.layers or not modules.layers[path].is_cut for path in outside):
+                continue  # what they give is not known
             takers = list(self._takers_of_copies(axis, gathered))
             makers = list(self._makers_of_copies(axis))
-            outside = [path for path in makers if axis not in gathered[path]]
             if takers and not makers:
                 yield from (self._takes_whole(path, axis) for path in takers)
-            if outside and not takers:
-                yield from (self._leaves_whole(path, axis) for path in outside)
+            if not takers:
+                yield from (self._leaves_whole(path, axis) for path in makers if axis not in gathered[path])
 
     def _takers_of_copies(self, axis: str, gathered: dict[str, set[str]]) -> Iterator[str]:
         modules = self._modules
@@ -278,3 +287,8 @@ class Givers:
 def _takes_copies(layer: Layer, axis: str) -> bool:
     """Whether a layer without an `in` takes what comes as copies along an axis."""
     return layer.kind.name == "linear" and layer.is_cut and axis not in layer.cut("weight", "in")
+
+
+def _block(path: str) -> str:
+    """The innermost module around a path, or itself, that is one of several alike: whose name is a number."""
+    return next((each for each in (path, *around(path)) if each.rpartition(".")[2].isdecimal()), "\0")

@@ -184,10 +184,10 @@ def _even_fix(case: Case, units: int) -> str:
             how = f": `{call}`" if call else f", with copies along {copies}"
             return f"use the factor `{leaves[0]}` ({size}){how}; {maker} {axis}={axes.size(axis)} of {made}"
     fits = [str(n) for n in range(1, min(units, 1024) + 1) if units % n == 0]
-    shown = listed(fits if len(fits) < 10 else [*fits[:8], "..."])
-    return (
-        f"{'*'.join(case.cut.axes)} has to be {shown}; or write `balanced` after it for pieces that differ by one unit"
-    )
+    shown = ", ".join(fits if len(fits) < 10 else [*fits[:8], "..."])
+    differ = "by one unit" if case.cut.unit > 1 else "by one"
+    axes_of = "*".join(case.cut.axes)
+    return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
 
 
 def _shared(case: Case, leaves: tuple[str, ...]) -> str:
@@ -246,9 +246,9 @@ def _sizes(case: Case) -> Told:
         fault = f"the size {bad} is not a multiple of the unit {cut.unit}"
     else:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
-    why = f"{case.shape}; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}"
+    why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
     unit = f", multiples of {cut.unit}," * (cut.unit > 1)
-    return fault, why, f"give {count} sizes{unit} that add up to {length}", ()
+    return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}", ()
 
 
 def _rank(case: Case) -> Told:

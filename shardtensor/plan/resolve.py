@@ -53,8 +53,8 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     tensors = placing.tensors()
     tensors, store_findings = with_stores(plan, model, tree, tensors)
     modules, module_findings = passings(model, matches, disputes, binder)
-    nothing, unused_findings = unused(plan, tree, matches)
-    missing, told = unplaced(plan, placing.unmatched, nothing)
+    nothing, unused_findings, spoken = unused(plan, tree, matches)
+    missing, told = unplaced(plan, [name for name in placing.unmatched if name not in spoken], nothing)
     findings = [
         *plan.findings,
         *ties.findings,

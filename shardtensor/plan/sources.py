@@ -55,7 +55,10 @@ class Files:
         path = Path(plan)
         for at in (path, PACKAGED / path, PACKAGED / f"{path}.shard"):
             if _is_file(at):
-                return self._opened(at, path.as_posix() if at == path else _label(at))
+                try:
+                    return self._opened(at, path.as_posix() if at == path else _label(at))
+                except (UnicodeDecodeError, OSError) as error:
+                    raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
         known = sorted(at.stem for at in PACKAGED.glob("*.shard"))
         facts = {"looked for": str(path), "packaged": ", ".join(known) or "(none)"}
         raise SpecError(

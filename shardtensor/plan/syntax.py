@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,7 @@ def parse_value(source: Source) -> Any:
     return _parse(source, "value")
 
 
+@lru_cache(maxsize=32)  # a plan is read again for each value of a parameter that is tried; trees are not changed
 def _parse(source: Source, start: str) -> Tree:
     check_depth(source, MAX_BRACKETS)
     tree = parse_with(_parser(), source, _unexpected, start)

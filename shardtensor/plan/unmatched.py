@@ -41,11 +41,15 @@ class Nothing:
     finding: Finding
 
 
-def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding]]:
-    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module."""
+def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
+    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module.
+
+    Also the tensors before which a style stands, so that nobody says that no rule matches them.
+    """
     nothing: list[Nothing] = []
     findings: list[Finding] = []
     told: set[object] = set()
+    spoken: set[str] = set()
     for line in plan.lines:
         key = statement(line.origin, line)
         module = _missing_module(line, tree)
@@ -53,6 +57,7 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
             if key not in told:
                 findings.append(_no_module(line, module, tree))
             told.add(key)
+            spoken.update(tree.tensors(module))
         elif not line.is_optional and (module is not None or not matches.names[id(line)]):
             each = _rule(line, line.pattern if module is None else module, tree)
             missing = each.segments[: each.at + 1]
@@ -60,7 +65,7 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
                 nothing.append(each)
             told |= {key, missing}
     nothing += _alternatives(plan, tree, {each.text for each in nothing})
-    return nothing, findings
+    return nothing, findings, spoken
 
 
 def _missing_module(line: Line, tree: NameTree) -> str | None:

@@ -17,8 +17,10 @@ from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.canonical import canonical_lines
 from shardtensor.plan.flow import cuts
+from shardtensor.plan.folding import folded
 from shardtensor.plan.patterns import unwrapped
 from shardtensor.plan.plan import Plan
+from shardtensor.plan.report import text_report
 from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.sharding.flows import Stated
@@ -67,7 +69,7 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
     """
     resolved = resolve(plan, model_info(module))
     if resolved.errors:
-        raise PlanError("\n\n".join(map(str, resolved.errors)))
+        raise PlanError(text_report(folded(resolved.errors)))
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
     spelled = plan.axes.spelled

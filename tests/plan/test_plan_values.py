@@ -150,6 +150,22 @@ def test_factors_have_to_make_the_size_that_the_axis_has():
         read_plan("shard 1\nparam tp = 8\nmesh (tp (a = 2, b = 3))\n", world=8)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "fault"),
+    [
+        ("param tp = 8\nmesh (tp = 4, dp = 2)", "the axis `tp` has 4 ranks, and tp=8"),
+        ("mesh (tp = 1, tp = 8)", "`tp` is defined twice"),
+        ("mesh (tp = 0)", "the axis `tp` has 0 ranks"),
+        ("mesh (tp)", "the axis `tp` has no size"),
+        ("param tp = true\nmesh (tp)", "`tp` is true or false, and the size of an axis is needed here"),
+        ("mesh (tp = 3)", "the mesh has 3 ranks \\(tp=3\\), but --world is 8"),
+    ],
+)
+def test_meshes_that_are_none(mesh, fault):
+    with pytest.raises(SpecError, match=fault):
+        read_plan(f"shard 1\n{mesh}\na: [tp]\n", world=8)
+
+
 def test_a_style_calls_styles_above_it_and_a_caret_points_at_the_plan():
     text = """shard 1
 mesh (tp = world)
