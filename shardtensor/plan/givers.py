@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import Flow, as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.layer_flows import natural
 from shardtensor.plan.line import Line
 from shardtensor.plan.meetings import Meetings
@@ -121,8 +121,8 @@ class Givers:
         if addends:
             return Finding(
                 "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
-                f"`{said}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
-                f"write `{said.before} -> replicate` (one all_reduce), or say who sums: `in: partial("
+                f"`{as_written(said)}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
+                f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
                 f"{named(addends)}) -> replicate` there",
                 style_note(origin, "flow"), path,
             )  # fmt: skip
