@@ -121,7 +121,7 @@ class Givers:
         if addends:
             return Finding(
                 "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
-                f"`{as_written(said)}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
+                f"`{as_written(said)}` has no arrow that sums: what meets it takes one rank's addend for the value",
                 f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
                 f"{named(addends)}) -> replicate` there",
                 style_note(origin, "flow"), path,
