@@ -17,11 +17,23 @@ def rank_style(rank: int) -> str:
     return f"black on {_COLOURS[rank % len(_COLOURS)]}"
 
 
-def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -> Text:
+def draw_boxes(
+    shape: tuple[int, ...],
+    boxes_by_rank: Sequence[Sequence[Box]],
+    *,
+    whole: str = " ",
+    missing: str = "?",
+    lines: int = 0,
+) -> Text:
     """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
 
     A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where dim 0 is
     not cut, one line stands for all.
+
+    Args:
+        whole: what stands in a cell that all ranks hold.
+        missing: what stands in a cell that none of them holds.
+        lines: how tall the map is; by default 4, or 8 where many ranks lie one below the other.
 
     Example:
         >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
@@ -33,7 +45,7 @@ def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -
     """
     rows = shape[0] if len(shape) > 1 else 1
     columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
-    height, width = min(rows, max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
+    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
     if len({box.offsets[0] for boxes in boxes_by_rank for box in boxes if box.numel} if shape else ()) <= 1:
         height = 1  # nothing is cut along dim 0
     text = Text()
@@ -45,11 +57,11 @@ def draw_boxes(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]]) -
             at = (row, column, *[0] * (len(shape) - 2)) if len(shape) > 1 else (column,) if shape else ()
             holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
             if len(holders) == len(boxes_by_rank):
-                text.append(" ", style="on grey70")
+                text.append(whole, style="black on grey70")
             elif holders:
                 text.append(_digit(holders[0]), style=rank_style(holders[0]))
             else:
-                text.append("?")
+                text.append(missing)
     return text
 
 

@@ -1,8 +1,8 @@
-"""The model that a command checks a plan against: from its dims file, a safetensors header, or a module."""
+"""The model that a command checks a plan against: from ``dims`` lines, a safetensors header, or a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ def model_of(
     """Return the names and shapes of the tensors that a plan is for. Imports torch only for a `module`.
 
     Args:
-        plan: whose ``dims`` lines, or whose file ``NAME.dims.shard``, say them when nothing else does.
+        plan: whose ``dims`` lines, and those of ``NAME.dims.shard`` beside it, say them when nothing else does.
         config: the keys of the model's config.json.
-        safetensors: an index, or a file, whose header says them.
+        safetensors: an index, or a file, whose headers say them; names of dims still come from ``dims`` lines.
         module: ``package.module:function``; what it returns is the model.
 
     Raises:
-        SpecError: nothing says them.
+        SpecError, PlanError: nothing says them, or what does cannot be read.
     """
     if module is not None:
         return attrs.evolve(_from_module(module), config=config)
@@ -53,14 +53,22 @@ def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
         raise
 
 
-def _from_module(text: str) -> Model:
+def builder_of(text: str) -> Callable[[], Any]:
+    """The function that ``--module`` names.
+
+    Raises:
+        SpecError: E303, it is not there.
+    """
     package, _, name = text.partition(":")
     try:
-        build = getattr(import_module(package), name)
+        return getattr(import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"--module {text} is not there", {"found": str(error)}, "write package.module:function", code="E303"
-        ) from None
+        fix = "write package.module:function"
+        raise SpecError(f"--module {text} is not there", {"found": str(error)}, fix, code="E303") from None
+
+
+def _from_module(text: str) -> Model:
+    made = builder_of(text)()
     from shardtensor.sharding.model_info import model_info
 
-    return model_info(build())
+    return model_info(made[0] if isinstance(made, tuple) else made)  # with a step beside it, for --numeric

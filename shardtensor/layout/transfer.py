@@ -88,6 +88,28 @@ def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Trans
     return Transfer(tuple(keeps), tuple(sends), tuple(receives))
 
 
+def moved(source: Layout, target: Layout, rank: int, members: Ranks) -> tuple[tuple[int, Box], ...]:
+    """Return the boxes of the tensor that `rank` receives when `members` turn `source` into `target`, and from whom.
+
+    Example:
+        >>> from shardtensor.layout.layout import CutLayout, DimCut
+        >>> from shardtensor.layout.pieces import chunked
+        >>> cut = DimCut((0,), chunked(4, 2))
+        >>> rows = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(cut, None))
+        >>> columns = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(None, cut))
+        >>> [(giver, str(box)) for giver, box in moved(rows, columns, 0, range(2))]
+        [(1, '[2:4, 0:2]')]
+    """
+    return tuple(
+        (giver, both)
+        for giver in members
+        if giver != rank and _serves(source, giver, rank)
+        for goal in target.boxes(rank)
+        for box in source.boxes(giver)
+        if (both := box.overlap(goal)) is not None
+    )
+
+
 def _going(source: Layout, rank: int, target: Layout, peer: int) -> tuple[Region, ...]:
     if not _serves(source, rank, peer):
         return ()

@@ -1,0 +1,220 @@
+"""What ``shardtensor show`` shows: the tensors of a plan by their distinct layouts, or one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from shardtensor.cli.picture import Picture, picture_of
+from shardtensor.cli.plane import Plane, plane_of
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import Layout
+from shardtensor.layout.route import route
+from shardtensor.layout.steps import Step
+from shardtensor.mesh import Mesh
+from shardtensor.plan.axes import Axes
+from shardtensor.plan.brief import brief_names
+from shardtensor.plan.model import BYTES, TensorInfo
+from shardtensor.plan.patterns import is_below, matches
+from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
+from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.spec.parse import parse_spec
+
+MAX_PARTS = 4000
+"""Of all pictures together: what a page and a reader can bear."""
+
+
+@attrs.frozen(eq=False)
+class Shown:
+    """Tensors that lie alike, drawn once.
+
+    Attributes:
+        names: of the tensors; `folded` the same in few words, each pattern with the names it stands for.
+        spec: what the plan says, in its axes.
+        stored: what `store` keeps of it on a rank, as the plan says it; empty where it is kept as it computes.
+        storing: over how many ranks that is cut.
+        lines: for each pattern, where the plan says it and the text there; empty for rules made in Python.
+        tied: for each pattern, the name whose tensor it is.
+        picture, plane: None for a layout of which there is nothing to see.
+    """
+
+    names: tuple[str, ...]
+    folded: Mapping[str, tuple[str, ...]]
+    tensor: TensorInfo
+    spec: ShardingSpec
+    layout: Layout
+    picture: Picture
+    plane: Plane | None
+    stored: str = ""
+    storing: int = 1
+    lines: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return BYTES[self.tensor.dtype]
+
+    @property
+    def most(self) -> int:
+        """Elements of one of the tensors on the rank that holds most, while computing."""
+        return max(part.most for part in self.picture.parts)
+
+    def rank_bytes(self, count: int) -> int:
+        """What `count` of the tensors take on the rank that holds most, as they are stored."""
+        return count * -(-self.most // self.storing) * self.item
+
+
+@attrs.frozen(eq=False)
+class Reshard:
+    """One tensor brought to other layouts, one after the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    item: int
+    texts: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    routes: tuple[tuple[Step, ...], ...]
+
+
+@attrs.frozen(eq=False)
+class Scene:
+    """Everything that is shown.
+
+    Attributes:
+        title: the name of the plan, or the spec.
+        subject: of what: the model, or the shape.
+        axes: of the mesh.
+        resolved: None where one spec is shown.
+    """
+
+    title: str
+    subject: str
+    axes: Axes
+    shown: tuple[Shown, ...]
+    reshards: tuple[Reshard, ...] = ()
+    resolved: Resolved | None = None
+
+
+def scene_of_plan(
+    resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = (), limit: int = 64
+) -> Scene:
+    """The scene of a plan.
+
+    Args:
+        pattern: only tensors of these names, or below modules of these names.
+        to: specs to which each distinct layout is brought, one after the other.
+        limit: parts of one picture.
+    """
+    placed = [
+        p for name, p in resolved.tensors.items() if not pattern or matches(pattern, name) or is_below(pattern, name)
+    ]
+    alike: dict[object, list[Placed]] = {}
+    for each in placed:
+        alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, _stored(each)), []).append(each)
+    room = max(8, min(limit, MAX_PARTS // max(len(alike), 1)))
+    shown = tuple(_shown(resolved, group, room) for group in alike.values())
+    reshards = tuple(
+        _reshard(each.names[0], each.spec, each.layout, each.item, to, resolved.plan.axes) for each in shown
+    )
+    return Scene(title, resolved.model.source, resolved.plan.axes, shown, reshards if to else (), resolved)
+
+
+def scene_of_spec(
+    text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32", to: Sequence[str] = (), limit: int = 64
+) -> Scene:
+    """The scene of one tensor.
+
+    Raises:
+        SpecError, LayoutError: the text is no spec, or does not fit.
+
+    Example:
+        >>> from shardtensor.mesh import read_mesh
+        >>> scene = scene_of_spec("[tp, -]", (8, 6), read_mesh("tp=4"), to=["[-, tp]"])
+        >>> [step.kind for step in scene.reshards[0].routes[0]]
+        ['all_to_all']
+    """
+    spec = parse_spec(text)
+    layout = bind(spec, shape, mesh)
+    tensor = TensorInfo(str(spec), shape, None, dtype)
+    axes = Axes(mesh)
+    shown = _drawn((str(spec),), {str(spec): (str(spec),)}, tensor, spec, layout, axes, limit)
+    reshards = (_reshard("", spec, layout, shown.item, to, axes),) if to else ()
+    return Scene(str(spec), shape_text(shape), axes, (shown,), reshards)
+
+
+def shape_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
+    """A shape as people read it, with the names of its dims where they are known.
+
+    Example:
+        >>> shape_text((4096, 14336), ("out", "in")), shape_text(())
+        ('out 4096 × in 14336', 'scalar')
+    """
+    words = map(str, shape) if names is None else (f"{n} {size}" for n, size in zip(names, shape, strict=True))
+    return " × ".join(words) or "scalar"
+
+
+def device_of(spec: ShardingSpec) -> Callable[[int], str]:
+    """What a spec says of the device of a rank; empty where every rank uses its own."""
+    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+        places = spec.placements
+
+        def device(rank: int) -> str:
+            index = places.index_of(rank)
+            return "" if index is None else str(places[index]).rpartition("/")[2]
+
+        return device
+    if isinstance(spec, EnumerableShardingSpec):
+        held = {box.placement.rank(): box.placement for box in spec.boxes if box.placement is not None}
+        return lambda rank: str(held[rank]).rpartition("/")[2] if rank in held else ""
+    return lambda rank: ""
+
+
+def _shown(resolved: Resolved, group: Sequence[Placed], limit: int) -> Shown:
+    first = group[0]
+    by_name = {each.tensor.name: each for each in group}
+    folded = brief_names(by_name)
+    lines = {}
+    for pattern, names in folded.items():
+        line = by_name[names[0]].line
+        if line is not None and line.origin is not None:
+            lines[pattern] = (str(line.origin), line.origin.text)
+    tied = {pattern: by_name[names[0]].tied_to for pattern, names in folded.items() if by_name[names[0]].tied_to}
+    storing = 1
+    if first.stored is not None:
+        sizes = [resolved.plan.axes.size(axis) for axis in first.stored.axes]
+        for size in sizes:
+            storing *= size
+    shown = _drawn(tuple(by_name), folded, first.tensor, first.spec, first.layout, resolved.plan.axes, limit)
+    return attrs.evolve(shown, stored=_stored(first), storing=storing, lines=lines, tied=tied)
+
+
+def _drawn(
+    names: tuple[str, ...],
+    folded: Mapping[str, tuple[str, ...]],
+    tensor: TensorInfo,
+    spec: ShardingSpec,
+    layout: Layout,
+    axes: Axes,
+    limit: int,
+) -> Shown:
+    picture = picture_of(layout, limit, axes.mesh.names if isinstance(spec, Spec) else (), axes.made_of)
+    plane = plane_of(layout.shape, [box for part in picture.parts for box in part.boxes])
+    return Shown(names, folded, tensor, spec, layout, picture, plane)
+
+
+def _stored(placed: Placed) -> str:
+    return "" if placed.stored is None else str(placed.stored)
+
+
+def _reshard(name: str, spec: ShardingSpec, layout: Layout, item: int, to: Sequence[str], axes: Axes) -> Reshard:
+    texts, layouts, routes = [str(spec)], [layout], []
+    for text in to:
+        target = parse_spec(text)
+        spelled = axes.spelled(target) if isinstance(target, Spec) else target
+        layouts.append(bind(spelled, layout.shape, axes.mesh))
+        texts.append(str(target))
+        routes.append(route(layouts[-2], layouts[-1]))
+    return Reshard(name, layout.shape, item, tuple(texts), tuple(layouts), tuple(routes))

@@ -1,0 +1,130 @@
+"""``shardtensor show``: who holds what, as maps in the terminal or as one page to look at. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtensor.errors import ShardTensorError, SpecError
+
+if TYPE_CHECKING:
+    from shardtensor.cli.scene import Scene
+
+FAILS, USAGE = 1, 2
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``show`` to the command line."""
+    parser = commands.add_parser(
+        "show",
+        help="draw who holds what: a plan for a model, or one spec",
+        description="Draw which ranks hold what of every tensor of a plan, or of one spec with --shape and --mesh; "
+        "and what moves when a tensor is brought to another layout. Needs no GPU and starts no process. Exit status "
+        "0, 1 when the plan or the spec has errors, 2 when the options are wrong.",
+    )
+    parser.add_argument("what", metavar="PLAN|SPEC", help='a plan file or its name; or a spec such as "[tp, -]"')
+    parser.add_argument("--shape", type=_shape, metavar="8x6", help="of the tensor, for a spec")
+    parser.add_argument("--mesh", metavar="AXES", help='the ranks, for a spec: "dp=2, tp=4"')
+    parser.add_argument("--dtype", default="float32", help="of the elements, for a spec (default float32)")
+    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json, for a plan")
+    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks, for a plan")
+    parser.add_argument("--set", action="append", default=[], type=_setting, metavar="K=V", help="a parameter's value")
+    parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
+    parser.add_argument("--tensor", default="", metavar="PATTERN", help="only these tensors, as plans name them")
+    parser.add_argument(
+        "--to", "--reshard", action="append", default=[], metavar="SPEC",
+        help="also what moves on the way to this layout; again: and from there to the next",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``shardtensor show``; returns the exit status."""
+    if (options.shape is None) != (options.mesh is None):
+        missing = "--mesh" if options.mesh is None else "--shape"
+        print(f'shardtensor show: give {missing}, too, as in --shape 8x6 --mesh "dp=2, tp=4"', file=sys.stderr)
+        return USAGE
+    began = time.perf_counter()
+    try:
+        scene = _scene_of_spec(options) if options.shape is not None else _scene_of_plan(options)
+    except SpecError as error:
+        from shardtensor.cli.check_text import print_findings
+
+        print_findings(error.findings) if error.findings else print(error, file=sys.stderr)
+        return FAILS
+    except ShardTensorError as error:
+        print(error, file=sys.stderr)
+        return FAILS
+    if not scene.shown:
+        print(f"shardtensor show: no tensor is called `{options.tensor}`", file=sys.stderr)
+        return FAILS
+    if options.html is None:
+        from shardtensor.cli.show_text import print_scene
+
+        print_scene(scene)
+    else:
+        from shardtensor.cli.page.page import page
+
+        text = page(scene)
+        options.html.write_text(text, encoding="utf-8")
+        print(f"{options.html}: {len(text.encode()) / 1024:.0f} KiB in {time.perf_counter() - began:.1f} s")
+    return _print_findings(scene)
+
+
+def _scene_of_spec(options: argparse.Namespace) -> Scene:
+    from shardtensor.cli.scene import scene_of_spec
+    from shardtensor.mesh import read_mesh
+
+    mesh = read_mesh(int(options.mesh) if options.mesh.strip().isdecimal() else options.mesh)
+    return scene_of_spec(options.what, options.shape, mesh, dtype=options.dtype, to=options.to)
+
+
+def _scene_of_plan(options: argparse.Namespace) -> Scene:
+    from shardtensor.cli.model_source import model_of
+    from shardtensor.cli.scene import scene_of_plan
+    from shardtensor.plan.loading import read_config
+    from shardtensor.plan.reading import read_plan
+    from shardtensor.plan.resolve import resolve
+
+    config, source = read_config(options.model)
+    params = dict(options.set)
+    plan = read_plan(options.what, config=config, world=options.world, params=params, config_source=source)
+    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
+    return scene_of_plan(resolve(plan, model), str(options.what), pattern=options.tensor, to=options.to)
+
+
+def _print_findings(scene: Scene) -> int:
+    """Print errors: what they speak of is not drawn, or drawn as if they were not."""
+    if scene.resolved is None or not scene.resolved.errors:
+        return 0
+    from shardtensor.cli.check_text import print_findings
+    from shardtensor.plan.folding import folded
+
+    print_findings(folded(scene.resolved.errors))
+    return FAILS
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    words = text.replace("×", "x").replace(",", "x").split("x") if text.strip() not in ("", "scalar") else []
+    sizes = tuple(int(word) for word in words)
+    if any(size < 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text} is no shape; write such as 8x6")
+    return sizes
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
+    return name.strip(), value.strip()
