@@ -7,9 +7,8 @@ from difflib import SequenceMatcher
 
 from shardtensor.plan.brief import brief_names, skeleton
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.name_tree import Way
 from shardtensor.plan.origin import Origin
-from shardtensor.plan.patterns import OneOf, Segment, pattern
+from shardtensor.plan.patterns import OneOf, Pattern, Segment, pattern
 from shardtensor.plan.places import pattern_place, segment_place
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.unused import Nothing
@@ -72,33 +71,28 @@ def _around(plan: Plan, name: str) -> Origin | None:
     words = name.split(".")
     modules = [(line, pattern(line.module).segments) for line in plan.lines if line.module]
     for depth in range(len(words) - 1, 0, -1):
+        above = ".".join(words[:depth])
         for line, segments in modules:
-            if len(segments) >= depth and _begins(segments[:depth], words):
-                return segment_place(line, str(segments[depth - 1]))
+            for end in range(len(segments), 0, -1):
+                if isinstance(segments[end - 1], Segment) and Pattern(segments[:end]).captures(above) is not None:
+                    return segment_place(line, str(segments[end - 1]))
     return Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
 
 
 def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
     """The pattern that would stand for a name but for one word, and the pattern with the right word."""
-    segments = name.split(".")
+    words = name.split(".")
     best: tuple[float, Nothing, str] | None = None
     for each in nothing:
-        if each.at >= len(segments) or not _begins(each.segments[: each.at], segments):
-            continue
-        meant = segments[each.at]
-        for word in each.words:
-            alike = SequenceMatcher(None, word, meant).ratio()
-            if alike >= ALIKE and (best is None or alike > best[0]):
-                best = alike, each, _corrected(each, word, meant)
+        before = Pattern(each.segments[: each.at])
+        for at, meant in enumerate(words):
+            if before.captures(".".join(words[:at])) is None:
+                continue
+            for word in each.words:
+                alike = SequenceMatcher(None, word, meant).ratio()
+                if alike >= ALIKE and (best is None or alike > best[0]):
+                    best = alike, each, _corrected(each, word, meant)
     return None if best is None else best[1:]
-
-
-def _begins(segments: Way, words: Sequence[str]) -> bool:
-    """Whether a name of these words begins as the segments of a pattern say, none of them ``**``."""
-    return all(
-        isinstance(segment, Segment) and segment.captures(word) is not None
-        for segment, word in zip(segments, words, strict=False)
-    )
 
 
 def _corrected(each: Nothing, word: str, meant: str) -> str:
