@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
 from shardtensor.plan.layer_flows import natural
+from shardtensor.plan.line import Line
 from shardtensor.plan.meetings import Meetings
 from shardtensor.plan.modules import Layer, Modules, Names, around, is_below
-from shardtensor.plan.origin import Origin
 from shardtensor.plan.places import style_note
 
 
@@ -146,14 +146,14 @@ class Givers:
                 cut = set(cut_axes(flow.before))
                 if cut and not self._is_given(path, cut):
                     line = stated.line("in", name)
-                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line and line.origin)
+                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line)
         for path, layer in self._modules.layers.items():
             cut = set(layer.cut("weight", "in")) if layer.kind.name == "linear" else set()
             is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
             if path and cut and not is_said and not self._is_given(path, cut):
                 line = layer.params["weight"].line
                 text = str(natural(tuple(layer.cut("weight", "in"))).after)
-                yield self._refused(path, cut, text, line and line.origin)
+                yield self._refused(path, cut, text, line)
 
     def _is_given(self, path: str, cut: set[str]) -> bool:
         for above in around(path):
@@ -168,7 +168,8 @@ class Givers:
                 return False
         return False
 
-    def _refused(self, path: str, cut: set[str], text: str, origin: Origin | None) -> Finding:
+    def _refused(self, path: str, cut: set[str], text: str, line: Line | None) -> Finding:
+        origin = line.origin if line is not None else None
         axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in cut)
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
