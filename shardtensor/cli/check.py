@@ -62,10 +62,12 @@ def run(options: argparse.Namespace) -> int:
     bad = ("error", "warning") if options.strict else ("error",)
     failed = any(finding.severity in bad for finding in findings)
     if options.numeric and not failed:
-        fault = _numeric(options)
-        if fault:
-            _fail(options, fault)
+        try:
+            findings = (*findings, *folded(_numeric(options)))
+        except ShardTensorError as error:
+            _fail(options, str(error))
             return FAILS
+        failed = any(finding.severity in bad for finding in findings)
     _print(options, findings, summary)
     return FAILS if failed else 0
 
@@ -90,11 +92,16 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     return findings, summarize(resolved, options.plan, params)
 
 
-def _numeric(options: argparse.Namespace) -> str:
-    """What one step of a tiny model shows to be wrong; empty when gradients are right."""
+def _numeric(options: argparse.Namespace) -> Sequence[Any]:
+    """What one step of a small model shows to be wrong; nothing when gradients are right."""
+    from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 
-    return check_numeric(options.plan, params=dict(options.set), world=options.world, config=options.model)
+    if options.module is None:
+        fix = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
+        raise SpecError("--numeric runs a module, and none is given", fix=fix, code="E303")
+    make, params = builder_of(options.module), dict(options.set)
+    return check_numeric(options.plan, make, config=options.model, world=options.world, params=params)
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -> None:

@@ -123,6 +123,7 @@ def _held(placed: Placed, rank: int) -> int:
 
 def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
     total = sum(placed.tensor.bytes for placed in own)
+    at_unmatched = plan.unmatched.origin if plan.unmatched is not None else None
     if plan.axes.mesh.size < 2:
         return
     for placed in own:
@@ -131,7 +132,7 @@ def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
             share = f"{100 * info.bytes / total:.1f} %"
             yield Finding(
                 "W306", f"a large tensor is kept whole on every rank: {share} of all bytes",
-                _origin(placed) or (plan.unmatched and plan.unmatched.origin),
+                _origin(placed) or at_unmatched,
                 f"{info.name} is {shape_text(info.shape, info.dims)}, {say_bytes(info.bytes)}",
                 "cut it over an axis, or keep it flat with `store`", (), info.name,
             )  # fmt: skip

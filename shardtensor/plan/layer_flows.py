@@ -177,6 +177,13 @@ def _norm(layer: Layer) -> LayerWork:
             )  # fmt: skip
     came = _the_one_in(layer) or REPLICATE
     leaves = layer.stated.out or Flow(came.after, came.after)
+    if partial_axes(came.after):
+        axes = "*".join(partial_axes(came.after))
+        raise Contradiction(
+            "E404", "in", f"addends along {axes} reach a norm",
+            "a norm is not linear: the norms of addends do not add up to the norm of their sum",
+            f"sum them before: `out: partial({axes}) -> replicate` where they are made",
+        )  # fmt: skip
     if last_cut(came.after) is not None and came.after.dims != (last_cut(came.after),):
         raise Contradiction(
             "E402", "in", "a norm takes whole last dims", f"`in` is `{came}`: no rank has all that is normalised",

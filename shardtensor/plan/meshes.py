@@ -34,7 +34,8 @@ class MeshReader:
         tops = tuple(self._axis(axis) for axis in sizes.children)
         self.plan.scope.mesh = MeshNames(tuple(name for name, _ in tops), self.made_of)
         known = [(name, size) for name, size in self.leaves if size is not None]
-        if len(known) < len(self.leaves) or len({name for name, _ in known}) < len(known):
+        is_twice = len({name for name, _ in known}) < len(known)
+        if len(known) < len(self.leaves) or is_twice or any(size is None for _, size in tops):
             return None
         total = math.prod(size for _, size in known)
         world = self.plan.scope.world

@@ -7,11 +7,12 @@ with ``--write`` it writes it there. Read each diagnostic before you do.
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import sys
 from pathlib import Path
 
 from shardtensor.errors import SpecError
+from shardtensor.plan.checking import check_plan
 from shardtensor.plan.dims import model_from_dims
 from shardtensor.plan.folding import folded
 from shardtensor.plan.loading import read_config
@@ -25,9 +26,9 @@ VALID = sorted((SPECS / "valid").glob("*.shard"))
 INVALID = sorted((SPECS / "invalid").glob("*/*.shard"))
 
 
-def options_of(path: Path) -> argparse.Namespace:
-    """What the file says that it is checked with, on its line ``# check: --model tiny-llama --world 4``."""
-    found = re.search(r"^# check: (.*)$", path.read_text(), re.MULTILINE)
+def options_of(text: str) -> argparse.Namespace:
+    """What a plan says that it is checked with, on its line ``# check: --model tiny-llama --world 4``."""
+    found = re.search(r"^# check: (.*)$", text, re.MULTILINE)
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--model")
@@ -35,21 +36,17 @@ def options_of(path: Path) -> argparse.Namespace:
     return parser.parse_args(found[1].split() if found else [])
 
 
-def checked(path: Path) -> tuple[Resolved | None, str]:
-    """The plan of a file matched to its tensors, if it can be read, and what `shardtensor check` finds in it."""
-    from shardtensor.plan.gradients import check_flows
-
-    options = options_of(path)
-    model = options.model and SPECS / "models" / options.model / "config.json"
-    config, _ = read_config(model)
-    name = path.relative_to(SPECS).as_posix()
+def checked(plan: Path | str) -> tuple[Resolved | None, str]:
+    """A plan, a file here or a text, matched to its tensors if it can be read, and what `check` finds in it."""
+    options = options_of(plan if isinstance(plan, str) else plan.read_text())
+    config, _ = read_config(options.model and SPECS / "models" / options.model / "config.json")
+    name = plan if isinstance(plan, str) else plan.relative_to(SPECS).as_posix()
     try:
-        plan = read_plan(name, config=config, world=options.world, params=dict(options.set))
-        resolved = resolve(plan, model_from_dims(plan))
+        read = read_plan(name, config=config, world=options.world, params=dict(options.set))
+        resolved = resolve(read, model_from_dims(read))
     except SpecError as error:
         return None, text_report(folded(error.findings)) if error.findings else str(error)
-    findings = resolved.findings if resolved.errors else (*resolved.findings, *check_flows(resolved))
-    return resolved, text_report(folded(findings))
+    return resolved, text_report(folded(check_plan(resolved)))
 
 
 def text_beside(path: Path) -> str:
@@ -59,8 +56,6 @@ def text_beside(path: Path) -> str:
 
 
 def main() -> None:
-    import os
-
     os.chdir(SPECS)
     parser = argparse.ArgumentParser()
     parser.add_argument("part", nargs="?", default="")
@@ -81,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
