@@ -168,7 +168,8 @@ def _curves(group: Group, world: Group) -> dict[str, Curve]:
             turns = 2 if kind == "all_reduce" else 1
             _, alone = measure(kind, _SIZES[group.device_type][0], pair)
             hop_s = max(points[0][1] - alone, 0.0) / (turns * (group.size - 2))
-        hop_s = _slowest(hop_s, group)
+        points = [(size, _slowest(time, world)) for size, time in points]  # of all nodes
+        hop_s = _slowest(hop_s, world)
         found[kind] = Curve(group.size, hop_s, [size for size, _ in points], _growing([time for _, time in points]))
     return found
 

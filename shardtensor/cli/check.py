@@ -62,10 +62,12 @@ def run(options: argparse.Namespace) -> int:
     bad = ("error", "warning") if options.strict else ("error",)
     failed = any(finding.severity in bad for finding in findings)
     if options.numeric and not failed:
-        fault = _numeric(options)
-        if fault:
-            _fail(options, fault)
+        try:
+            findings = (*findings, *folded(_numeric(options)))
+        except ShardTensorError as error:
+            _fail(options, str(error))
             return FAILS
+        failed = any(finding.severity in bad for finding in findings)
     _print(options, findings, summary)
     return FAILS if failed else 0
 
@@ -73,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     """The findings, and the summary when none of them is an error."""
     from shardtensor.cli.model_source import model_of
+    from shardtensor.plan.checking import check_plan
     from shardtensor.plan.loading import read_config
     from shardtensor.plan.reading import read_plan
     from shardtensor.plan.resolve import resolve
@@ -83,25 +86,22 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     resolved = resolve(plan, model)
-    findings = resolved.findings
-    if not resolved.errors:
-        findings = (*findings, *_flow_findings(resolved))
+    findings = check_plan(resolved)
     if any(finding.severity == "error" for finding in findings):
         return findings, None
     return findings, summarize(resolved, options.plan, params)
 
 
-def _flow_findings(resolved: Any) -> Sequence[Any]:
-    from shardtensor.plan.gradients import check_flows
-
-    return check_flows(resolved)
-
-
-def _numeric(options: argparse.Namespace) -> str:
-    """What one step of a tiny model shows to be wrong; empty when gradients are right."""
+def _numeric(options: argparse.Namespace) -> Sequence[Any]:
+    """What one step of a small model shows to be wrong; nothing when gradients are right."""
+    from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 
-    return check_numeric(options.plan, params=dict(options.set), world=options.world, config=options.model)
+    if options.module is None:
+        fix = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
+        raise SpecError("--numeric runs a module, and none is given", fix=fix, code="E303")
+    make, params = builder_of(options.module), dict(options.set)
+    return check_numeric(options.plan, make, config=options.model, world=options.world, params=params)
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, import_plan, show
+from shardtensor.cli import check, fmt, import_plan, plan, show
 from shardtensor.version import __version__
 
 
@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     check.add_parser(commands)
+    plan.add_parser(commands)
     show.add_parser(commands)
     ops = commands.add_parser(
         "ops",
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
     import_plan.add_parser(commands)
+    fmt.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",

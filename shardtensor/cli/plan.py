@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
     parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
-    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="the value of a parameter")
+    parser.add_argument("--set", action="append", default=[], type=_setting, metavar="K=V", help="a parameter's value")
     parser.add_argument("--batch", type=_positive, metavar="N", help="samples of a step (default 1 a data rank)")
     parser.add_argument("--seq", type=_positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
     parser.add_argument("--dtype", default="bfloat16", help="that modules compute in (default bfloat16)")
@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="of a rank, as 80GiB (default: the hardware's)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine and write its profile")
     parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,6 +74,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a positive number")
     return number
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
+    return name.strip(), value.strip()
 
 
 def _bytes(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -14,14 +15,18 @@ _BYTES = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activa
 
 def show_plan(report: dict[str, Any]) -> None:
     """Print a plan's report."""
-    console = Console()
+    console = _console()
     _say_head(console, report)
-    table = _table("bytes of a rank", "of", *_BYTES)
-    for name in ("most", "least", "rank"):
-        held = report["memory"].get(name)
-        if held is not None:
-            who = f"rank {held['rank']}" + {"most": ", the most", "least": ", the least", "rank": ""}[name]
-            table.add_row(who, *(say_bytes(held[key], 2) if held[key] else "-" for key in _BYTES))
+    memory = report["memory"]
+    columns = {"every rank": memory["most"]}
+    if memory["most"]["total"] != memory["least"]["total"]:
+        columns = {f"the {name}, rank {memory[name]['rank']}": memory[name] for name in ("most", "least")}
+    if "rank" in memory:
+        columns[f"rank {memory['rank']['rank']}"] = memory["rank"]
+    table = _table("bytes of a rank", "of", *columns)
+    for name in _BYTES:
+        if any(held[name] for held in columns.values()):
+            table.add_row(name, *(say_bytes(held[name], 2) for held in columns.values()))
     console.print(table)
     console.print("activations are an estimate; nothing is taken to be computed again\n", style="dim")
     table = _table(
@@ -31,7 +36,8 @@ def show_plan(report: dict[str, Any]) -> None:
         over = f"{row['over']}={row['group_size']}"
         times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
         received = say_bytes(row["received_bytes"], 2)
-        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, row["where"])
+        where = row["where"] or "the model"
+        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, where, row["why"])
     console.print(table)
     step = report["step"]
     console.print(
@@ -48,7 +54,7 @@ def show_plan(report: dict[str, Any]) -> None:
 
 def show_search(report: dict[str, Any]) -> None:
     """Print the meshes that a search found."""
-    console = Console()
+    console = _console()
     _say_head(console, report)
     table = _table(
         "meshes, the shortest step first", "values", "mesh", "step", "tokens/s", "in modules", "beside", "bytes"
@@ -89,6 +95,10 @@ def say_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
 def _say_head(console: Console, report: dict[str, Any]) -> None:
     console.print(
         f"{report['plan']}  {report['model']}  {report['parameters'] / 1e9:.3g} B parameters on {report['world']} "
@@ -102,7 +112,8 @@ def _say_head(console: Console, report: dict[str, Any]) -> None:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
-    left = {"of", "when", "collective", "over", "where", "values", "mesh"}
+    left = {"of", "when", "collective", "over", "where", "why", "values", "mesh"}
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+        table.add_column(column, no_wrap=column not in ("where", "why"), overflow="fold")
+        table.columns[-1].justify = "left" if column in left else "right"
     return table

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Pieces
+from shardtensor.plan.brief import brief_names, skeleton
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.memory import plan_bytes
 from shardtensor.plan.misfit import shape_text
@@ -73,7 +74,8 @@ def _empty_shards(placed: Placed) -> Iterator[Finding]:
             info = placed.tensor
             axes = _axes_of(placed, dim)
             yield Finding(
-                "W305", f"{empty} of the {pieces.count} pieces along {axes} are empty", _origin(placed),
+                "W305", f"{empty} of the {pieces.count} pieces along {axes} {'is' if empty == 1 else 'are'} empty",
+                _origin(placed),
                 f"{info.name} is {shape_text(info.shape, info.dims)}: dim {dim} of {info.shape[dim]} has too few units",
                 "cut over fewer ranks, or another dim", (), info.name,
             )  # fmt: skip
@@ -99,14 +101,19 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     least, most = (each.parameters + each.buffers for each in (held.least, held.most))
     if most <= least * (1 + IMBALANCE):
         return
-    more = f"{round((most / least - 1) * 100)} % more" if least else "all"
-    parts = [(_held(placed, held.most_rank) - _held(placed, held.least_rank), placed.tensor.name) for placed in own]
+    more = f"{round((most / least - 1) * 100)} % more bytes than others" if least else "everything, and others nothing"
+    parts: dict[str, tuple[int, list[str]]] = {}
+    for placed in own:
+        size, names = parts.get(skeleton(placed.tensor.name), (0, []))
+        size += _held(placed, held.most_rank) - _held(placed, held.least_rank)
+        parts[skeleton(placed.tensor.name)] = size, [*names, placed.tensor.name]
+    unequal = sorted((part for part in parts.values() if part[0] > 0), reverse=True)
     yield Finding(
-        "W305", f"some ranks hold {more} bytes than others", mesh_place(resolved.plan),
+        "W305", f"some ranks hold {more}", mesh_place(resolved.plan),
         f"rank {held.most_rank} holds {say_bytes(most)} of parameters and buffers, "
         f"rank {held.least_rank} {say_bytes(least)}",
         "cut the large tensors evenly, or over other axes",
-        tuple(f"{say_bytes(size)} more of {name}" for size, name in sorted(parts, reverse=True)[:3] if size > 0),
+        tuple(f"{say_bytes(size)} more of {', '.join(brief_names(names))}" for size, names in unequal[:3]),
     )  # fmt: skip
 
 
@@ -116,6 +123,7 @@ def _held(placed: Placed, rank: int) -> int:
 
 def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
     total = sum(placed.tensor.bytes for placed in own)
+    at_unmatched = plan.unmatched.origin if plan.unmatched is not None else None
     if plan.axes.mesh.size < 2:
         return
     for placed in own:
@@ -123,7 +131,8 @@ def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
         if placed.stored is None and placed.layout.is_replicated and info.bytes > LARGE * total:
             share = f"{100 * info.bytes / total:.1f} %"
             yield Finding(
-                "W306", f"a large tensor is kept whole on every rank: {share} of all bytes", _origin(placed),
+                "W306", f"a large tensor is kept whole on every rank: {share} of all bytes",
+                _origin(placed) or at_unmatched,
                 f"{info.name} is {shape_text(info.shape, info.dims)}, {say_bytes(info.bytes)}",
                 "cut it over an axis, or keep it flat with `store`", (), info.name,
             )  # fmt: skip

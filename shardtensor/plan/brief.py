@@ -32,21 +32,37 @@ def where(names: Iterable[str]) -> str:
         >>> where(["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"])
         'l 0-1, k and v'
     """
+    numbers, words = _differences(names)
+    return ", ".join([*numbers, *words])
+
+
+def which(names: Iterable[str]) -> str:
+    """Which names they are: the words in which they differ, and of which layers.
+
+    Example:
+        >>> which(["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"])
+        'k and v of l 0-1'
+    """
+    numbers, words = _differences(names)
+    return " of ".join(", ".join(part) for part in (words, numbers) if part)
+
+
+def _differences(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The numbers and the words in which names differ; patterns, where there is no one pattern for all."""
     folded = _folded(names)
     if len(folded) > 1:
         shown = [".".join(map(_braced, words)) for words, _ in folded]
-        return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
-    words, _ = folded[0]
-    found = []
-    for i, options in enumerate(words):
+        return [], [", ".join(shown[:2]) + (f" and {len(shown) - 2} patterns more" if len(shown) > 2 else "")]
+    (columns, _), numbers, words = folded[0], [], []
+    for i, options in enumerate(columns):
         if len(options) < 2:
             continue
         if all(option.isdecimal() for option in options):
-            above = words[i - 1][0] if i else ""
-            found.append(f"{above} {_ranges(options)}".strip())
+            above = columns[i - 1][0] if i else ""
+            numbers.append(f"{above} {_ranges(options)}".strip())
         else:
-            found.append(f"{', '.join(options[:-1])} and {options[-1]}")
-    return ", ".join(found)
+            words.append(f"{', '.join(options[:-1])} and {options[-1]}")
+    return numbers, words
 
 
 def below_layer(name: str) -> str:

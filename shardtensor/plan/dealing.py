@@ -8,7 +8,7 @@ from shardtensor.plan.finding import Finding
 from shardtensor.plan.line import Line
 from shardtensor.plan.misfit import axes_text
 from shardtensor.plan.patterns import Number, pattern
-from shardtensor.plan.places import pattern_place
+from shardtensor.plan.places import segment_place
 from shardtensor.plan.plan import Plan
 from shardtensor.spec.diagnostics import nearest
 
@@ -27,18 +27,18 @@ def deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, t
     number = read.wildcards[at[0]]
     assert isinstance(number, Number)
     axis, axes = number.axis, plan.axes
-    place = pattern_place(line)
+    place = segment_place(line, f"<{axis}>")
     if len(at) > 1:
         return {}, Finding(
             "E204", f"`{line.pattern}` deals numbers over two axes", place,
             "a tensor lives at one coordinate of one axis", "keep one `<axis>` and write `*` for the other",
-            (), line.pattern,
+            
         )  # fmt: skip
     if axis not in axes.mesh.names:
         why = f"{axis} is made of {', '.join(axes.made_of[axis])}" if axis in axes.made_of else axes_text(plan)
         fix = nearest(axis, axes.mesh.names) or f"write one of {', '.join(axes.mesh.names)} between `<` and `>`"
         fault = f"no mesh axis that is not made of others is called `{axis}`"
-        return {}, Finding("E201", fault, place, why, fix, (), line.pattern)
+        return {}, Finding("E201", fault, place, why, fix)
     groups: dict[tuple[str, ...], dict[int, list[str]]] = {}
     for name in names:
         values = read.captures(name, is_below=True)
@@ -55,7 +55,7 @@ def deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, t
                 "E205", f"{len(numbers)} numbered modules cannot be dealt evenly over {axis}={size}", place,
                 f"`<{axis}>` stands for {min(numbers)} to {max(numbers)}, first in {first}; "
                 f"{len(numbers)} % {size} = {len(numbers) % size}",
-                f"choose {axis} from {fits}", (), line.pattern,
+                f"choose {axis} from {fits}",
             )  # fmt: skip
         per = len(numbers) // size
         for order, value in enumerate(sorted(numbers)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import groupby, product
+from itertools import groupby
+from math import prod
 from pathlib import Path
 
 from shardtensor.errors import SpecError
@@ -45,10 +46,12 @@ def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
         read = read_plan(source, config=plan.config, world=plan.world, params=params, config_source=config_source)
         lines += read.dims
     if not lines:
+        files = [source.file for source in plan.sources if not source.file.startswith("<")]
         raise SpecError(
-            "nothing says what tensors the model has",
-            {"plan": plan.sources[0].file if plan.sources else "made in Python"},
-            ["give --safetensors index.json or --module package:function", "write `dims` lines in PLAN.dims.shard"],
+            "nothing says which tensors the model has",
+            {"looked for": ", ".join(map(_beside, files)) or "dims lines"},
+            ["give --safetensors model.safetensors.index.json", "give --module package.module:function"],
+            code="E301",
         )
     return Model(_tensors(lines, _dtype(plan)), source=config_source, config=plan.config)
 
@@ -59,21 +62,30 @@ def source_beside(plan: Source) -> Source | None:
     if not name.endswith(".shard") or name.endswith(".dims.shard"):
         return None
     for path in (Path(name), PACKAGED / name):  # as messages call it: a packaged one by its place in the package
-        beside = path.with_name(f"{path.stem}.dims.shard")
+        beside = Path(_beside(str(path)))
         if path.is_file() and beside.is_file() and path.read_text(encoding="utf-8") == plan.text:
-            return Source(beside.read_text(encoding="utf-8"), str(Path(name).with_name(beside.name)))
+            return Source(beside.read_text(encoding="utf-8"), _beside(name))
     return None
+
+
+def _beside(name: str) -> str:
+    return f"{name.removesuffix('.shard')}.dims.shard"
 
 
 def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
     found: dict[str, tuple[TensorInfo, Dims]] = {}
+    total = 0
+    for line in lines:
+        total += prod(
+            int(number) if number else options.count(",") + 1 for options, number in _CHOICE.findall(line.pattern)
+        )
+        if total > MAX_TENSORS:
+            raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
         for name, line in _layer_by_layer(list(run)):
             tensor = TensorInfo(name, line.sizes, line.names, dtype)
             if found.setdefault(name, (tensor, line))[0] != tensor:
                 raise _disagreement(found[name], tensor, line)
-            if len(found) > MAX_TENSORS:
-                raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     return tuple(tensor for tensor, _ in found.values())
 
 
@@ -94,14 +106,12 @@ def expanded(pattern: str) -> Iterator[str]:
         >>> list(expanded("h.<2>.{q,k}"))
         ['h.0.q', 'h.0.k', 'h.1.q', 'h.1.k']
     """
-    parts = _CHOICE.split(pattern.replace('"', ""))  # text, braces, number, text, ...
-    texts = parts[::3]
-    choices = (
-        range(int(number)) if number is not None else options.split(",")
-        for options, number in zip(parts[1::3], parts[2::3], strict=True)
-    )
-    for picked in product(*choices):
-        yield texts[0] + "".join(f"{choice}{text}" for choice, text in zip(picked, texts[1:], strict=True))
+    choice = _CHOICE.search(pattern)
+    if choice is None:
+        yield pattern.replace('"', "")
+        return
+    for picked in range(int(choice[2])) if choice[2] else choice[1].split(","):
+        yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
 
 
 def _dtype(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from lark import Token
@@ -43,169 +43,175 @@ class Above:
     pattern_origin: Origin | None = None
 
 
+@attrs.define(eq=False)
 class Entries:
-    """Reads entries; lines and findings are collected.
+    """What the entries of a plan say, as it is collected.
 
-    Args:
+    Attributes:
+        lines: in the order of the text, styles spelled out.
         find: takes each finding.
-        data: the axes along which samples differ, spelled out; asked for with each flow.
+        data: gives the axes along which samples differ, spelled out.
+        depth: how many includes deep the file at hand is.
     """
 
-    def __init__(self, find: Callable[[Finding], None], data: Callable[[], tuple[str, ...]]) -> None:
-        self.lines: list[Line] = []
-        self.find = find
-        self.data = data
-        self.depth = 0
+    find: Callable[[Finding], None]
+    data: Callable[[], tuple[str, ...]]
+    lines: list[Line] = attrs.field(factory=list)
+    depth: int = 0
 
-    def read(self, node: Node, evaluator: Evaluator, above: Above) -> None:
+
+class Body:
+    """Reads the entries of one module, of a style that was called for it, or of the file."""
+
+    def __init__(self, entries: Entries, evaluator: Evaluator, above: Above) -> None:
+        self.entries = entries
+        self.evaluator = evaluator
+        self.above = above
+
+    def read(self, node: Node) -> None:
         """Read one entry."""
-        with self._caught(node, evaluator, above):
-            evaluator.spend(node)
-            getattr(self, f"_{node.data}")(node, evaluator, above)
+        with self._caught(node):
+            self.evaluator.spend(node)
+            getattr(self, f"_{node.data}")(node)
 
     @contextmanager
-    def _caught(self, node: Node, evaluator: Evaluator, above: Above) -> Iterator[None]:
+    def _caught(self, node: Node) -> Iterator[None]:
+        """Faults become findings; what a style was given is wrong where it was called."""
         try:
             yield
         except Poisoned:
             pass
         except SpecError as error:
-            finding, fault = finding_of(error), error.parts[1]
-            names_a_word = finding.code in ("E102", "E103", "E201") and not fault.is_of_value
-            if above.calls and error.parts[0] is evaluator.source and not names_a_word:
-                entry = Origin(evaluator.source, _entry_span(node))
-                origin = _chained(above.calls, finding.origin)
-                notes = (*finding.notes, f"in `{entry.text}`, {entry.source.file}:{entry.line}")
-                finding = attrs.evolve(finding, origin=origin, notes=notes)
-            self.find(finding)
+            finding, (source, fault) = finding_of(error), error.parts
+            is_of_style = finding.code in ("E102", "E103", "E201") and not fault.is_of_value
+            if self.above.calls and source is self.evaluator.source and not is_of_style:
+                entry = Origin(source, _entry_span(node))
+                notes = (*finding.notes, f"in `{entry.text}`, {source.file}:{entry.line}")
+                finding = attrs.evolve(finding, origin=_chained(self.above.calls, finding.origin), notes=notes)
+            self.entries.find(finding)
 
-    def _line(self, node: Node, said: Node, evaluator: Evaluator, above: Above, line: Line) -> None:
-        origin = Origin(evaluator.source, span(said))
+    def _evaluated(self, said: Node, evaluate: Callable[[Node], Any]) -> tuple[Any, str]:
+        """A value, and the condition of the ``else`` side that was taken for it."""
+        notes = self.evaluator.scope.notes
+        before = len(notes)
+        value = evaluate(said)
+        return value, notes[before][1] if len(notes) > before else ""
+
+    def _add(self, node: Node, said: Node, line: Line, above: Above) -> None:
+        origin = Origin(self.evaluator.source, span(said))
         if above.calls:
-            origin = _chained(above.calls, Origin(evaluator.source, _entry_span(node)))
-        self.lines.append(
+            origin = _chained(above.calls, Origin(self.evaluator.source, _entry_span(node)))
+        self.entries.lines.append(
             attrs.evolve(
                 line,
-                is_optional=line.is_optional or above.is_optional,
-                is_override=line.is_override or above.is_override,
-                depth=self.depth,
+                is_optional=above.is_optional,
+                is_override=above.is_override,
+                depth=self.entries.depth,
                 origin=origin,
-                pattern_origin=above.pattern_origin or line.pattern_origin,
+                pattern_origin=above.pattern_origin,
             )
         )
 
     # ---------- rules ----------
 
-    def _rule(self, node: Node, evaluator: Evaluator, above: Above) -> None:
+    def _rule(self, node: Node) -> None:
         *prefixes, glob, said = node.children
-        at = Origin(evaluator.source, span(glob))
-        inner = Above(
-            pattern_of(glob, evaluator, above.pattern),
-            above.is_optional or "OPTIONAL" in [token.type for token in prefixes],
-            above.is_override or "OVERRIDE" in [token.type for token in prefixes],
+        above = self.above
+        below = Above(
+            pattern_of(glob, self.evaluator, above.pattern),
+            above.is_optional or "optional" in prefixes,
+            above.is_override or "override" in prefixes,
             above.calls,
-            at,
+            above.pattern_origin if above.calls else Origin(self.evaluator.source, span(glob)),
         )
-        if not isinstance(said, Token) and said.data == "block":
+        if _is_kind(said, "block"):
+            body = Body(self.entries, self.evaluator, below)
             for child in said.children:
-                self.read(child, evaluator, inner)
+                body.read(child)
             return
-        notes = evaluator.scope.notes
-        taken = len(notes)
-        value = evaluator.value(said)
-        other = notes[taken][1] if len(notes) > taken else ""
+        value, other = self._evaluated(said, self.evaluator.value)
         if isinstance(value, Bundle):
-            style = value.style
-            call = Origin(evaluator.source, span(said))
-            below = attrs.evolve(
-                inner, calls=(*above.calls, call), pattern_origin=above.pattern_origin if above.calls else at
+            self._spell_out(
+                value, attrs.evolve(below, calls=(*above.calls, Origin(self.evaluator.source, span(said)))), other
             )
-            inside = evaluator.inside(style, value.given)
-            first = len(self.lines)
-            for child in style.body:
-                self.read(child, inside, below)
-            if other:
-                self.lines[first:] = [attrs.evolve(line, other=line.other or other) for line in self.lines[first:]]
-            return
-        if not isinstance(value, ShardingSpec):
-            fault = f"`{evaluator.text(said)}` is {kind_of(value)}, and a rule says a layout or a style"
-            raise evaluator.fault("E107", said, fault, fix="write such as `[tp, -]` or `replicate`")
-        line = Line(inner.pattern, "tensor", value, module=above.pattern, other=other, pattern_origin=at)
-        self._line(
-            node, said, evaluator, attrs.evolve(inner, pattern_origin=above.pattern_origin if above.calls else at), line
-        )
+        elif isinstance(value, ShardingSpec):
+            self._add(node, said, Line(below.pattern, "tensor", value, module=above.pattern, other=other), below)
+        else:
+            fault = f"`{self.evaluator.text(said)}` is {kind_of(value)}, and a rule says a layout or a style"
+            raise self.evaluator.fault("E107", said, fault, fix="write such as `[tp, -]` or `replicate`")
+
+    def _spell_out(self, bundle: Bundle, above: Above, other: str) -> None:
+        lines = self.entries.lines
+        first = len(lines)
+        body = Body(self.entries, self.evaluator.inside(bundle.style, bundle.given), above)
+        for child in bundle.style.body:
+            body.read(child)
+        lines[first:] = [attrs.evolve(line, other=line.other or other) for line in lines[first:]]
 
     # ---------- flows ----------
 
-    def _in(self, node: Node, evaluator: Evaluator, above: Above) -> None:
-        self._side("in", node, evaluator, above)
+    def _in(self, node: Node) -> None:
+        self._side("in", node)
 
-    def _out(self, node: Node, evaluator: Evaluator, above: Above) -> None:
-        self._side("out", node, evaluator, above)
+    def _out(self, node: Node) -> None:
+        self._side("out", node)
 
-    def _side(self, kind: Any, node: Node, evaluator: Evaluator, above: Above) -> None:
+    def _side(self, kind: Literal["in", "out"], node: Node) -> None:
         *names, said = node.children
-        taken = len(evaluator.scope.notes)
-        value = self._flow(said, evaluator)
+        flow, other = self._evaluated(said, self._flow)
         name = str(names[0]) if names else ""
         if names and names[0].type == "INT":
-            name = str(evaluator.digits(names[0]))
-        other = evaluator.scope.notes[taken][1] if len(evaluator.scope.notes) > taken else ""
-        line = Line(above.pattern, kind, value, name, module=above.pattern, other=other)
-        self._line(node, said, evaluator, above, line)
+            name = str(self.evaluator.digits(names[0]))
+        pattern = self.above.pattern
+        self._add(node, said, Line(pattern, kind, flow, name, module=pattern, other=other), self.above)
 
-    def _flow(self, node: Node, evaluator: Evaluator) -> Flow:
+    def _flow(self, node: Node) -> Flow:
+        evaluator = self.evaluator
         sides = [child for child in node.children if not _is_kind(child, "ARROW", "grad")]
-        grad = next((child.children[0] for child in node.children if _is_kind(child, "grad")), None)
-        layouts = [_value_layout(evaluator, side) for side in sides]
-        addends: tuple[str, ...] = ()
-        if grad is not None:
-            spec = _value_layout(evaluator, grad)
-            if cuts(spec):
-                why = "a flow says along which axes the gradient that comes back is an addend"
-                raise evaluator.fault("E107", grad, "`grad` stands before addends", why, "write `grad partial(tp)`")
-            try:
-                addends = partial_axes(spec)
-            except PlanError:
-                raise evaluator.fault(
-                    "E107", grad, "gradients add up", fix="write `partial(tp)`, without `op`"
-                ) from None
-        flow = Flow(layouts[0], layouts[-1], addends, grad is not None)
-        if twice := set(evaluator.scope.leaves(flow_axes(flow))) & set(self.data()):
-            raise evaluator.fault("E204", node, *data_axis_fault(sorted(twice)))
+        before, *after = (_value_layout(evaluator, side) for side in sides)
+        grads = [child.children[0] for child in node.children if _is_kind(child, "grad")]
+        addends = tuple(axis for grad in grads for axis in self._addends(grad))
+        flow = Flow(before, after[0] if after else before, addends, bool(grads))
+        if wrong := set(evaluator.scope.leaves(flow_axes(flow))) & set(self.entries.data()):
+            raise evaluator.fault("E204", node, *data_axis_fault(sorted(wrong)))
         return flow
+
+    def _addends(self, grad: Node) -> tuple[str, ...]:
+        spec = _value_layout(self.evaluator, grad)
+        if cuts(spec):
+            why = "a flow says along which axes the gradient that comes back is an addend"
+            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, "write `grad partial(tp)`")
+        try:
+            return partial_axes(spec)
+        except PlanError:
+            fix = "write `partial(tp)`, without `op`"
+            raise self.evaluator.fault("E107", grad, "gradients add up", fix=fix) from None
 
     # ---------- the rest ----------
 
-    def _local(self, node: Node, evaluator: Evaluator, above: Above) -> None:
+    def _local(self, node: Node) -> None:
         name, said = node.children
-        taken = len(evaluator.scope.notes)
-        value = evaluator.layout_value(said)
-        is_one = isinstance(value, Spec) and not (
-            value.named or value.flat_part or value.only_part or value.partial_parts
-        )
-        if not is_one or (isinstance(value, Spec) and value.dims and len(value.dims) != 1):
+        spec, other = self._evaluated(said, self.evaluator.layout_value)
+        if not isinstance(spec, Spec) or spec.axis_names != set(cut_axes(spec)) or len(spec.dims) > 1:
             why = "a number that counts is cut as one dim"
-            raise evaluator.fault("E202", said, f"`{value}` is no layout of one dim", why, "write such as `[tp]`")
-        other = evaluator.scope.notes[taken][1] if len(evaluator.scope.notes) > taken else ""
-        self._line(
-            node, said, evaluator, above, Line(above.pattern, "local", value, str(name), above.pattern, other=other)
-        )
+            raise self.evaluator.fault("E202", said, f"`{spec}` is no layout of one dim", why, "write such as `[tp]`")
+        pattern = self.above.pattern
+        self._add(node, said, Line(pattern, "local", spec, str(name), module=pattern, other=other), self.above)
 
-    def _use(self, node: Node, evaluator: Evaluator, above: Above) -> None:
+    def _use(self, node: Node) -> None:
         (call,) = node.children
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for child in call.children[1:]:
             if not _is_kind(child, "arg"):
-                args.append(_hook_value(evaluator.value(child)))
+                args.append(_hook_value(self.evaluator.value(child)))
                 continue
             name, said = child.children
             if name in kwargs:
-                raise evaluator.fault("E102", child, f"`{name}` is given twice", fix="keep one")
-            kwargs[str(name)] = _hook_value(evaluator.value(said))
+                raise self.evaluator.fault("E102", child, f"`{name}` is given twice", fix="keep one")
+            kwargs[str(name)] = _hook_value(self.evaluator.value(said))
         hook = Hook(str(call.children[0]), tuple(args), kwargs)
-        self._line(node, call, evaluator, above, Line(above.pattern, "use", hook, module=above.pattern))
+        self._add(node, call, Line(self.above.pattern, "use", hook, module=self.above.pattern), self.above)
 
 
 def flow_axes(flow: Flow) -> tuple[str, ...]:
@@ -253,7 +259,7 @@ def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool
         raise evaluator.fault("E001", glob, fault, f"the pattern is `{text[:80]}`", fix)
     if names:
         start = span(glob)[0] + (token.type == "STRING")
-        for found in re.finditer(r"<([A-Za-z_][A-Za-z0-9_]*)>", text):
+        for found in re.finditer(r"<([A-Za-z0-9_]+)>", text):
             at = start + found.start(1)
             evaluator.axis(Token("NAME", found[1], at, end_pos=at + len(found[1])))
             evaluator.uses.clear()

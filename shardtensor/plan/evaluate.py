@@ -67,8 +67,6 @@ class Evaluator(Expressions):
             fault = f"`{self.text(call)}` stands after a layout, and this is {kind_of(spec)}"
             raise self.fault("E107", call, fault)
         built = super().suffixed(spec, call)
-        if not self.uses:
-            return built
         leaves = self.scope.leaves(tuple(sorted(built.axis_names)))
         twice = next((leaf for i, leaf in enumerate(leaves) if leaf in leaves[:i]), None)
         if twice is not None:

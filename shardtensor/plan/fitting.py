@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardtensor.plan.explain import subtrees
 from shardtensor.plan.scope import Binding, Node
-from shardtensor.spec.diagnostics import Source
 
 if TYPE_CHECKING:
     from shardtensor.plan.reading import PlanReader
@@ -29,7 +28,7 @@ class Fitting:
         self.plan = plan
         self._found: dict[str, tuple[int | bool, ...]] = {}
 
-    def params_in(self, node: Node, source: Source) -> tuple[str, ...]:
+    def params_in(self, node: Node) -> tuple[str, ...]:
         """The parameters that the value of an expression comes from, through the names in it."""
         found: dict[str, None] = {}
         seen: set[str] = set()

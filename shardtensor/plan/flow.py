@@ -1,7 +1,8 @@
 """How a plain value enters and leaves a module: ``[-, tp, ...] -> replicate``. Text, and what it asks for; no torch.
 
 Left of the arrow the layout in which a value comes, right of it the one in which it goes on; without an arrow both are
-the same. ``grad partial(a)`` says that the gradient that comes back is an addend along `a`.
+the same. ``grad partial(a)`` says that the gradient that comes back is an addend along `a`, ``grad replicate`` that it
+is equal on all ranks that hold copies of the value; where nothing is said it follows from the layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
 Axes = tuple[str, ...]
@@ -50,6 +51,8 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
         >>> flow = read_flow("partial(tp) -> [-, tp, ...]")
         >>> str(flow.before), str(flow.after), str(flow)
         ('replicate partial(tp)', '[-, tp, ...]', 'replicate partial(tp) -> [-, tp, ...]')
+        >>> read_flow("[..., kvg] grad partial(kvr)").addends, str(read_flow("[..., kvg] grad replicate"))
+        (('kvr',), '[..., kvg] grad replicate')
     """
     if isinstance(flow, Flow):
         return flow
@@ -62,11 +65,19 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
         raise PlanError("a flow has one arrow", {"found": flow}, "write `LAYOUT -> LAYOUT`")
     addends: Axes = ()
     if grad:
-        partial = as_spec(grad.strip())
-        if not (isinstance(partial, Replicate | Spec) and partial.partial_parts and not cuts(partial)):
-            raise PlanError("`grad` stands before the axes of addends", {"found": flow}, "write `grad partial(tp)`")
-        addends = partial_axes(partial)
-    return Flow(sides[0], sides[-1], addends)
+        addends = _addends(_value_layout(grad.strip()), sides[-1], flow)
+    return Flow(sides[0], sides[-1], addends, bool(grad))
+
+
+def _addends(grad: Spec, after: Spec, flow: str) -> Axes:
+    """The axes of addends in the layout of a gradient, whose cuts are those of the value or left out."""
+    if cuts(grad) and cuts(grad) != cuts(after):
+        raise PlanError(
+            "a gradient is cut as its value is",
+            {"found": flow},
+            f"write `grad {after}`, `grad partial(tp)` for addends, or `grad replicate` for copies",
+        )
+    return partial_axes(grad)
 
 
 def _value_layout(text: Spec | str) -> Spec:

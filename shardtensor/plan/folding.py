@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import attrs
 
-from shardtensor.plan.brief import below_layer, where
+from shardtensor.plan.brief import below_layer, where, which
 from shardtensor.plan.finding import Finding
 
-_SEVERITIES = ("error", "warning", "note")
+
+_LAYER = re.compile(r"\.\d+(?=\.)")
 
 
 def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -29,9 +31,12 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def _kind(finding: Finding) -> object:
     origin = finding.origin
     where = (origin.source.file, origin.span) if origin is not None else None
-    own = finding.tensor
-    fault = finding.fault.replace(f"`{own}`", "`") if own else finding.fault
-    return finding.code, where, fault, finding.fix.replace(own, "") if own else finding.fix
+    return finding.code, where, *(_without_names(text, finding.tensor) for text in (finding.fault, finding.fix))
+
+
+def _without_names(text: str, own: str) -> str:
+    """A text without the name it is about, and without the numbers of layers."""
+    return _LAYER.sub(".#", text.replace(own, "") if own else text)
 
 
 def _one(group: Sequence[Finding]) -> Finding:
@@ -40,12 +45,19 @@ def _one(group: Sequence[Finding]) -> Finding:
     if len(names) < 2:
         return first
     verb = {"error": "fail in this way ", "warning": "", "note": ""}[first.severity]
-    count = f"{len(names)} tensors {verb}({where(names)})"
+    things = f"{len(names)} {'modules' if _is_of_modules(first) else 'tensors'}"
+    count = f"{things} {verb}({where(names)})"
     fault = first.fault
     if f"`{first.tensor}`" in fault:  # the fault speaks of one: say what they have in common, and count them
         fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
-        count = f"{len(names)} tensors: {where(names)}"
+        count = f"{things}: {which(names)}"
     return attrs.evolve(first, fault=fault, notes=(*_before_last(first), count, *_last(first)))
+
+
+def _is_of_modules(finding: Finding) -> bool:
+    return finding.code in ("E303", "E401", "E402", "E403") or finding.fault.startswith(
+        ("`in", "`out", "`local", "`use")
+    )
 
 
 def _before_last(finding: Finding) -> tuple[str, ...]:
@@ -57,9 +69,6 @@ def _last(finding: Finding) -> tuple[str, ...]:
     return tuple(note for note in finding.notes if note.startswith("to "))
 
 
-def _place(finding: Finding) -> tuple[int, str, int, int, str]:
-    severity = _SEVERITIES.index(finding.severity)
+def _place(finding: Finding) -> tuple[str, int, int, str]:
     origin = finding.origin
-    if origin is None:
-        return severity, "", 0, 0, finding.code
-    return severity, origin.source.file, origin.span[0], origin.span[1], finding.code
+    return ("", 0, 0, finding.code) if origin is None else (origin.source.file, *origin.span, finding.code)

@@ -12,7 +12,7 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.reading import read_plan
 
 
-def load_plan(path: str | Path, config: Any = None, world: int | None = None, **params: Any) -> Plan:
+def load_plan(path: str | Path, /, config: Any = None, world: int | None = None, **params: Any) -> Plan:
     """Return the plan of a file, for a configuration and a number of ranks. Nothing is sent, and torch is not imported.
 
     Args:

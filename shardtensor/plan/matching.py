@@ -96,7 +96,7 @@ class Disputes:
         if what and self._pairs.get(frozenset(keys)) == "":
             return  # told of the tensors already
         self._pairs.setdefault(frozenset(keys), what)
-        said = f"{what} of `{name}`" if what else f"`{name}`"
+        said = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)
         where = f"{place} `{place.text}`" if place is not None else f"`{other.pattern}`"
         if agrees:
@@ -122,17 +122,18 @@ class Disputes:
         )
 
     def _only(self, line: Line, other: Line) -> str:
-        """The last segment of a pattern that stands for what `line` matches and `other` does not; empty if too long."""
+        """A segment of a pattern that stands for what `line` matches and `other` does not; empty if too long."""
         head = line.module or line.pattern
         segments = pattern(head).segments
-        mine = set(self._matches.names[id(line)]) - set(self._matches.names[id(other)])
+        theirs = set(self._matches.names[id(other)])
         if not segments or any(isinstance(segment, Deep) for segment in segments):
             return ""
-        at = len(segments) - 1
-        words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name in mine)
-        if not 0 < len(words) <= 3:
-            return ""
-        return next(iter(words)) if len(words) == 1 else "{" + ",".join(words) + "}"
+        for at in reversed(range(len(segments))):
+            words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name not in theirs)
+            both = {name.split(".")[at] for name in self._matches.names[id(line)] if name in theirs}
+            if words and not both & set(words):  # here they part
+                return "" if len(words) > 3 else next(iter(words)) if len(words) == 1 else f"{{{','.join(words)}}}"
+        return ""
 
     def idle_overrides(self, lines: Iterable[Line]) -> list[Finding]:
         """E305 for each override that matched something and overrode nothing."""

@@ -34,7 +34,8 @@ class MeshReader:
         tops = tuple(self._axis(axis) for axis in sizes.children)
         self.plan.scope.mesh = MeshNames(tuple(name for name, _ in tops), self.made_of)
         known = [(name, size) for name, size in self.leaves if size is not None]
-        if len(known) < len(self.leaves):
+        is_twice = len({name for name, _ in known}) < len(known)
+        if len(known) < len(self.leaves) or is_twice or any(size is None for _, size in tops):
             return None
         total = math.prod(size for _, size in known)
         world = self.plan.scope.world
@@ -79,6 +80,7 @@ class MeshReader:
 
     def _size(self, token: Node, said: list[Node]) -> int:
         evaluator = self.plan.evaluator
+        binding = self.plan.scope.names.get(str(token))
         if said:
             try:
                 size = evaluator.number(said[0])
@@ -86,8 +88,10 @@ class MeshReader:
                 self._find_with_ways(error, said[0])
                 raise Poisoned from None
             node = said[0]
+            if binding is not None and isinstance(binding.value, int) and binding.value != size:
+                fault = f"the axis `{token}` has {size} ranks, and {token}={binding.value}"
+                raise self.plan.fault("E105", node, fault, fix=f"write `{token}` alone, or name the axis otherwise")
         else:
-            binding = self.plan.scope.names.get(str(token))
             if binding is None:
                 if not self.plan.scope.is_whole:
                     raise Poisoned
@@ -111,9 +115,9 @@ class MeshReader:
     def _find_with_ways(self, error: SpecError, said: Node) -> None:
         """A division that is not exact: tell which values would be."""
         finding = finding_of(error)
-        ways = self.plan.fitting.advice(self.plan.fitting.params_in(said, self.plan.evaluator.source))
-        if finding.code == "E107" and ways:
-            finding = attrs.evolve(finding, fix=ways)
+        if finding.code == "E107":
+            ways = self.plan.fitting.advice(self.plan.fitting.params_in(said))
+            finding = attrs.evolve(finding, fix=ways or finding.fix)
         self.plan.find(finding)
 
     def _define(self, token: Node, size: int | None) -> None:
@@ -139,7 +143,7 @@ class MeshReader:
                 divisor = rest[0] if len(rest) == 1 else f"({' * '.join(rest)})"
                 ways.append(f"write `{axis.children[0]} = world / {divisor}`")
                 break
-        for name, values in plan.fitting.passing(plan.fitting.params_in(sizes, plan.evaluator.source)).items():
+        for name, values in plan.fitting.passing(plan.fitting.params_in(sizes)).items():
             if values:
                 ways.append(f"run with --set {name}={values[-1]}")
         ways.append(f"with --world {total}" if ways and ways[-1].startswith("run") else f"run with --world {total}")

@@ -184,10 +184,10 @@ def _even_fix(case: Case, units: int) -> str:
             how = f": `{call}`" if call else f", with copies along {copies}"
             return f"use the factor `{leaves[0]}` ({size}){how}; {maker} {axis}={axes.size(axis)} of {made}"
     fits = [str(n) for n in range(1, min(units, 1024) + 1) if units % n == 0]
-    shown = listed(fits if len(fits) < 10 else [*fits[:8], "..."])
-    return (
-        f"{'*'.join(case.cut.axes)} has to be {shown}; or write `balanced` after it for pieces that differ by one unit"
-    )
+    shown = ", ".join(fits if len(fits) < 10 else [*fits[:8], "..."])
+    differ = "by one unit" if case.cut.unit > 1 else "by one"
+    axes_of = "*".join(case.cut.axes)
+    return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
 
 
 def _shared(case: Case, leaves: tuple[str, ...]) -> str:
@@ -218,7 +218,9 @@ def _blocks(case: Case) -> Told:
     return (
         f"dim {case.dim} of {length} elements is not {blocks}",
         why,
-        f"give shares that add up to a divisor of {length}",
+        f"the number of blocks has to divide {length}"
+        if equal
+        else f"give shares that add up to a divisor of {length}",
         (),
     )
 
@@ -226,7 +228,8 @@ def _blocks(case: Case) -> Told:
 def _unit(case: Case) -> Told:
     length, unit = case.about["length"], case.cut.unit
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
-    fix = f"choose a unit that divides {length}, such as {math.gcd(length, unit)}; or write `pad({unit})`"
+    common = math.gcd(length, unit)
+    fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
     return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix, ()
 
 
@@ -243,9 +246,9 @@ def _sizes(case: Case) -> Told:
         fault = f"the size {bad} is not a multiple of the unit {cut.unit}"
     else:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
-    why = f"{case.shape}; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}"
-    unit = f" multiples of {cut.unit}," * (cut.unit > 1)
-    return fault, why, f"give {count} sizes,{unit} that add up to {length}", ()
+    why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
+    unit = f", multiples of {cut.unit}," * (cut.unit > 1)
+    return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}", ()
 
 
 def _rank(case: Case) -> Told:

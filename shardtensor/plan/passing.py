@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from shardtensor.plan.binding import Binder
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.flow import Flow
@@ -71,19 +73,22 @@ def _missing(line: Line, path: str, info: ModuleInfo | None) -> Finding | None:
     if line.kind == "in":
         if not info.arguments or line.name in info.arguments or any(name.startswith("*") for name in info.arguments):
             return None
-        what, known = "argument of `forward`", list(info.arguments)
+        fault = f"`forward` of {info.class_name} has no argument `{line.name}`"
+        known, has = list(info.arguments), "takes"
     else:
         if line.name in info.counts:
             return None
-        what, known = "attribute that is a whole number", sorted(info.counts)
-    why = f"{path or 'the module'} is a {info.class_name} with {', '.join(known) or 'none'}"
-    return Finding(
-        "E303", f"{info.class_name} has no {what} called `{line.name}`", line.origin, why,
-        nearest(line.name, known) or "correct the name, or drop the line", (), path,
-    )  # fmt: skip
+        fault = f"{info.class_name} has no attribute `{line.name}` that counts something"
+        known, has = sorted(info.counts), "has"
+    why = f"{path or 'the module'} is a {info.class_name}, and {has} {', '.join(known) or 'none'}"
+    fix = nearest(line.name, known) or "correct the name, or drop the line"
+    return Finding("E303", fault, line.origin, why, fix, (), path)
 
 
 def _uneven(line: Line, path: str, count: int, binder: Binder) -> Finding | None:
     info = TensorInfo(f"{path}.{line.name}" if path else line.name, (count,))
     bound = binder.bound(line.value, info)
-    return None if bound is None or bound.error is None else binder.finding(bound, info, line)
+    if bound is None or bound.error is None:
+        return None
+    found = binder.finding(bound, info, line)
+    return attrs.evolve(found, fault=f"`local {line.name}`: {found.fault}")

@@ -19,14 +19,16 @@ def pattern_place(line: Line) -> Origin | None:
     return line.pattern_origin or line.origin
 
 
-def place_above(origin: Origin | None, text: str) -> Origin | None:
-    """Where a part of a pattern stands: the nearest one at or above a place; the place itself when there is none."""
-    if origin is None or not text:
-        return origin
-    source = origin.source
-    end = source.text.find("\n", origin.span[1])
-    at = source.text.rfind(text, 0, end if end >= 0 else len(source.text))
-    return origin if at < 0 else Origin(source, (at, at + len(text)))
+_BLOCK = re.compile(r"^[ \t]*(?:(?:optional|override)[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", re.MULTILINE)
+
+
+def segment_place(line: Line, segment: str) -> Origin | None:
+    """Where one segment of a line's pattern is written: before the line's colon, or before a block around it."""
+    place = pattern_place(line)
+    if place is None or segment in place.text.split("."):
+        return place
+    blocks = [found for found in _BLOCK.finditer(place.source.text, 0, place.span[0]) if segment in found[1].split(".")]
+    return Origin(place.source, blocks[-1].span(1)) if blocks else place
 
 
 def mesh_place(plan: Plan) -> Origin | None:

@@ -12,7 +12,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.definitions import Definitions
-from shardtensor.plan.entries import Above, Entries, data_axis_fault, flow_axes
+from shardtensor.plan.entries import Above, Body, Entries, data_axis_fault, flow_axes
 from shardtensor.plan.evaluate import Evaluator
 from shardtensor.plan.explain import explain
 from shardtensor.plan.finding import Finding
@@ -165,7 +165,7 @@ class PlanReader:
         elif kind in ("dims", "tie", "store", "unmatched"):
             getattr(self.tensors, kind)(node)
         else:
-            self.entries.read(node, self.evaluator, Above())
+            Body(self.entries, self.evaluator, Above()).read(node)
 
     def find(self, finding: Finding) -> None:
         """Keep a finding, once for each place."""
@@ -259,7 +259,7 @@ class PlanReader:
         if self.evaluator.truth(condition):
             return
         finding = finding_of(self.fault("E106", condition, f"requirement not met: {reason}"))
-        names = self.fitting.params_in(condition, self.evaluator.source)
+        names = self.fitting.params_in(condition)
         given = [binding.given for name in names if (binding := self.scope.names[name]).given]
         why = explain(self.evaluator, condition)
         self.find(attrs.evolve(finding, why=why, fix=self.fitting.advice(names), notes=tuple(given)))

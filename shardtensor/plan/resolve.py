@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-from shardtensor.plan.balance import imbalances
 from shardtensor.plan.binding import Binder
 from shardtensor.plan.dealing import deal
 from shardtensor.plan.finding import Finding
@@ -25,7 +24,8 @@ from shardtensor.spec.nodes import Spec
 def resolve(plan: Plan, model: Model) -> Resolved:
     """Return how every tensor of `model` lies by `plan`, how values pass its modules, and what was found wrong.
 
-    Takes as long for 16,384 ranks as for 4. Never raises for what a plan or a model can get wrong: see `findings`.
+    Flows and the balance of ranks are looked at afterwards, in `check_plan`. Takes as long for 16,384 ranks as for 4.
+    Never raises for what a plan or a model can get wrong: see `findings`.
 
     Args:
         plan: with every number known.
@@ -53,8 +53,8 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     tensors = placing.tensors()
     tensors, store_findings = with_stores(plan, model, tree, tensors)
     modules, module_findings = passings(model, matches, disputes, binder)
-    nothing, unused_findings = unused(plan, tree, matches)
-    missing, told = unplaced(placing.unmatched, nothing)
+    nothing, unused_findings, spoken = unused(plan, tree, matches)
+    missing, told = unplaced(plan, [name for name in placing.unmatched if name not in spoken], nothing)
     findings = [
         *plan.findings,
         *ties.findings,
@@ -68,10 +68,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
         *disputes.idle_overrides(plan.lines),
         *untied(model, tensors),
     ]
-    resolved = Resolved(plan, model, tensors, modules, tuple(findings))
-    if resolved.errors:
-        return resolved
-    return attrs.evolve(resolved, findings=(*findings, *imbalances(resolved)))
+    return Resolved(plan, model, tensors, modules, tuple(findings))
 
 
 class _Placing:

@@ -37,25 +37,48 @@ def model_from_safetensors(
     Args:
         path: a ``.safetensors`` file; an index ``*.safetensors.index.json`` with its files beside it; or a folder that
             holds one of the two under its usual name.
-        dims: gives the names of the dims of tensors that have the same name and as many dims.
+        dims: gives the names of the dims, see `with_dim_names`.
         config: the keys of the model's config.json.
 
     Raises:
         PlanError: a file is not there or is no such file; the message names what was found.
     """
     path = _file(Path(path))
-    if path.suffix == ".json":
-        entries = _indexed(path)
-    else:
-        entries = header(path)
-    known = dims.by_name if dims is not None else {}
-    found = []
-    for name in sorted(entries, key=_by_number):
-        entry = entries[name]
-        there = known.get(name)
-        names = there.dims if there is not None and len(there.shape) == len(entry.shape) else None
-        found.append(attrs.evolve(entry, dims=names))
-    return Model(tuple(found), source=str(path), config=config or {})
+    entries = _indexed(path) if path.suffix == ".json" else header(path)
+    tensors = tuple(entries[name] for name in sorted(entries, key=_by_number))
+    model = Model(tensors, source=str(path), config=config or {})
+    return model if dims is None else with_dim_names(model, dims)
+
+
+def with_dim_names(model: Model, named: Model) -> Model:
+    """Return a model whose dims have the names that they have in another.
+
+    A tensor is known there by its name, or by one that only begins with more modules or fewer: files of a bare model
+    say ``encoder.layer.0...`` where those with a head say ``bert.encoder.layer.0...``.
+
+    Example:
+        >>> file = Model((TensorInfo("h.0.c.weight", (2, 6)),))
+        >>> with_dim_names(file, Model((TensorInfo("net.h.0.c.weight", (2, 6), ("in", "out")),))).tensors[0].dims
+        ('in', 'out')
+    """
+    ends: dict[str, TensorInfo] = {}
+    for tensor in named.tensors:
+        for end in _ends(tensor.name):
+            ends.setdefault(end, tensor)
+
+    def known(tensor: TensorInfo) -> TensorInfo:
+        longer = (named.by_name[end] for end in _ends(tensor.name) if end in named.by_name)
+        there = next(longer, None) or ends.get(tensor.name)
+        fits = there is not None and tensor.dims is None and len(there.shape) == len(tensor.shape)
+        return attrs.evolve(tensor, dims=there.dims) if fits and there else tensor
+
+    return attrs.evolve(model, tensors=tuple(map(known, model.tensors)))
+
+
+def _ends(name: str) -> list[str]:
+    """A name, and what is left of it without its first modules."""
+    segments = name.split(".")
+    return [".".join(segments[i:]) for i in range(len(segments))]
 
 
 def header(path: Path) -> dict[str, TensorInfo]:

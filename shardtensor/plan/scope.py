@@ -9,7 +9,7 @@ import attrs
 
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.origin import Origin
-from shardtensor.spec.diagnostics import Source
+from shardtensor.spec.diagnostics import Source, printable
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.words import Word
 
@@ -173,4 +173,4 @@ def finding_of(error: Exception, through: Origin | None = None) -> Finding:
     facts = dict(fault.facts)
     notes = [f"{key}: {value}" for key, value in fault.facts if key not in ("why", "fix")]
     origin = Origin(source, fault.span, through)
-    return Finding(error.code, fault.text, origin, facts.get("why", ""), facts.get("fix", ""), tuple(notes))  # type: ignore[attr-defined]
+    return Finding(error.code, printable(fault.text), origin, facts.get("why", ""), facts.get("fix", ""), tuple(notes))  # type: ignore[attr-defined]

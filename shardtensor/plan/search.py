@@ -110,15 +110,25 @@ def candidates(
     Raises:
         PlanError: the plan has no parameter that changes its mesh.
     """
-    head = _head(path, config, world, params)
-    names = _mesh_params(head, world)
-    switches = [name for name, value in _params(head).items() if name not in params and type(value) is bool]
-    if not names:
+    found = _tried(path, config, world, params)
+    if not found:
+        known = _params(_head(path, config, world, params))
         raise PlanError(
             "the plan has no parameter that changes its mesh",
-            {"parameters": ", ".join(_params(head)) or "none"},
+            {"parameters": ", ".join(known) or "none"},
             "write `param tp = 8` and use it in `mesh`; values given by --set stay as they are",
         )
+    return found
+
+
+def _tried(
+    path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]
+) -> tuple[dict[str, int | bool], ...]:
+    head = _head(path, config, world, params)
+    names = _mesh_params(head, world)
+    if not names:
+        return ()
+    switches = [name for name, value in _params(head).items() if name not in params and type(value) is bool]
     return tuple(
         {**dict(zip(names, values, strict=True)), **dict(zip(switches, flags, strict=True))}
         for values in _dividing(world, len(names))
@@ -168,6 +178,22 @@ def _unfit(plan: Plan, one: Model, batch: Batch | None = None) -> str:
     if batch is not None and batch.samples % data_ranks(resolved):
         return f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
     return ""
+
+
+def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}) -> Plan:
+    """The plan with the values that it has by itself or, where those do not fit, with the first of `candidates`.
+
+    Raises:
+        SpecError: none reads; says what is wrong with the plan as it is.
+    """
+    try:
+        return read_plan(path, config=config, world=world, params=params)
+    except SpecError as error:
+        plans = (_read(path, config, world, {**params, **values}) for values in _tried(path, config, world, params))
+        found = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        if found is None:
+            raise error
+        return found
 
 
 def _head(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> PlanReader:

@@ -55,7 +55,10 @@ class Files:
         path = Path(plan)
         for at in (path, PACKAGED / path, PACKAGED / f"{path}.shard"):
             if _is_file(at):
-                return self._opened(at, path.as_posix() if at == path else _label(at))
+                try:
+                    return self._opened(at, path.as_posix() if at == path else _label(at))
+                except (UnicodeDecodeError, OSError) as error:
+                    raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
         known = sorted(at.stem for at in PACKAGED.glob("*.shard"))
         facts = {"looked for": str(path), "packaged": ", ".join(known) or "(none)"}
         raise SpecError(
@@ -78,7 +81,9 @@ class Files:
                 except (UnicodeDecodeError, OSError):
                     raise origin(f"`{name}` cannot be read as text", "", "") from None
         known = [str(at.relative_to(folder)) for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
-        looked = f"looked in {' and '.join(map(str, folders))}"
+        looked = (
+            f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
+        )
         raise origin(f"`{name}` is not there", looked, nearest(name, known))
 
     def _opened(self, path: Path, label: str) -> File:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from lark import Lark, Token, Tree
 
 VERSION = 1
-MAX_LENGTH = 2**18
+MAX_LENGTH = 2**16
 """Characters of one file."""
 MAX_BRACKETS = 16
 MAX_DEPTH = 64
 """Of a syntax tree: blocks, and values inside values."""
 
-KEYWORDS = (
-    "include param let mesh data dims style require tie store unmatched optional override in out use local".split()
-)
+STATEMENTS = "include param let mesh data dims style require tie store unmatched".split()
+KEYWORDS = STATEMENTS + "optional override in out use local".split()
 """Words that begin a statement or an entry; as a pattern they stand in quotes."""
 
 _VALUE = {"INT", "BOOL", "LPAR", "LSQB", "NAME", "WHOLE"}
@@ -93,6 +92,7 @@ def parse_value(source: Source) -> Any:
     return _parse(source, "value")
 
 
+@lru_cache(maxsize=32)  # a plan is read again for each value of a parameter that is tried; trees are not changed
 def _parse(source: Source, start: str) -> Tree:
     check_depth(source, MAX_BRACKETS)
     tree = parse_with(_parser(), source, _unexpected, start)
@@ -136,10 +136,14 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
     else:
         found = _whole_word(text, at, found)
         shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
-    words = _in_words(expected)
+    words = _in_words(expected if opened is None else expected - {"_NL"})
     fault = f"expected {listed(words)}" if words else ""
     why, fix = "", ""
     head = text[text.rfind("\n", 0, at) + 1 : at].strip()
+    if {"COLON", "LBRACE"} <= expected and head in STATEMENTS:
+        start = text.rfind(head, 0, at)
+        fault, fix = f"`{head}` stands in a block", "move the line out of the braces"
+        return source.error("E001", (start, start + len(head)), fault, "it is for a whole file", fix)
     if {"COLON", "LBRACE"} <= expected and head:
         pattern = head.split()[-1]
         fault += f" after the pattern `{pattern}`"
@@ -154,6 +158,8 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
         why, fix = "text in quotes ends on its line", 'close it with `"`'
     elif head.endswith("{"):
         why = "each entry of a block stands on a line of its own"
+    elif "ELSE" in expected and kind in ("$END", "_NL"):
+        why, fix = "nothing falls back in silence", "write `else`, and what is meant then"
     elif kind == "$END" and "RBRACE" in expected:
         fix = "close the block with `}`"
     elif opened is not None and kind == "_NL":
@@ -176,7 +182,7 @@ def _in_words(expected: set[str]) -> list[str]:
     elif {"GLOB", "IN"} <= expected:
         words, expected = ["a pattern", "`in`", "`out`", "`use`", "`local`"], expected & {"RBRACE"}
     elif {"INT", "BOOL"} <= expected:
-        words, expected = ["a value"], expected - _VALUE
+        words, expected = ["a value"], expected - _VALUE - {"NOT"}
     elif expected & _ENDS and expected & {"PLUS", "TIMES"}:
         expected = expected - _OPERATORS
     return words + [word for kind, word in _WORDS.items() if kind in expected]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import attrs
@@ -72,24 +72,17 @@ def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
             seen.append(at)
             at = found[at][0]
         if at in seen:
-            tie = found[name][1]
-            circle = " = ".join(f"`{each}`" for each in (*seen, at))
-            findings.append(
-                Finding(
-                    "E304",
-                    "ties go in a circle",
-                    tie.origin,
-                    circle,
-                    "tie all names to the one that has a rule",
-                    (),
-                    name,
-                )
-            )
-            for each in seen:
-                found.pop(each, None)
-        elif name in found:
-            found[name] = at, found[name][1]
+            findings.append(_circle(seen, at, found[name][1]))
+            found = {each: tie for each, tie in found.items() if each not in seen}
+            break
+        found[name] = at, found[name][1]
     return Ties(found, tuple(findings))
+
+
+def _circle(names: Sequence[str], back: str, tie: Tie) -> Finding:
+    circle = " = ".join(f"`{name}`" for name in (*names, back))
+    fix = "tie all names to the one that has a rule"
+    return Finding("E304", "ties go in a circle", tie.origin, circle, fix, (), names[0])
 
 
 def _partner(left: Pattern, values: tuple[str, ...], right: Pattern) -> str | None:

@@ -15,7 +15,7 @@ from shardtensor.plan.matching import Matches
 from shardtensor.plan.name_tree import NameTree, Way
 from shardtensor.plan.origin import Origin
 from shardtensor.plan.patterns import Deep, OneOf, Segment, pattern
-from shardtensor.plan.places import pattern_place, place_above, statement, style_note
+from shardtensor.plan.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.plan import Plan
 
 ALIKE = 0.6
@@ -41,11 +41,15 @@ class Nothing:
     finding: Finding
 
 
-def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding]]:
-    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module."""
+def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
+    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module.
+
+    Also the tensors before which a style stands, so that nobody says that no rule matches them.
+    """
     nothing: list[Nothing] = []
     findings: list[Finding] = []
     told: set[object] = set()
+    spoken: set[str] = set()
     for line in plan.lines:
         key = statement(line.origin, line)
         module = _missing_module(line, tree)
@@ -53,6 +57,7 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
             if key not in told:
                 findings.append(_no_module(line, module, tree))
             told.add(key)
+            spoken.update(tree.tensors(module))
         elif not line.is_optional and (module is not None or not matches.names[id(line)]):
             each = _rule(line, line.pattern if module is None else module, tree)
             missing = each.segments[: each.at + 1]
@@ -60,7 +65,7 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
                 nothing.append(each)
             told |= {key, missing}
     nothing += _alternatives(plan, tree, {each.text for each in nothing})
-    return nothing, findings
+    return nothing, findings, spoken
 
 
 def _missing_module(line: Line, tree: NameTree) -> str | None:
@@ -74,9 +79,7 @@ def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
     at = next((at for at in range(len(segments)) if not tree.has(segments[: at + 1])), len(segments) - 1)
     word = str(segments[at]) if segments else ""
     is_inside = head != line.module and line.origin is not None and line.origin.through is not None
-    place = line.origin if is_inside else pattern_place(line)  # what a style says inside has no pattern in the plan
-    if not is_inside and place is not None and word not in place.text:
-        place = place_above(place, word)  # of a block around the line
+    place = line.origin if is_inside else segment_place(line, word)  # what a style says has no pattern in the plan
     notes = style_note(line.origin, "entry") if is_inside else ()
     is_whole = at == len(segments) - 1
     what = "block" if not is_whole else "rule" if line.kind == "tensor" or line.module else line.kind
@@ -127,7 +130,7 @@ def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
 
 def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> Nothing:
     text = str(segments[at])
-    place = place_above(line.origin, text)
+    place = segment_place(line, text)
     finding = Finding(
         "W303", f"`{option}` in the braces of `{text}` matches nothing", place,
         "no name of the model has it there", "correct it, or drop it from the braces",
@@ -150,8 +153,11 @@ def _words(segment: Segment | Deep) -> tuple[str, ...]:
     return tuple("".join(words) for words in islice(product(*choices), 64))
 
 
-def unplaced(names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
-    """E301 for tensors without a rule, each told at the pattern that nearly stands for it; the patterns so used."""
+def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
+    """E301 for tensors without a rule, each told at the pattern that nearly stands for it; the patterns so used.
+
+    Where no pattern is near, it is told at the innermost block or style around the tensor.
+    """
     nothing = list(nothing)
     groups: dict[object, list[str]] = {}
     near: dict[str, tuple[Nothing, str] | None] = {}
@@ -171,7 +177,7 @@ def unplaced(names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Fin
             for brief, members in brief_names(group).items():
                 count, them = (f"{len(members)} tensors", "them") if len(members) > 1 else ("1 tensor", "it")
                 fault, fix = f"no rule matches {count}: {brief}", f"write a rule for {them}: `PATTERN: LAYOUT`"
-                findings.append(Finding("E301", fault, None, why, fix, (accept,), members[0]))
+                findings.append(Finding("E301", fault, _around(plan, members[0]), why, fix, (accept,), members[0]))
             continue
         each, meant = by_key[key]  # type: ignore[index]
         used.append(each)
@@ -186,17 +192,23 @@ def unplaced(names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Fin
     return findings, used
 
 
+def _around(plan: Plan, name: str) -> Origin | None:
+    """Where the innermost block or style that stands for a module around a tensor is written; else the first line."""
+    words = name.split(".")
+    modules = [(line, pattern(line.module).segments) for line in plan.lines if line.module]
+    for depth in range(len(words) - 1, 0, -1):
+        for line, segments in modules:
+            if len(segments) >= depth and _begins(segments[:depth], words):
+                return segment_place(line, str(segments[depth - 1]))
+    return Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
+
+
 def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
     """The pattern that would stand for a name but for one word, and the pattern with the right word."""
     segments = name.split(".")
     best: tuple[float, Nothing, str] | None = None
     for each in nothing:
-        if each.at >= len(segments) or any(isinstance(part, Deep) for part in each.segments[: each.at]):
-            continue
-        if any(
-            isinstance(part, Segment) and part.captures(word) is None
-            for part, word in zip(each.segments[: each.at], segments, strict=False)
-        ):
+        if each.at >= len(segments) or not _begins(each.segments[: each.at], segments):
             continue
         meant = segments[each.at]
         for word in each.words:
@@ -206,13 +218,37 @@ def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | Non
     return None if best is None else best[1:]
 
 
+def _begins(segments: Way, words: Sequence[str]) -> bool:
+    """Whether a name of these words begins as the segments of a pattern say, none of them ``**``."""
+    return all(
+        isinstance(segment, Segment) and segment.captures(word) is not None
+        for segment, word in zip(segments, words, strict=False)
+    )
+
+
 def _corrected(each: Nothing, word: str, meant: str) -> str:
     """The pattern as it was written, with `meant` in place of `word`."""
-    place = pattern_place(each.line) if each.finding.code == "W303" else each.place
-    written = place.text if place is not None else ".".join(map(str, each.segments))
-    if each.finding.code == "W301":
-        return written.replace(word, meant) if word in written else meant
-    before, _, after = word.partition(each.text)
-    if meant.startswith(before) and meant.endswith(after):
-        return written.replace(each.text, meant[len(before) : len(meant) - len(after)], 1)
-    return written.replace(each.text, meant, 1)
+    segment = each.segments[each.at]
+    written = each.place.text if each.place is not None else ".".join(map(str, each.segments))
+    if each.finding.code == "W303":
+        before, _, after = word.partition(each.text)
+        if meant.startswith(before) and meant.endswith(after):
+            right = meant[len(before) : len(meant) - len(after)]
+            return written.replace(str(segment), str(segment).replace(each.text, right, 1))
+        return written.replace(str(segment), meant)
+    return written.replace(str(segment), _respelled(segment, word, meant))
+
+
+def _respelled(segment: Segment | Deep, word: str, meant: str) -> str:
+    """A segment that stands for `meant` where it stood for `word`, its braces kept when they are not what is wrong."""
+    parts = segment.parts if isinstance(segment, Segment) else ()
+    braces = next((part for part in parts if isinstance(part, OneOf)), None)
+    if braces is None:
+        return meant
+    head, _, tail = str(segment).partition(str(braces))
+    option = word[len(head) : len(word) - len(tail)]
+    if meant.startswith(f"{head}{option}"):
+        return f"{head}{braces}{meant[len(head) + len(option) :]}"
+    if meant.endswith(f"{option}{tail}"):
+        return f"{meant[: len(meant) - len(option) - len(tail)]}{braces}{tail}"
+    return meant

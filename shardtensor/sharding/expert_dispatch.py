@@ -20,7 +20,7 @@ _STACKS = ("gate_up_proj", "down_proj")
 
 @register_hook("dispatch")
 def dispatch_to_experts(
-    site: Site, axis: str | tuple[str, ...], top_k: int, normalize: bool = True, logits: bool = False
+    site: Site, axis: str | tuple[str, ...], top_k: int, normalize: bool | None = None, logits: bool = True
 ) -> Use:
     """Send each token to the ranks along `axis` that hold its experts, and its results back.
 
@@ -31,7 +31,8 @@ def dispatch_to_experts(
       the experts inside: the plan's ``in`` and ``out`` then say that results are addends;
     * a block with a router ``gate`` and modules ``experts.0``, ``experts.1``, ..., called with hidden states alone: the
       ``top_k`` most likely experts of each token are weighed by their chances, which are made to add up to one where
-      `normalize`. It gives the hidden states, or with `logits` the router's logits, too, as older Hugging Face code.
+      `normalize` (if it is not said: as the module's ``norm_topk_prob`` says, and without one they are). It gives a
+      tuple, hidden states and the router's logits, as Hugging Face's blocks do; without `logits` the states alone.
 
     Every expert of a rank is called, also with no rows, so that its collectives meet.
     """
@@ -48,7 +49,18 @@ def dispatch_to_experts(
         )
     if site.group.mesh is not None:
         site.group.mesh.refuse_unknown(axes, PlanError)
+    known = ("gate", "experts")
+    others = [name for name, child in module.named_children() if name not in known and list(child.parameters())]
+    others += [name for name in ("jitter_noise", "router_jitter_noise") if getattr(module, name, 0)]
+    own_k = getattr(module, "top_k", top_k)
+    if others or own_k != top_k:
+        raise site.refused(
+            "`use dispatch(...)` would not do what this block does",
+            {"it has also": ", ".join(others) or "nothing", "top_k": f"{top_k}, and the module's is {own_k}"},
+            "write a hook of your own with @register_hook around shardtensor.dispatch_tokens",
+        )
     count = len(experts)
+    normalize = getattr(module, "norm_topk_prob", True) if normalize is None else normalize
     return Use(lambda: _Forward(module, _of_modules(module, site.team(axes), count, top_k, normalize, logits)))
 
 

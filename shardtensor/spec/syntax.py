@@ -75,7 +75,7 @@ def parse_with(parser: Lark, source: Source, unexpected: Unexpected, start: str 
         raise unexpected(source, token.start_pos or 0, str(token), token.type, set(error.accepts)) from None
     except UnexpectedCharacters as error:
         at = error.pos_in_stream or 0
-        raise unexpected(source, at, source.text[at], "", set(error.allowed or ())) from None
+        raise unexpected(source, at, source.text[at], "", set(error.interactive_parser.accepts())) from None
 
 
 def _check_limits(source: Source, max_length: int) -> None:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shardtensor import PlanError, parse_spec
+from shardtensor import PlanError, parse_spec, plan_from_hf
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
+from shardtensor.plan.checking import check_plan
+from shardtensor.plan.dims import model_from_dims
+from shardtensor.plan.formatting import format_plan
 from shardtensor.plan.interop.hf_words import EP_WORDS, TP_WORDS
 from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
 from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.reading import read_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.spec.diagnostics import Source
 
 RECORDED = json.loads((Path(__file__).parent / "hugging_face_plans.json").read_text())
 """Every plan that stands in transformers 5.24, with the models that have it."""
@@ -45,6 +51,10 @@ def test_recorded_plans_are_translated_or_refused_rule_by_rule(row, with_experts
         assert all("ranks along `ep` see different samples" in line for line in refused)
         ep = {pattern: word for pattern, word in ep.items() if pattern not in layers}
     text = plan_text_from_hf(tp, ep)
+    assert format_plan(Source(text)) == text, "it is canonical"
+    config = {"num_experts_per_tok": 2, "qk_rope_head_dim": 64}
+    plan = read_plan(text, config=config, world=8, params={"tp": 2})
+    assert plan.axes.size("tp") == 2 and not plan.findings
     told = _told(text)
     for pattern, word in _in_force(tp, ep).items():
         if word == "local_params":
@@ -73,7 +83,7 @@ def _told(text: str) -> dict[str, list[str]]:
         elif line == "}":
             above.pop()
         elif not line.startswith("unmatched"):
-            name, _, rule = line.partition(": ")
+            name, _, rule = (part.strip() for part in line.partition(": "))
             names = [name]
             if name.startswith("{"):
                 listed, _, end = name[1:].partition("}")
@@ -165,11 +175,11 @@ def test_the_text_reads_like_one_written_by_hand():
         "    layers.* {\n"
         "        self_attn {\n"
         "            {q,k,v}_proj: hf_colwise(tp, unit=hd)\n"
-        "            o_proj: hf_rowwise(tp, unit=hd)\n"
+        "            o_proj:       hf_rowwise(tp, unit=hd)\n"
         "        }\n"
         "        mlp {\n"
         "            {gate,up}_proj: hf_colwise(tp)\n"
-        "            down_proj: hf_rowwise(tp)\n"
+        "            down_proj:      hf_rowwise(tp)\n"
         "        }\n"
         "    }\n"
         "}\n"
@@ -186,3 +196,20 @@ def test_a_model_tells_tensors_from_modules():
     text = plan_text_from_hf(plan, model=model)
     assert "odd: [-, tp]" in text
     assert "hf_moe_tp_experts_without_weights(tp)" in text, "these experts take no routing weights"
+
+
+def test_a_plan_of_llama_is_right_and_refuses_to_cut_a_head():
+    config = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 1000,
+    }  # fmt: skip
+    full = {
+        "model.embed_tokens": "embedding_rowwise",
+        **with_prefix("model", LLAMA),
+        "lm_head": "colwise_gather_output",
+    }
+    model = model_from_dims(read_plan("llama", config=config, world=4, params={"tp": 4}))
+    found = check_plan(resolve(plan_from_hf(full, config=config, world=4), model))
+    assert [finding.code for finding in found if finding.severity == "error"] == []
+    found = check_plan(resolve(plan_from_hf(full, config=config, world=8), model))
+    assert {finding.code for finding in found if finding.severity == "error"} == {"E205"}, "4 key heads on 8 ranks"

@@ -513,7 +513,7 @@ class MixtralDecoderLayer(nn.Module):
 
 
 def mixtral(stacked: bool, **sizes: Any) -> LlamaForCausalLM:
-    sizes = {"stacked": stacked, "experts": 4, "kv": 4} | sizes
+    sizes = {"stacked": stacked, "experts": 4, "kv": 4, "vocab": 22} | sizes
     return LlamaForCausalLM(layer=MixtralDecoderLayer, **sizes)
 
 
@@ -586,6 +586,7 @@ class ViTModel(nn.Module):
 class ViTForImageClassification(nn.Module):
     def __init__(self, width: int = 16, heads: int = 4, labels: int = 3) -> None:
         super().__init__()
+        self.config = SimpleNamespace(image_size=8)
         self.vit, self.classifier = ViTModel(width, heads), nn.Linear(width, labels)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -643,7 +644,8 @@ class Uneven(nn.Module):
     def __init__(self, heads: int = 5, head: int = 2) -> None:
         super().__init__()
         width = heads * head
-        self.embed, self.big, self.odd = nn.Embedding(8, width), nn.Linear(width, 4), nn.Linear(4, 10, bias=False)
+        self.embed = nn.Embedding(8, width)
+        self.big, self.odd = nn.Linear(width, 4, bias=False), nn.Linear(4, 10, bias=False)
         self.h = nn.ModuleList(UnevenBlock(width, head) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

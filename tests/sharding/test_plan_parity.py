@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import family_plans
 import pytest
 import torch
-from family_plans import FAMILIES
-from harness import device
+from family_plans import FAMILIES, plan_for
+from harness import FULL, device
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -41,12 +40,12 @@ def same(module: torch.nn.Module, oracle: torch.nn.Module, grads: bool) -> None:
             torch.testing.assert_close(got, want.detach(), rtol=1e-9, atol=1e-10, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def trains(family: str, plan: str, options: dict[str, Any], steps: int = 2) -> int:
+def trains(plan: str, family: str, params: dict[str, Any], steps: int = 2) -> int:
     world, (rank, each) = as_group(), (as_group().rank, FAMILIES[family])
     torch.manual_seed(0)
     oracle = each.make().double().to(device())
     module = copy.deepcopy(oracle)
-    told = getattr(family_plans, plan)(world.size, **options)
+    told = plan_for(plan, family, world.size, **params)
     st.shard_module(module, told)
     mesh = told.axes.mesh
     data = [i for i, name in enumerate(mesh.names) if name in told.axes.leaves(told.axes.data)]
@@ -75,26 +74,45 @@ def trains(family: str, plan: str, options: dict[str, Any], steps: int = 2) -> i
     return held
 
 
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("mlp", "mlp", {}),
-    ("llama", "llama", {}),
-    ("llama", "llama", {"sp": True}),
-    ("llama_bias", "llama", {"tp": 2, "tied": True}),
-    ("gpt2", "gpt2", {}),
-    ("bert", "bert", {}),
-    ("t5", "t5", {}),
-    ("vit", "vit", {}),
-    ("vocab", "vocab", {}),
-    ("uneven", "uneven", {}),
-    ("mixtral", "mixtral_plan", {}),
-    ("mixtral_stacked", "mixtral_plan", {}),
-    ("llama", "fsdp", {}),
-    ("llama", "fsdp", {"copies": 2, "grain": "row"}),
-    ("llama_even", "llama", {"tp": 2, "sp": True, "tied": True, "store": "flat(dp) by model.layers.*"}),
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("mlp", "mlp", 4, {}),
+    ("llama", "llama", 4, {"tp": 4}),
+    ("llama", "llama", 4, {"tp": 4, "sp": True}),
+    ("llama", "llama_tied", 4, {"tp": 2}),
+    ("llama_2d", "llama_tied", 4, {"tp": 2}),
+    ("gpt2", "gpt2", 4, {}),
+    ("bert", "bert", 4, {}),
+    ("t5", "t5", 4, {}),
+    ("vit", "vit", 4, {}),
+    ("mixtral", "mixtral", 4, {"tp": 2, "ep": 2}),
+    ("mixtral", "mixtral_stacked", 4, {"tp": 2, "ep": 2}),
+    ("vocab", "vocab", 4, {}),
+    ("uneven", "uneven", 4, {}),
+    ("fsdp", "llama", 4, {"copies": 2, "grain": 4}),
+]
+
+MORE: list[tuple[str, str, int, dict[str, Any]]] = [
+    *(("mlp", "mlp", n, {}) for n in (1, 2)),
+    *(("llama", "llama", n, {"tp": tp, "sp": n > 1}) for n, tp in ((1, 1), (2, 2), (2, 1), (4, 1))),
+    ("llama", "llama_tied", 4, {"tp": 4, "sp": True}),
+    ("llama_2d", "llama_tied", 4, {"tp": 4}),
+    ("llama_2d", "llama_tied", 2, {"tp": 1}),
+    *((name, name, n, {}) for name in ("gpt2", "bert", "t5", "vit", "vocab") for n in (1, 2)),
+    ("bert", "bert_two_heads", 4, {}),
+    *(("mixtral", "mixtral", 4, {"tp": tp, "ep": ep}) for tp, ep in ((1, 4), (1, 2), (2, 1))),
+    *(("mixtral", "mixtral_stacked", 4, {"tp": tp, "ep": ep}) for tp, ep in ((1, 4), (1, 2), (2, 1))),
+    *(("fsdp", f, n, {}) for f in ("llama_tied", "gpt2", "bert", "t5", "vit", "mixtral_stacked") for n in (2, 4)),
 ]
 
 
 @both
-@pytest.mark.parametrize(("family", "plan", "options"), CASES)
-def test_a_plan_gives_the_dense_results(world, family, plan, options):
-    world(trains, 4, family=family, plan=plan, options=options)
+@pytest.mark.parametrize(("plan", "family", "size", "params"), CASES, ids=lambda value: str(value).replace(" ", ""))
+def test_a_plan_gives_the_dense_results(world, plan, family, size, params):
+    world(trains, size, plan=plan, family=family, params=params)
+
+
+@sim
+@pytest.mark.skipif(not FULL, reason="SHARDTENSOR_TEST_FULL=1 tries more worlds")
+@pytest.mark.parametrize(("plan", "family", "size", "params"), MORE, ids=lambda value: str(value).replace(" ", ""))
+def test_other_worlds_do_so_too(world, plan, family, size, params):
+    world(trains, size, plan=plan, family=family, params=params)

@@ -10,10 +10,13 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import PlanError
+from shardtensor.plan.formatting import format_plan
 from shardtensor.plan.interop.hf_words import EP_WORDS, OWNERS, TP_WORDS, HFWord
 from shardtensor.plan.interop.rule_tree import rule_tree
 from shardtensor.plan.model import Model
 from shardtensor.plan.plan import Plan
+from shardtensor.plan.reading import read_plan
+from shardtensor.spec.diagnostics import Source
 
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 """Keys of configurations whose heads are not all as long as `head_dim` says."""
@@ -42,8 +45,6 @@ def plan_from_hf(
     Raises:
         PlanError: words that have no translation, all of them, each with the reason.
     """
-    from shardtensor.plan.reading import read_plan
-
     keys: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else config
     text = plan_text_from_hf(tp_plan, ep_plan, config=keys, model=model)
     return read_plan(text, config=keys, world=world, params=params)
@@ -72,7 +73,7 @@ def plan_text_from_hf(
         <BLANKLINE>
         mlp {
             {up,gate}_proj: hf_colwise(tp)
-            down_proj: hf_rowwise(tp)
+            down_proj:      hf_rowwise(tp)
         }
         unmatched: replicate
         <BLANKLINE>
@@ -97,7 +98,7 @@ def plan_text_from_hf(
             rules.setdefault(entry.pattern, []).append(rule)
     silent = [f"# {entry.pattern} ({entry.word}): nothing to say" for entry in entries if not entry.rule]
     lines = [*_header(len(entries), heads, ep_plan, config or {}), *silent, ""]
-    return "\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])
+    return format_plan(Source("\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])))
 
 
 def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:

@@ -1,0 +1,294 @@
+"""Who gives a value in parts and who takes it so: parts and addends that nobody expects (E403, E404).
+
+Which module hears from which is the model's own code, and no plan says it. So a part counts as expected where, going
+outward from the module that leaves it, some module is found that takes such parts; what is refused nobody can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardtensor.plan.finding import Finding
+from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
+from shardtensor.plan.layer_flows import natural
+from shardtensor.plan.meetings import Meetings
+from shardtensor.plan.modules import Layer, Modules, Names, around, is_below
+from shardtensor.plan.origin import Origin
+from shardtensor.plan.places import style_note
+
+
+class _Index:
+    """By each module, sets of axes that modules in it speak of: two of those modules, and the place of the last."""
+
+    def __init__(self, places: Mapping[str, int]) -> None:
+        self._places = places
+        self._found: dict[str, dict[frozenset[str], tuple[list[str], int]]] = {}
+
+    def add(self, path: str, axes: Names) -> None:
+        if axes:
+            place = self._places.get(path, 0)
+            for above in around(path):
+                of_it = self._found.setdefault(above, {})
+                known, last = of_it.get(frozenset(axes), ([], -1))
+                if len(known) < 2 and path not in known:
+                    known.append(path)
+                of_it[frozenset(axes)] = known, max(last, place)
+
+    def has(self, above: str, axes: set[str], besides: str, after: int = -1) -> bool:
+        """Whether some module in `above`, not `besides` itself, speaks of all these axes; one that stands `after`."""
+        return any(
+            axes <= key and last > after and any(path != besides for path in paths)
+            for key, (paths, last) in self._found.get(above, {}).items()
+        )
+
+
+class Givers:
+    """What modules give and take.
+
+    Attributes:
+        to_hooks: modules whose cut result a hook takes, and no module.
+    """
+
+    def __init__(self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset()) -> None:
+        self._modules, self._meetings, self._broken = modules, meetings, broken
+        self._takes, self._takes_addends = _Index(modules.places), _Index(modules.places)
+        self._gives, self._gives_addends = _Index(modules.places), _Index(modules.places)
+        for path, stated in modules.stated.items():
+            for flow in stated.ins.values():
+                self._takes.add(path, cut_axes(flow.before))
+                self._takes_addends.add(path, partial_axes(flow.before))
+            for flow in stated.outs.values():
+                self._gives.add(path, cut_axes(flow.after))
+                self._gives_addends.add(path, partial_axes(flow.after))
+        for path, layer in modules.layers.items():
+            if not layer.stated.ins and layer.kind.name == "linear":
+                self._takes.add(path, layer.cut("weight", "in"))
+        self._escaped = list(self._escapes())
+        self.to_hooks = frozenset(path for path, _, is_hooked in self._escaped if is_hooked)
+
+    def findings(self) -> Iterator[Finding]:
+        """E403 and E404."""
+        for path, name, is_hooked in self._escaped:
+            if not is_hooked and path not in self._broken:
+                yield self._told(path, name)
+        yield from self._not_given()
+        yield from self._not_made()
+        yield from self._streams()
+
+    # -- what is given and not taken ----------------------------------------------------------------------------------
+
+    def _escapes(self) -> Iterator[tuple[str, str, bool]]:
+        """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
+        for path, stated in self._modules.stated.items():
+            for name, flow in stated.outs.items() if path else ():
+                cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
+                if not (cut or addends):
+                    continue
+                is_taken, is_hooked = False, False
+                block, after = _block(path), -1
+                for above in around(path):
+                    if not (above == block or is_below(above, block)):
+                        after = self._modules.places.get(path, -1)  # layers before it do not hear of it
+                    takes = (not cut or self._takes.has(above, cut, path, after)) and (
+                        not addends or self._takes_addends.has(above, addends, path, after)
+                    )
+                    if takes or self._passes(above, cut, addends):
+                        is_taken = True
+                        break
+                    is_hooked = is_hooked or self._has_hook(above, flow)
+                if not is_taken:
+                    yield path, name, is_hooked
+
+    def _passes(self, above: str, cut: set[str], addends: set[str]) -> bool:
+        """Whether a module around says that it gives such a value."""
+        stated = self._modules.stated.get(above)
+        return stated is not None and any(
+            cut <= set(cut_axes(flow.before)) and addends <= set(partial_axes(flow.before))
+            for flow in stated.outs.values()
+        )
+
+    def _has_hook(self, above: str, flow: Flow) -> bool:
+        stated = self._modules.stated.get(above)
+        hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
+        is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
+        return any(name != "cross_entropy" or is_logits for name in hooks)
+
+    def _told(self, path: str, name: str) -> Finding:
+        stated, named = self._modules.stated[path], self._modules.named
+        flow, line = stated.outs[name], stated.line("out", name)
+        said = stated.passing.outs[name][0]
+        origin = line.origin if line is not None else None
+        addends = partial_axes(flow.after)
+        if addends:
+            return Finding(
+                "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
+                f"`{said}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
+                f"write `{said.before} -> replicate` (one all_reduce), or say who sums: `in: partial("
+                f"{named(addends)}) -> replicate` there",
+                style_note(origin, "flow"), path,
+            )  # fmt: skip
+        cut = named(cut_axes(flow.after))
+        fix = f"say who takes it: `in: {said.after}` there, or such an `out` on the module around; or gather it: "
+        fix += f"`out: {said.before} -> replicate`"
+        if set(cuts(flow.after)) == {-1} and "cross_entropy" not in fix:
+            fix += "; for logits: `use cross_entropy()`"
+        return Finding(
+            "E403", f"this value leaves cut along {cut}, and no module takes it so", origin,
+            "what meets it next would take one rank's part for the whole", fix, style_note(origin, "flow"), path,
+        )  # fmt: skip
+
+    # -- what is taken and not given ----------------------------------------------------------------------------------
+
+    def _not_given(self) -> Iterator[Finding]:
+        """Modules that take a value in parts which no module leaves so."""
+        for path, stated in self._modules.stated.items():
+            for name, flow in stated.ins.items() if path and path not in self._broken else ():
+                cut = set(cut_axes(flow.before))
+                if cut and not self._is_given(path, cut):
+                    line = stated.line("in", name)
+                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line and line.origin)
+        for path, layer in self._modules.layers.items():
+            cut = set(layer.cut("weight", "in")) if layer.kind.name == "linear" else set()
+            is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
+            if path and cut and not is_said and not self._is_given(path, cut):
+                line = layer.params["weight"].line
+                text = str(natural(tuple(layer.cut("weight", "in"))).after)
+                yield self._refused(path, cut, text, line and line.origin)
+
+    def _is_given(self, path: str, cut: set[str]) -> bool:
+        for above in around(path):
+            if self._gives.has(above, cut, path):
+                return True
+            stated = self._modules.stated.get(above)
+            if stated is None:
+                continue
+            if stated.passing.uses or any(cut <= set(cut_axes(flow.after)) for flow in stated.ins.values()):
+                return True
+            if stated.ins:
+                return False
+        return False
+
+    def _refused(self, path: str, cut: set[str], text: str, origin: Origin | None) -> Finding:
+        axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in cut)
+        return Finding(
+            "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
+            f"it wants `{text}`; the modules that it can hear from leave whole values, or say nothing of their results",
+            f"cut those that feed it (`colwise({axes})`), or take whole values: `in: replicate -> {text}`",
+            style_note(origin, "flow"), path,
+        )  # fmt: skip
+
+    def _not_made(self) -> Iterator[Finding]:
+        """Modules that sum addends which nothing inside leaves: sums would be summed again."""
+        modules, named = self._modules, self._modules.named
+        for path, stated in modules.stated.items():
+            if path in modules.layers or modules.owned.get(path) or stated.passing.uses:
+                continue
+            for name, flow in stated.outs.items():
+                addends = set(partial_axes(flow.before))
+                if not addends or self._gives_addends.has(path, addends, path):
+                    continue
+                summing = next((other for other in self._sums(addends) if is_below(other, path)), None)
+                line = stated.line("out", name)
+                why = "copies would be summed: the value comes out as many times too large as there are ranks"
+                if summing is not None:
+                    why = f"`{summing}` sums them already; summed again they are as many times too large as there "
+                    why += f"are ranks along {named(addends)}"
+                yield Finding(
+                    "E403", f"nothing in `{path}` leaves addends along {named(sorted(addends))}",
+                    line.origin if line is not None else None, why, "drop this `out`, or the arrow inside",
+                    style_note(line.origin if line is not None else None, "flow"), path,
+                )  # fmt: skip
+
+    def _sums(self, addends: set[str]) -> Iterator[str]:
+        for path, stated in self._modules.stated.items():
+            if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
+                yield path
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def _streams(self) -> Iterator[Finding]:
+        """Where values go from module to module cut along tokens: those that take or leave them whole, alone."""
+        modules, meetings = self._modules, self._meetings
+        if not any(layer.kind.name == "embedding" for layer in modules.layers.values()):
+            return  # copies may come from outside
+        gathered = {path: meetings.gathers(path) for path in (*modules.stated, *modules.layers)}
+        silent = [
+            path for path in modules.owned
+            if not (path in modules.stated and (modules.stated[path].ins or modules.stated[path].outs))
+        ]  # fmt: skip
+        for axis in meetings.streams:
+            outside = [path for path in silent if axis not in meetings.gathers(path)]
+            if any(path not in modules.layers or not modules.layers[path].is_cut for path in outside):
+                continue  # what they give is not known
+            takers = list(self._takers_of_copies(axis, gathered))
+            makers = list(self._makers_of_copies(axis))
+            if takers and not makers:
+                yield from (self._takes_whole(path, axis) for path in takers)
+            if not takers:
+                yield from (self._leaves_whole(path, axis) for path in makers if axis not in gathered[path])
+
+    def _takers_of_copies(self, axis: str, gathered: dict[str, set[str]]) -> Iterator[str]:
+        modules = self._modules
+        for path in dict.fromkeys((*modules.stated, *modules.layers)):
+            layer = modules.layers.get(path)
+            if axis in gathered[path] or (layer is not None and layer.kind.name == "embedding"):
+                continue
+            stated = modules.stated.get(path)
+            flow = stated.ins.get("") if stated is not None else None
+            if flow is not None:
+                if axis not in (*cut_axes(flow.before), *partial_axes(flow.before)):
+                    yield path
+            elif layer is not None and _takes_copies(layer, axis) and modules.nearest_in(path) is None:
+                yield path
+
+    def _makers_of_copies(self, axis: str) -> Iterator[str]:
+        for path, stated in self._modules.stated.items():
+            layer = self._modules.layers.get(path)
+            flow = stated.out
+            if flow is None or (layer is not None and layer.kind.name == "norm" and flow.before == flow.after):
+                continue
+            if axis not in (*cut_axes(flow.after), *partial_axes(flow.after)):
+                yield path
+
+    def _takes_whole(self, path: str, axis: str) -> Finding:
+        modules, named = self._modules, self._modules.named
+        stated = modules.stated.get(path)
+        line = stated.line("in") if stated is not None else None
+        if line is None:
+            layer = modules.layers[path]
+            line = layer.stated.line("out") or layer.params["weight"].line
+        source = self._meetings.streams[axis]
+        after = modules.stated[source].passing.outs[""][0].after
+        origin = line.origin if line is not None else None
+        return Finding(
+            "E403", f"`{path}` takes whole values, and they come cut along {named((axis,))}", origin,
+            f"every module leaves them so, such as `{source}`: `{after}`; one rank's part would be taken for the whole",
+            f"`in: {after} -> replicate` gathers them, here or on a module around; a norm takes them as they come: "
+            f"`along({after})`",
+            style_note(origin, "flow"), path,
+        )  # fmt: skip
+
+    def _leaves_whole(self, path: str, axis: str) -> Finding:
+        modules, named = self._modules, self._modules.named
+        stated = modules.stated[path]
+        line = stated.line("out")
+        origin = line.origin if line is not None else None
+        source = self._meetings.streams[axis]
+        after = modules.stated[source].passing.outs[""][0].after
+        said = stated.passing.outs[""][0]
+        return Finding(
+            "E403", f"`{path}` leaves whole values, and all modules take them cut along {named((axis,))}", origin,
+            f"they expect `{after}`, as `{source}` leaves it: each rank's whole would be taken for a part of a longer "
+            "one",
+            f"write `out: {said.before} -> {after}`", style_note(origin, "flow"), path,
+        )  # fmt: skip
+
+
+def _takes_copies(layer: Layer, axis: str) -> bool:
+    """Whether a layer without an `in` takes what comes as copies along an axis."""
+    return layer.kind.name == "linear" and layer.is_cut and axis not in layer.cut("weight", "in")
+
+
+def _block(path: str) -> str:
+    """The innermost module around a path, or itself, that is one of several alike: whose name is a number."""
+    return next((each for each in (path, *around(path)) if each.rpartition(".")[2].isdecimal()), "\0")

@@ -1,0 +1,80 @@
+"""A training step for a module that nobody said one for: inputs from its signature and its layers, and a loss."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.errors import PlanError
+
+_IDS = ("input_ids", "ids", "idx", "tokens", "input")
+_IMAGES = ("pixel_values", "images", "image")
+
+
+def example_step(module: nn.Module, sample: int, length: int) -> torch.Tensor:
+    """Return the loss of two samples; equal for equal numbers, on every rank.
+
+    A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
+    that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
+    The loss is the one that the module gives, else a mean of what it gives, squared and weighed.
+
+    Args:
+        sample: which samples: others for other numbers.
+        length: of sequences.
+
+    Raises:
+        PlanError: the module cannot be called so.
+
+    Example:
+        >>> example_step(nn.Linear(3, 2), 0, 4).shape
+        torch.Size([])
+    """
+    g = torch.Generator().manual_seed(sample)
+    names = list(inspect.signature(module.forward).parameters)
+    first = next((m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear | nn.Conv2d)), None)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    given: dict[str, Any] = {}
+    if isinstance(first, nn.Embedding):
+        x = torch.randint(0, first.num_embeddings, (2, length), generator=g)
+        given = {"labels": x} if "labels" in names else {}
+        given |= {"decoder_input_ids": x} if "decoder_input_ids" in names and not given else {}
+    elif isinstance(first, nn.Conv2d):
+        size = getattr(getattr(module, "config", None), "image_size", 4 * max(first.kernel_size))
+        x = torch.randn(2, first.in_channels, size, size, generator=g, dtype=dtype)
+    elif isinstance(first, nn.Linear):
+        x = torch.randn(2, length, first.in_features, generator=g, dtype=dtype)
+    else:
+        raise PlanError(
+            f"it is not known how to call {type(module).__name__}",
+            {"forward takes": ", ".join(names)},
+            "give its step, too: let the function return (module, step), with step(module, sample) -> loss",
+        )
+    name = next((n for n in (*_IDS, *_IMAGES) if n in names), None)
+    output = module(**{name: x}, **given) if name else module(x, **given)
+    return _loss(output)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if isinstance(named.get("loss"), torch.Tensor):
+        return named["loss"]
+    terms = [_weighed(y) for y in _floats(output)]
+    return torch.stack([term for term in terms if term.requires_grad] or terms).sum()
+
+
+def _weighed(y: torch.Tensor) -> torch.Tensor:
+    """A mean to which every element adds by another weight, so that no mistake hides in a sum."""
+    weights = torch.linspace(0.5, 1.5, max(y.shape[-1], 1), dtype=y.dtype, device=y.device) if y.dim() else 1.0
+    return (y.square() * weights).sum() / max(math.prod(y.shape), 1)
+
+
+def _floats(output: Any) -> Iterable[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return (output,) if output.is_floating_point() else ()
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return (y for part in parts for y in _floats(part))

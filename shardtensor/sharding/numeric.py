@@ -1,0 +1,201 @@
+"""``check --numeric``: one training step on local ranks, every gradient beside the one that a single rank computes.
+
+What no reading of a plan can find, a sum that is forgotten or done twice, shows here: on the line of the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import ShardTensorError
+from shardtensor.layout.layout import replicated
+from shardtensor.plan.canonical import layout_text
+from shardtensor.plan.checking import check_plan
+from shardtensor.plan.finding import Finding
+from shardtensor.plan.loading import load_plan
+from shardtensor.plan.patterns import unwrapped
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.plan.resolved import Resolved
+from shardtensor.sharding.example_step import example_step
+from shardtensor.sharding.model_info import model_info
+from shardtensor.sharding.shard_module import shard_module
+from shardtensor.sim.simulate import simulate
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+from shardtensor.tensor.steps import take
+
+Step = Callable[[nn.Module, int], torch.Tensor]
+
+TOLERANCE = 1e-4
+"""Relative; models that compute in float64 agree to 1e-12, but some of their code rounds to float32 on the way."""
+
+
+@attrs.frozen
+class Compared:
+    """One parameter's gradient on one rank, beside the dense one: sums over its elements there."""
+
+    want: float
+    got_want: float
+    got: float
+    is_missing: bool = False
+
+
+def check_numeric(
+    plan: Plan | str | Path,
+    make: Callable[[], Any],
+    *,
+    config: Any = None,
+    world: int | None = None,
+    params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> tuple[Finding, ...]:
+    """Run one training step of a module as a plan says, on ranks in this process, and compare every gradient.
+
+    Args:
+        plan: a `Plan`, or what `load_plan` reads.
+        make: gives the module, small and dense, of the names that the plan knows; or the module and ``step(module,
+            sample) -> loss``, the loss of the samples of that number. Without a step one is made up: `example_step`.
+        config, world, params: as of `load_plan`.
+        seed: of the module's values.
+
+    Returns:
+        what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,
+        at the line that says how it lies, those that backward comes to first at the front; nothing when all are right.
+
+    Example:
+        >>> rules = {"0": {"weight": "[tp, -]", "bias": "[tp]", "in": "replicate", "out": "[..., tp]"},
+        ...          "2": {"weight": "[-, tp]", "in": "[..., tp]", "out": "partial(tp) -> replicate"}}
+        >>> make = lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4, bias=False))
+        >>> check_numeric(Plan.from_rules(rules, "tp=2"), make)
+        ()
+    """
+    if not isinstance(plan, Plan):
+        plan = load_plan(plan, config=config, world=world, **(params or {}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = make()
+    module, step = made if isinstance(made, tuple) else (made, None)
+    module = module.double().eval()
+    length = plan.world * -(-8 // plan.world)
+    step = step or (lambda module, sample: example_step(module, sample, length))
+    resolved = resolve(plan, model_info(module))
+    errors = tuple(finding for finding in check_plan(resolved) if finding.severity == "error")
+    if errors:
+        return errors
+    mesh, axes = plan.axes.mesh, plan.axes
+    data = [i for i, name in enumerate(mesh.names) if name in axes.leaves(axes.data)]
+    samples = len(mesh.ranks_along(0, data))
+    dense = copy.deepcopy(module)
+    want = torch.stack([step(dense, sample) for sample in range(samples)]).mean()
+    want.backward()
+    try:
+        found = simulate(plan.world, _one_rank, module, plan, step, dense, data)
+    except Exception as error:
+        return (_not_run(error, plan),)
+    return _findings(resolved, want.item(), found)
+
+
+def _one_rank(module: nn.Module, plan: Plan, step: Step, dense: nn.Module, data: list[int]) -> Any:
+    rank = as_group().rank
+    module = shard_module(copy.deepcopy(module), plan)
+    sample = plan.axes.mesh.ranks_along(rank, data).index(rank)
+    loss = step(module, sample)
+    loss.backward()
+    compared = {}
+    for (name, param), other in zip(module.named_parameters(), dense.parameters(), strict=True):
+        if other.grad is not None and param.requires_grad:
+            compared[unwrapped(name)] = _compared(param, other.grad)
+    return local_of(loss.detach()).item(), compared
+
+
+def _compared(param: torch.Tensor, want: torch.Tensor) -> Compared:
+    """This rank's part of a gradient beside the same part of the dense one."""
+    if isinstance(param, ShardedTensor):
+        rank = param._group.rank
+        whole = replicated(tuple(want.shape), param._layout.ranks, param._layout.grid)
+        want = take(want, whole, param._layout, rank) if rank in param._layout.ranks else want.new_empty(0)
+    got = local_of(param).grad
+    want = want.reshape(-1)
+    if got is None:
+        return Compared(want.square().sum().item(), 0.0, 0.0, bool(want.numel()))
+    got = got.reshape(-1)
+    return Compared(want.square().sum().item(), (got * want).sum().item(), got.square().sum().item())
+
+
+def _findings(resolved: Resolved, want: float, found: list[tuple[float, dict[str, Compared]]]) -> tuple[Finding, ...]:
+    got = sum(loss for loss, _ in found) / len(found)
+    findings = []
+    if abs(got - want) > TOLERANCE * max(abs(want), 1e-6):
+        why = f"one rank computes {want:.6g}, the mean over {len(found)} ranks is {got:.6g}"
+        fix = "a value is counted twice, or a part is taken for the whole: look at the flows of the last layers"
+        findings.append(Finding("E405", "the loss is not the dense one", _first_origin(resolved.plan), why, fix))
+    scale = max((each.want for _, compared in found for each in compared.values()), default=0.0)
+    wrong = []
+    for name in found[0][1]:
+        fault = _fault([compared[name] for _, compared in found], scale)
+        if fault:
+            wrong.append((name, fault))
+    for i, (name, fault) in enumerate(reversed(wrong)):
+        placed = resolved.tensors[name]
+        why = f"{name} lies as `{layout_text(placed, resolved)}`; one step on {len(found)} ranks"
+        note = "backward comes here first: what is wrong before it in the model may follow from it"
+        findings.append(
+            Finding(
+                "E405",
+                f"the gradient of `{name}` is {fault}",
+                placed.line.origin if placed.line is not None else None,
+                why,
+                _fix(fault),
+                (note,) if len(wrong) > 1 and not i else (),
+                name,
+            )
+        )
+    return tuple(findings)
+
+
+def _fault(ranks: list[Compared], scale: float) -> str:
+    """What is wrong with a gradient, from its parts on all ranks; empty when nothing is."""
+    want = sum(each.want for each in ranks)
+    got_want, got = sum(each.got_want for each in ranks), sum(each.got for each in ranks)
+    if any(each.is_missing for each in ranks):
+        return "missing on some rank" if want > TOLERANCE**2 * scale else ""
+    off = max(got - 2 * got_want + want, 0.0)
+    floor = (TOLERANCE**2) * max(want, scale * 1e-6)
+    if off <= floor:
+        return ""
+    if want <= TOLERANCE**2 * scale:
+        return "not 0, as it should be"
+    ratio = got_want / want
+    rest = max(got - 2 * ratio * got_want + ratio * ratio * want, 0.0)
+    if rest <= floor and abs(ratio) > TOLERANCE:
+        return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
+    return f"off by {100 * (off / want) ** 0.5:.0f} %"
+
+
+def _fix(fault: str) -> str:
+    if "too large" in fault:
+        return "it is summed where all ranks have the same: drop a `grad partial(...)`, or an `in` inside of another"
+    if "too small" in fault:
+        return "addends are not summed: say how values enter (`in`), or that copies differ (`grad partial(...)`)"
+    return "addends are not summed, or are met by copies: see how values enter and leave the modules around it"
+
+
+def _not_run(error: Exception, plan: Plan) -> Finding:
+    """What stopped a rank: a refusal of this library's, or the module's own code on parts of values."""
+    fault, *facts = str(error).splitlines() or [""]
+    if isinstance(error, ShardTensorError):
+        return Finding("E405", fault, _first_origin(plan), "\n       ".join(line.strip() for line in facts))
+    fix = "an attribute that counts may want a `local`, or a value an `in` or `out`"
+    return Finding("E405", f"the module does not run so: {type(error).__name__}: {fault}", _first_origin(plan), "", fix)
+
+
+def _first_origin(plan: Plan) -> Any:
+    return next((line.origin for line in plan.lines if line.origin is not None), None)

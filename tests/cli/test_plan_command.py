@@ -1,0 +1,130 @@
+"""``shardtensor plan``: what it prints is what the parts say; it needs no torch and no time; faults are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardtensor.cli.main import main
+from shardtensor.cli.plan_tables import say_seconds
+from shardtensor.cost.profile import read_profile
+
+pytest.importorskip("shardtensor.plan.collectives")
+
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_405B = {
+    "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+    "num_attention_heads": 128, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The path of a config.json with some keys."""
+
+    def write(keys):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(keys))
+        return str(path)
+
+    return write
+
+
+def report(capsys, *args):
+    assert main(["plan", *args, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_report_adds_up(capsys, config):
+    told = report(
+        capsys, "llama_2d", "--model", config(SMALL), "--world", "12", "--set", "tp=3", "--seq", "64", "--rank", "5"
+    )
+    memory, step = told["memory"], told["step"]
+    for held in memory.values():
+        parts = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
+        assert held["total"] == sum(held[name] for name in parts)
+    assert memory["least"]["total"] <= memory["rank"]["total"] <= memory["most"]["total"]
+    assert memory["rank"]["rank"] == 5
+    along_data = [row for row in told["collectives"] if row["over"] == "dp"]
+    inside = [row for row in told["collectives"] if row["over"] != "dp"]
+    assert along_data and inside
+    assert sum(row["seconds"] for row in along_data) == pytest.approx(step["beside_s"])
+    assert sum(row["seconds"] for row in inside) == pytest.approx(step["inside_s"])
+    spent = max(step["compute_s"], step["beside_s"]) + step["inside_s"] + step["optimizer_s"]
+    assert step["seconds"] == pytest.approx(spent)
+    assert step["tokens_per_s"] == pytest.approx(4 * 64 / spent)
+    assert told["passing"]["tp"] == [1, 3, 6]
+    assert told["parameters"] == 2 * 96 * 1000 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
+
+
+def test_layers_are_told_once(capsys, config):
+    two, four = (
+        report(capsys, "llama", "--model", config({**SMALL, "num_hidden_layers": n}), "--world", "6", "--set", "tp=3")
+        for n in (2, 4)
+    )
+    assert len(two["collectives"]) == len(four["collectives"])
+    starred = [[row["calls"] for row in told["collectives"] if "*" in row["where"]] for told in (two, four)]
+    assert [2 * calls for calls in starred[0]] == starred[1]
+
+
+def test_a_search_prints_the_meshes_and_why_others_are_none(capsys, config):
+    assert main(["plan", "llama", "--model", config(SMALL), "--world", "12", "--search", "--seq", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "meshes, the shortest step first" in out
+    assert "tp=3, sp=true" in out
+    assert "E106: requirement not met: every rank needs whole query heads" in out
+    assert main(["plan", "llama", "--model", config(SMALL), "--world", "12", "--search", "--memory", "1KiB"]) == 0
+    assert "no mesh passes" in capsys.readouterr().out
+
+
+def test_text_shows_the_tables(capsys, config):
+    assert main(["plan", "llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3"]) == 0
+    out = capsys.readouterr().out
+    for words in ("bytes of a rank", "collectives of a step", "a step", "tokens a second", "tp that pass for 6 ranks"):
+        assert words in out
+
+
+def test_a_users_profile_is_taken(capsys, config, tmp_path):
+    mine = tmp_path / "mine.json"
+    mine.write_text(read_profile("cpu").as_text())
+    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3", "--hardware")
+    assert report(capsys, *args, str(mine))["step"] == report(capsys, *args, "cpu")["step"]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["llama", "--world", "6", "--set", "tp=4"], 1, "error[E"),
+        (["llama", "--world", "8", "--hardware", "h1000"], 1, "there is no hardware profile `h1000`"),
+        (["llama", "--world", "6", "--set", "tp=3", "--batch", "3"], 1, "3 samples cannot be dealt to 2 data ranks"),
+        (["llama", "--world", "6", "--set", "tp=3", "--rank", "6"], 1, "the plan has no rank 6"),
+        (["llama", "--world", "6", "--set", "tp=3", "--optimizer", "lamb"], 1, 'no optimizer is called "lamb"'),
+        ([], 2, "name a plan, or --calibrate FILE"),
+    ],
+)
+def test_faults_are_told(capsys, config, args, status, words):
+    assert main(["plan", *args, *(["--model", config(SMALL)] if args else [])]) == status
+    assert words in capsys.readouterr().err
+
+
+def test_405b_on_16384_ranks_takes_less_than_two_seconds_and_no_torch(config):
+    program = (
+        "import sys, time\n"
+        "from shardtensor.cli.main import main\n"
+        f"main(['plan', 'llama_2d', '--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000'])\n"
+        "print('torch' in sys.modules, time.process_time())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    has_torch, spent = done.stdout.splitlines()[-1].split()
+    assert has_torch == "False"
+    assert float(spent) < 2  # of the processor, which others may be using, too
+
+
+def test_times_are_told_in_units():
+    assert [say_seconds(s) for s in (0, 3e-6, 0.02, 2.5)] == ["-", "3 us", "20 ms", "2.5 s"]

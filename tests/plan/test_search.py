@@ -1,0 +1,123 @@
+"""The search finds what trying everything finds, and takes no time; values that pass are those that check passes."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import pytest
+
+from shardtensor.cost.profile import read_profile
+from shardtensor.errors import PlanError, SpecError
+from shardtensor.plan.dims import model_from_dims
+from shardtensor.plan.memory import plan_bytes
+from shardtensor.plan.reading import read_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.plan.search import candidates, passing_values, readable_plan, search
+from shardtensor.plan.work import Batch, data_ranks, kept_bytes
+
+pytest.importorskip("shardtensor.plan.collectives")
+
+H100 = read_profile("h100")
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIXTRAL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def model_of(plan, config, world):
+    return model_from_dims(readable_plan(plan, config=config, world=world))
+
+
+def by_hand(plan, config, world, names, batch, memory_bytes):
+    """Every combination of values up to the world and of switches, read, resolved and estimated one by one."""
+    from shardtensor.plan.estimate import step_seconds
+
+    model, found = model_of(plan, config, world), {}
+    ranges = [(False, True) if name == "sp" else range(1, world + 1) for name in names]
+    for values in product(*ranges):
+        params = dict(zip(names, values, strict=True))
+        try:
+            read = read_plan(plan, config=config, world=world, params=params)
+        except SpecError:
+            continue
+        resolved = resolve(read, model)
+        if resolved.errors or batch.samples % data_ranks(resolved):
+            continue
+        held = plan_bytes(resolved, dtype=batch.dtype).most
+        if held.total + kept_bytes(resolved, batch) <= memory_bytes:
+            found[values] = step_seconds(resolved, batch, H100, held=held).total
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "world", "names", "memory_bytes"),
+    [
+        ("llama", SMALL, 12, ("tp", "sp"), 1 << 40),
+        ("llama", SMALL, 12, ("tp", "sp"), 3 << 20),
+        ("llama_2d", SMALL, 12, ("tp", "sp"), 5 << 20),
+        ("fsdp", SMALL, 12, ("copies",), 1 << 40),
+        ("mixtral", MIXTRAL, 8, ("tp", "ep"), 1 << 40),
+    ],
+)
+def test_a_search_finds_what_trying_everything_finds(plan, config, world, names, memory_bytes):
+    batch = Batch(48, 32)
+    choices = search(
+        plan, model_of(plan, config, world), config=config, world=world, memory_bytes=memory_bytes, batch=batch,
+        profile=H100,
+    )  # fmt: skip
+    passed = {tuple(c.params[name] for name in names): c.seconds.total for c in choices if c.seconds is not None}
+    assert passed == by_hand(plan, config, world, names, batch, memory_bytes)
+    assert list(passed.values()) == sorted(passed.values())
+    assert passed
+    assert all(bool(c.fault) == (c.seconds is None) for c in choices)
+    assert all(c.bytes <= memory_bytes for c in choices if not c.fault)
+
+
+def test_8b_on_64_ranks_is_searched_in_a_moment():
+    start = time.perf_counter()
+    model = model_of("llama_2d", LLAMA_8B, 64)
+    choices = search(
+        "llama_2d", model, config=LLAMA_8B, world=64, memory_bytes=80 << 30, batch=Batch(64, 4096), profile=H100
+    )
+    assert time.perf_counter() - start < 5
+    assert choices[0].seconds is not None
+    assert {choice.params["tp"] for choice in choices} == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_values_that_are_given_stay():
+    tried = candidates("llama", config=SMALL, world=12, params={"sp": True})
+    assert tried == tuple({"tp": tp} for tp in (1, 2, 3, 4, 6, 12))
+    with pytest.raises(PlanError, match="no parameter that changes its mesh"):
+        candidates("llama", config=SMALL, world=12, params={"tp": 3})
+
+
+@pytest.mark.parametrize(("plan", "config", "world"), [("llama", SMALL, 12), ("mixtral", MIXTRAL, 8)])
+def test_values_that_pass_are_those_without_an_error(plan, config, world):
+    model = model_of(plan, config, world)
+    for name, values in passing_values(plan, model, config=config, world=world).items():
+        for n in (n for n in range(1, world + 1) if world % n == 0):
+            try:
+                fits = not resolve(read_plan(plan, config=config, world=world, params={name: n}), model).errors
+            except SpecError:
+                fits = False
+            assert fits == (n in values)
+
+
+def test_what_refuses_a_mesh_is_said():
+    model = model_of("llama", SMALL, 12)
+    choices = search("llama", model, config=SMALL, world=12, memory_bytes=1 << 40, batch=Batch(6, 32), profile=H100)
+    faults = {choice.params["tp"]: choice.fault for choice in choices}
+    assert faults[4].startswith("E106: requirement not met")
+    assert faults[1] == "6 samples cannot be dealt to 12 data ranks"
+    least = search("llama", model, config=SMALL, world=12, memory_bytes=1 << 10, batch=Batch(12, 32), profile=H100)
+    assert all(choice.fault for choice in least)
+    assert any("of 1.0 KiB" in choice.fault for choice in least)
