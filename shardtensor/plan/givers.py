@@ -247,6 +247,8 @@ class Givers:
             flow = stated.out
             if flow is None or (layer is not None and layer.kind.name == "norm" and flow.before == flow.after):
                 continue
+            if axis in cut_axes(flow.before) and _block(path) == "\0":
+                continue  # it gathers, once in the model: so the last norm lets the stream go
             if axis not in (*cut_axes(flow.after), *partial_axes(flow.after)):
                 yield path
 
