@@ -83,7 +83,7 @@ class Givers:
                 cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
                 if not (cut or addends):
                     continue
-                is_taken, is_hooked = False, False
+                is_taken, is_hooked = False, self._has_hook(path, flow)
                 block, after = _block(path), -1
                 for above in around(path):
                     if not (above == block or is_below(above, block)):
