@@ -83,7 +83,7 @@ class Givers:
                 cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
                 if not (cut or addends):
                     continue
-                is_taken, is_hooked = False, self._has_hook(path, flow)
+                is_taken, is_hooked = False, "cross_entropy" in self._hooks(path, flow)
                 block, after = _block(path), -1
                 for above in around(path):
                     if not (above == block or is_below(above, block)):
@@ -94,7 +94,7 @@ class Givers:
                     if takes or self._passes(above, cut, addends):
                         is_taken = True
                         break
-                    is_hooked = is_hooked or self._has_hook(above, flow)
+                    is_hooked = is_hooked or bool(self._hooks(above, flow))
                 if not is_taken:
                     yield path, name, is_hooked
 
@@ -106,11 +106,22 @@ class Givers:
             for flow in stated.outs.values()
         )
 
-    def _has_hook(self, above: str, flow: Flow) -> bool:
+    def _hooks(self, above: str, flow: Flow) -> list[str]:
+        """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
         stated = self._modules.stated.get(above)
         hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
         is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
-        return any(name != "cross_entropy" or is_logits for name in hooks)
+        return [name for name in hooks if name != "cross_entropy" or is_logits]
+
+    @property
+    def logits(self) -> list[str]:
+        """The modules whose logits a loss takes as they are cut."""
+        found = []
+        for path in self.to_hooks:
+            flow = self._modules.stated[path].out
+            if flow is not None and any("cross_entropy" in self._hooks(at, flow) for at in (path, *around(path))):
+                found.append(path)
+        return sorted(found)
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named

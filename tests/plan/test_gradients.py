@@ -1,4 +1,4 @@
-"""Gradients of a plan: how they lie in the cases that were tried by hand, and what is told where they would go wrong."""
+"""Gradients of a plan: how they lie in cases that were tried by hand, and what is told where they would go wrong."""
 
 from __future__ import annotations
 
@@ -158,6 +158,7 @@ mlp.fc1.bias out=32
 mlp.fc2.weight out=16 in=32
 mlp.fc2.bias out=16
 """)
+FC0 = "fc0: colwise(tp)"
 FC1 = "fc1 {\n weight: [tp, -]\n bias: [tp]\n out: [..., tp]\n}"
 FC2 = "fc2 {\n weight: [-, tp]\n bias: replicate\n in: [..., tp]\n out: partial(tp) -> replicate\n}"
 
@@ -203,7 +204,9 @@ GOLDENS = {
   fix: drop this `out`, or the arrow inside""",
     ),
     "an in around and again inside": (
-        mlp("in: replicate\nfc1 {\n weight: [tp, -]\n bias: [tp]\n in: replicate\n out: [..., tp]\n}\nfc0: colwise(tp)"),
+        mlp(
+            "in: replicate\nfc1 {\n weight: [tp, -]\n bias: [tp]\n in: replicate\n out: [..., tp]\n}\nfc0: colwise(tp)"
+        ),
         """<plan>:10:6: error[E401]: this gradient is summed along tp here and again around
    10 |  in: replicate
       |      ^^^^^^^^^
@@ -270,17 +273,18 @@ def test_grad_replicate_is_the_second_way_out():
     assert [finding.fault for finding in found] == ["copies meet addends at the `in` of attn"], "the rest is told"
 
 
+Q_NORM = PLAN[PLAN.index("q_norm {") : PLAN.index("k_norm {")]
+WITHOUT_LAST = PLAN[: PLAN.index("last {")] + "last: replicate\n" + PLAN[PLAN.index("head:") :]
 COPIES = {
     "a norm on heads beside products that are cut": (
-        PLAN.replace("    q_norm {\n        weight: replicate\n        in: [-, -, tp, ...]\n        out: [-, -, tp, ...]\n"
-                     "    }\n", "    q_norm: replicate\n"),
-        {}, "attn.q_norm.weight", "tp",
+        PLAN.replace(Q_NORM, "q_norm: replicate\n"),
+        {},
+        "attn.q_norm.weight",
+        "tp",
     ),
     "a norm in a stream": (PLAN.replace("norm: along(stream)", "norm: replicate"), {"sp": True}, "norm.weight", "tp"),
-    "the last norm of a stream": (
-        PLAN[: PLAN.index("last {")] + "last: replicate\n" + PLAN[PLAN.index("head:") :], {"sp": True}, "last.weight", "tp",
-    ),
-}  # fmt: skip
+    "the last norm of a stream": (WITHOUT_LAST, {"sp": True}, "last.weight", "tp"),
+}
 
 
 @pytest.mark.parametrize("name", COPIES)

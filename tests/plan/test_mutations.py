@@ -44,7 +44,7 @@ class Mutation:
 
 SP = {"sp": True}
 WIDE = {"world": 16, "params": {"tp": 16}}
-O = "o_proj:     rowwise(tp, unit=hd, to=stream)"
+OUT = "o_proj:     rowwise(tp, unit=hd, to=stream)"
 KV = "{k,v}_proj: colwise_shared(kvg, copies=kvr, unit=hd)"
 GATE, DOWN = "{gate,up}_proj: colwise(tp)", "down_proj:      rowwise(tp, to=stream)"
 NORMS = "{input,post_attention}_layernorm: along(stream)"
@@ -67,25 +67,43 @@ def row(name: str, **entries: str) -> str:
 
 MUTATIONS = {
     # -- sums of values
-    "an all-reduce is dropped": Mutation(O, row("o_proj", out="partial(tp)"), "E404", "out: partial(tp)"),
-    "an all-reduce is not said": Mutation(O, row("o_proj", out="replicate"), "E402", "out: replicate"),
+    "an all-reduce is dropped": Mutation(OUT, row("o_proj", out="partial(tp)"), "E404", "out: partial(tp)"),
+    "an all-reduce is not said": Mutation(OUT, row("o_proj", out="replicate"), "E402", "out: replicate"),
     "a sum is made twice": Mutation(
         GATE, f"out: partial(tp) -> replicate\n{GATE}", "E403", "out: partial(tp) -> replicate"
     ),
     "rows of other ranks are not summed": Mutation(
         "embed_tokens: vocab_embedding(tp, pad=64)",
-        block("embed_tokens", "weight: [vocab: tp pad(64)]", "out: replicate"), "E402", "out: replicate",
+        block("embed_tokens", "weight: [vocab: tp pad(64)]", "out: replicate"),
+        "E402",
+        "out: replicate",
     ),
     "experts are not summed": Mutation(
-        "out: partial(tp) -> replicate", "out: partial(tp)", "E404", "out: partial(tp)", "mixtral", "mixtral-8x7b",
+        "out: partial(tp) -> replicate",
+        "out: partial(tp)",
+        "E404",
+        "out: partial(tp)",
+        "mixtral",
+        "mixtral-8x7b",
     ),
     # -- biases
     "a bias is cut beside a sum": Mutation(
-        "c_proj: rowwise(tp, unit=hd)", row("c_proj", bias="[out: tp]"), "E402", "bias: [out: tp]", "gpt2", "gpt2", 4,
+        "c_proj: rowwise(tp, unit=hd)",
+        row("c_proj", bias="[out: tp]"),
+        "E402",
+        "bias: [out: tp]",
+        "gpt2",
+        "gpt2",
+        4,
     ),
     "a bias is whole beside blocks": Mutation(
         "c_attn: colwise(tp, unit=hd, blocks=3)",
-        column("c_attn", "tp blocks(3)", bias="replicate"), "E402", "bias: replicate", "gpt2", "gpt2", 4,
+        column("c_attn", "tp blocks(3)", bias="replicate"),
+        "E402",
+        "bias: replicate",
+        "gpt2",
+        "gpt2",
+        4,
     ),
     # -- gradients
     "copies of keys are not summed": Mutation(KV, "{k,v}_proj: colwise(kvg, unit=hd)", "E401", "colwise(kvg", **WIDE),
@@ -98,48 +116,82 @@ MUTATIONS = {
     ),
     "keys stay whole beside cut queries": Mutation(KV, "{k,v}_proj: replicate", "E401", "{k,v}_proj: replicate"),
     "an in around a residual": Mutation(
-        "    attention.self {\n        in: replicate", "attention {\n in: replicate\n}\n attention.self {",
-        "E401", "**.LayerNorm", "bert", "minilm", 4,
-    ),
-    "a norm before the products, inside of their in": Mutation(
-        KV, f"{KV}\n{block('k_norm', '**: replicate', 'in: replicate', 'out: replicate')}", "E303", "k_norm"
+        "    attention.self {\n        in: replicate",
+        "attention {\n in: replicate\n}\n attention.self {",
+        "E401",
+        "**.LayerNorm",
+        "bert",
+        "minilm",
+        4,
     ),
     # -- streams
-    "norms of a stream are forgotten": Mutation(NORMS, NORMS.replace("along(stream)", "replicate"), "E401", "{input,", params=SP),
-    "norms of a stream take copies": Mutation(NORMS, NORMS.replace("stream", "replicate"), "E403", "along(replicate)", params=SP),
-    "the last norm of a stream is forgotten": Mutation("    norm: along(stream)", "    norm: replicate", "E401", "norm: replicate", params=SP),
+    "norms of a stream are forgotten": Mutation(
+        NORMS, NORMS.replace("along(stream)", "replicate"), "E401", "{input,", params=SP
+    ),
+    "norms of a stream take copies": Mutation(
+        NORMS, NORMS.replace("stream", "replicate"), "E403", "along(replicate)", params=SP
+    ),
+    "the last norm of a stream is forgotten": Mutation(
+        "    norm: along(stream)", "    norm: replicate", "E401", "norm: replicate", params=SP
+    ),
     "a stream is not gathered": Mutation(f"in: stream -> replicate\n            {GATE}", GATE, "E403", GATE, params=SP),
     "a stream enters products as it is": Mutation(
         f"in: stream -> replicate\n            {GATE}", f"in: stream\n{GATE}", "E403", GATE, params=SP
     ),
-    "a sum is not dealt out": Mutation(O, "o_proj: rowwise(tp, unit=hd)", "E403", "o_proj: rowwise", params=SP),
+    "a sum is not dealt out": Mutation(OUT, "o_proj: rowwise(tp, unit=hd)", "E403", "o_proj: rowwise", params=SP),
     "the head does not gather": Mutation("from=stream", "from=replicate", "E403", "norm: along(stream)", params=SP),
     "a head multiplies a stream": Mutation(
-        "lm_head: vocab_head(tp, pad=64, from=stream)", column("lm_head", "tp pad(64)", **{"in": "stream"}), "E402",
-        "in: stream", params=SP,
+        "lm_head: vocab_head(tp, pad=64, from=stream)",
+        column("lm_head", "tp pad(64)", **{"in": "stream"}),
+        "E402",
+        "in: stream",
+        params=SP,
     ),
     # -- who gives and who takes
     "inputs of a row product stay whole": Mutation(GATE, "{gate,up}_proj: replicate", "E403", DOWN),
-    "inputs of a row product are gathered": Mutation(GATE, column("{gate,up}_proj", out="[..., tp] -> replicate"), "E403", DOWN),
-    "a row product is cut along its outputs": Mutation(DOWN, "down_proj: colwise(tp)", "E403", "down_proj: colwise(tp)"),
-    "the wrong dim is cut": Mutation(O, row("o_proj", weight="[out: tp]"), "E402", "in: [..., tp]"),
+    "inputs of a row product are gathered": Mutation(
+        GATE, column("{gate,up}_proj", out="[..., tp] -> replicate"), "E403", DOWN
+    ),
+    "a row product is cut along its outputs": Mutation(
+        DOWN, "down_proj: colwise(tp)", "E403", "down_proj: colwise(tp)"
+    ),
+    "the wrong dim is cut": Mutation(OUT, row("o_proj", weight="[out: tp]"), "E402", "in: [..., tp]"),
     "a row product stays whole": Mutation(DOWN, "down_proj: replicate", "E401", "down_proj: replicate"),
     "logits leave cut, and no loss takes them": Mutation("use cross_entropy()\n", "", "E403", "lm_head: vocab_head"),
     # -- layouts
-    "a head is cut in half": Mutation("{k,v}_proj: colwise_shared(kvg,", "{k,v}_proj: colwise_shared(tp,", "E204", "colwise_shared(tp,", **WIDE),
+    "a head is cut in half": Mutation(
+        "{k,v}_proj: colwise_shared(kvg,", "{k,v}_proj: colwise_shared(tp,", "E205", "colwise_shared(tp,", **WIDE
+    ),
     "an axis factor does not fit": Mutation("kvr = tp / kvg", "kvr = tp", "E105", "mesh", **WIDE),
-    "a flow names the data": Mutation("in: replicate\n            {q,k,v}", "in: partial(ep) -> replicate\n            {q,k,v}", "E204", "partial(ep)", "mixtral", "mixtral-8x7b"),
+    "a flow names the data": Mutation(
+        "in: replicate\n            {q,k,v}",
+        "in: partial(ep) -> replicate\n            {q,k,v}",
+        "E204",
+        "partial(ep)",
+        "mixtral",
+        "mixtral-8x7b",
+    ),
     "two rules disagree": Mutation(GATE, "*_proj: colwise(tp)", "E302", ""),
     "a rule is missing": Mutation(GATE, "gate_proj: colwise(tp)", "E301", ""),
     # -- what text does not say
-    "fused blocks are cut as one": Mutation("colwise(tp, unit=hd, blocks=3)", "colwise(tp, unit=hd)", NUMERIC, "", "gpt2", "gpt2", 4),
-    "the second input is not named": Mutation("            in key_value_states: replicate          # the encoder's output, in cross attention\n", "", NUMERIC, "", "t5", "t5-small", 4),
-    "routing weights meet addends": Mutation("            in top_k_weights: replicate grad partial(tp)     # each rank multiplies them with its own addend\n", "", NUMERIC, "", "mixtral", "mixtral-8x7b"),
-    "tokens of experts meet addends": Mutation("in:               replicate grad partial(tp)", "in: replicate", NUMERIC, "", "mixtral", "mixtral-8x7b"),
+    "fused blocks are cut as one": Mutation(
+        "colwise(tp, unit=hd, blocks=3)", "colwise(tp, unit=hd)", NUMERIC, "", "gpt2", "gpt2", 4
+    ),
+    "the second input is not named": Mutation(
+        "in key_value_states: replicate", "# no second input", NUMERIC, "", "t5", "t5-small", 4
+    ),
+    "routing weights meet addends": Mutation(
+        "in top_k_weights: replicate grad partial(tp)", "# no weights", NUMERIC, "", "mixtral", "mixtral-8x7b"
+    ),
+    "tokens of experts meet addends": Mutation(
+        "in:               replicate grad partial(tp)", "in: replicate", NUMERIC, "", "mixtral", "mixtral-8x7b"
+    ),
     "the first layer deals nothing out": Mutation("in: replicate -> stream", "in: replicate", NUMERIC, "", params=SP),
-    "a row product leaves cut features": Mutation(O, row("o_proj", out="partial(tp) -> [..., tp]"), LOUD),
-    "only one product of two is cut": Mutation("intermediate.dense:     colwise(tp)", "intermediate.dense: replicate", LOUD, "", "bert", "minilm", 4),
-}  # fmt: skip
+    "a row product leaves cut features": Mutation(OUT, row("o_proj", out="partial(tp) -> [..., tp]"), LOUD),
+    "only one product of two is cut": Mutation(
+        "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate", LOUD, "", "bert", "minilm", 4
+    ),
+}
 
 
 def findings_of(mutation: Mutation, text: str):
