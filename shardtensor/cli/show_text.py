@@ -229,7 +229,7 @@ def _memory(scene: Scene) -> RenderableType:
     assert scene.resolved is not None
     found = plan_bytes(scene.resolved)
     held = {"every rank": found.most}
-    if found.most.total != found.least.total:
+    if say_bytes(found.most.total) != say_bytes(found.least.total):
         held = {f"rank {found.least_rank}, the least": found.least, f"rank {found.most_rank}, the most": found.most}
     table = Table.grid(padding=(0, 2))
     table.add_row(Text("bytes of a rank", style="bold"), "", "")

@@ -225,7 +225,7 @@ class ValueTraffic:
 
     def _is_of_tokens(self, path: str) -> bool:
         """Whether samples and tokens are one dim, as for experts."""
-        return bool(self._modules.stated[path].passing.uses) and path != ""
+        return path != "" and any(hook.name != "cross_entropy" for hook, _ in self._modules.stated[path].passing.uses)
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""The colours of parts: seven hues that differ in lightness, too, then the same with a pattern over them."""
+"""The colours of parts: eight hues that differ in lightness, too, then the same with a pattern over them."""
 
 from __future__ import annotations
 
 from shardtensor.cli.page.markup import Markup, el, join
 
-HUES = 7
+HUES = 8
 PATTERNS = ("", "M-1,5 l6,-6 M0,8 l8,-8 M3,9 l6,-6", "M0,4 h8", "M4,0 v8")
 
 

@@ -11,8 +11,8 @@ from shardtensor.cli.page.markup import Markup, el, px
 from shardtensor.cli.picture import Part, Picture
 from shardtensor.cli.plane import Plane, Rect, plane_of
 
-WIDE, TALL = 560, 380
-FLAT, THIN = 120, 150
+WIDE, TALL = 560, 330
+FLAT, THIN = 90, 110
 """The least height and width of two dims; of longer ones the aspect is not kept."""
 
 _LINE = 64
@@ -65,7 +65,7 @@ def frame_of(plane: Plane, wide: float = WIDE, tall: float = TALL, flat: float =
     Example:
         >>> frame = frame_of(Plane((400, 200), 0, 1, (), 400, 200))
         >>> frame.width, frame.height, frame.is_to_scale
-        (190.0, 380, True)
+        (165.0, 330, True)
     """
     columns = min(len(plane.titles), 4)
     wide = (wide - _GAP * (columns - 1)) / columns
@@ -154,7 +154,7 @@ def _edges(picture: Picture, frame: Frame, names: Sequence[str] | None) -> Itera
     if plane.across is not None:
         size = plane.width
         name = "elements, row by row" if plane.across == -1 else _dim(plane.across, names)
-        yield el("text", f"{name} ", el("tspan", f"{size:,}", class_="count"), x=0, y=-26, class_="dim")
+        yield el("text", f"{name} ", el("tspan", str(size), class_="count"), x=0, y=-26, class_="dim")
         for at, word in _ticks({rect.left for rect in rects} | {rect.right for rect in rects}, size):
             x = at / max(size, 1) * frame.width
             yield el("path", d=f"M{px(x)},-4 v-4", class_="tick")
@@ -165,7 +165,7 @@ def _edges(picture: Picture, frame: Frame, names: Sequence[str] | None) -> Itera
         yield el(
             "text",
             name,
-            el("tspan", f"{size:,}", class_="count"),
+            el("tspan", str(size), class_="count"),
             class_="dim",
             transform="translate(-60,0) rotate(-90)",
             text_anchor="end",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardtensor.cli.mesh_rows import MeshRows
+from shardtensor.cli.page.colours import HUES, PATTERNS
 from shardtensor.cli.page.drawing import drawing, frame_of
 from shardtensor.cli.page.markup import Markup, el, join
 from shardtensor.cli.picture import Part, Picture
@@ -18,7 +19,7 @@ MAX_BOXES = 6
 
 def figure(shown: Shown, number: int, is_plan: bool) -> Markup:
     """The figure of a layout."""
-    head = [el("h2", el("code", str(shown.spec)), _stored(shown))]
+    head = [el("h2", el("code", str(shown.spec)), _stored(shown))] if is_plan else []
     about = [el("span", shape_text(shown.tensor.shape, shown.tensor.dims)), el("span", shown.tensor.dtype)]
     if is_plan:
         count = len(shown.names)
@@ -65,7 +66,7 @@ def figure_data(shown: Shown, rows: MeshRows) -> dict[str, Any]:
         "dims": list(shown.tensor.dims) if shown.tensor.dims else [f"dim {i}" for i in range(len(shown.tensor.shape))],
         "parts": parts,
         "cells": cells,
-        "fills": [picture.key(i) % 28 for i in range(len(parts))] if picture.axes else [-1],
+        "fills": [picture.key(i) % (HUES * len(PATTERNS)) for i in range(len(parts))] if picture.axes else [-1],
     }
 
 

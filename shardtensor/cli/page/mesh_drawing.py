@@ -9,10 +9,7 @@ from shardtensor.plan.axes import Axes
 
 def mesh_drawing(axes: Axes, rows: MeshRows) -> Markup:
     """The ranks of a mesh, long axes with their middle left out."""
-    head = [
-        el("th", word.partition(" ")[2] if i == 0 and len(rows.across) == 1 else word, scope="col")
-        for i, word in enumerate(rows.columns)
-    ]
+    head = [el("th", _numbers(word), scope="col") for word in rows.columns]
     across = el("span", " × ".join(n for n in rows.across if n != "*"), class_="axis")
     lines = []
     index = 0
@@ -39,3 +36,8 @@ def mesh_drawing(axes: Axes, rows: MeshRows) -> Markup:
         data,
         class_="mesh",
     )
+
+
+def _numbers(label: str) -> str:
+    """The coordinates of a column without the names of the axes, which stand above all."""
+    return ",".join(word.rpartition(" ")[2] for word in label.split(", "))

@@ -13,7 +13,10 @@
     if (kind) node.className = kind;
     return node;
   };
-  const colour = (fill) => (fill < 0 ? "var(--whole)" : `var(--c${fill % 7})`);
+  const paint = (node, fill) => {
+    node.style.backgroundColor = fill === null ? "" : fill < 0 ? "var(--whole)" : `var(--c${fill % 8})`;
+    node.dataset.hatch = fill === null || fill < 0 ? 0 : Math.floor(fill / 8);
+  };
 
   function select(number) {
     current = number;
@@ -27,7 +30,7 @@
       const part = held[Number(cell.dataset.c)];
       const fill = part === null ? null : fills[part];
       cell.className = part === null ? "rank" : fill < 0 ? "rank all" : "rank held";
-      cell.style.background = part === null || fill < 0 ? "" : colour(fill);
+      paint(cell, fill);
     });
     light(null);
   }
@@ -47,7 +50,7 @@
 
   function about(figure, number, rank) {
     const part = figure.parts[number], title = make("h3"), swatch = make("i", undefined, "swatch");
-    swatch.style.background = colour(figure.fills[number]);
+    paint(swatch, figure.fills[number]);
     title.append(swatch);
     if (rank) title.append(make("b", `rank ${rank.textContent}`));
     for (const text of [part.at, part.ranks, part.device, part.bytes, `${part.numel} elements`]) {
@@ -59,7 +62,7 @@
     part.boxes.forEach(([offsets, sizes]) => {
       for (const [name, values] of [["offset", offsets], ["size", sizes]]) {
         const line = make("tr");
-        line.append(make("td", name), ...values.map((value) => make("td", value.toLocaleString("en"))));
+        line.append(make("td", name), ...values.map((value) => make("td", String(value))));
         table.append(line);
       }
     });

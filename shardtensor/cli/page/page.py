@@ -49,12 +49,14 @@ def page(scene: Scene) -> str:
     )
     left = el("nav", search_box(), tree(scene), aria_label="tensors") if is_plan else ""
     parts: list[Markup | str] = [_header(scene), el("main", left, stage, class_="spread" if is_plan else "single")]
-    if scene.resolved is not None:
-        parts.append(sections.findings(scene))
+    resolved = scene.resolved
+    if resolved is not None and resolved.errors:
+        parts.append(sections.findings(resolved))
     parts.append(reshards(scene.reshards))
-    if scene.resolved is not None and not scene.resolved.errors:
-        parts += [sections.memory(scene.resolved), sections.units(scene.resolved), sections.collectives(scene.resolved)]
-    parts.append(el("footer", "Drawn by shardtensor show, from the text of the plan alone: nothing ran."))
+    if resolved is not None and not resolved.errors:
+        parts += [sections.memory(resolved), sections.units(resolved), sections.collectives(resolved)]
+        parts.append(sections.findings(resolved))
+    parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
     body = el("body", colours.definitions(), *parts, known, el("script", Markup(_file("page.js"))))
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
@@ -67,12 +69,16 @@ def _header(scene: Scene) -> Markup:
         own = own_tensors(scene.resolved)
         count = sum(placed.tensor.numel for placed in own if not placed.tensor.is_buffer)
         facts.append((short(count), "parameters", f"{count:,}"))
-        facts.append((f"{len(own):,}", "tensors", f"in {len(scene.shown):,} layouts"))
+        drawn = sum(len(shown.names) for shown in scene.shown)
+        of = "" if drawn == len(scene.resolved.tensors) else f"{drawn:,} of them "
+        layouts = len(scene.shown)
+        facts.append((f"{len(own):,}", "tensors", f"{of}in {layouts:,} layout{'s' * (layouts != 1)}"))
         if not scene.resolved.errors:
             found = plan_bytes(scene.resolved)
             facts.append((say_bytes(found.most.total), "a rank", "parameters, gradients, adamw, gathered units"))
     cells = [el("div", el("dt", what), el("dd", number, el("small", more))) for number, what, more in facts]
-    return el("header", el("h1", scene.title), el("p", scene.subject, class_="subject"), el("dl", *cells))
+    kind = None if scene.resolved is not None else "spec long" if len(scene.title) > 48 else "spec"
+    return el("header", el("h1", scene.title, class_=kind), el("p", scene.subject, class_="subject"), el("dl", *cells))
 
 
 def _detail() -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardtensor.cli.moves import Message, Team, team_of
-from shardtensor.cli.page.colours import fill
+from shardtensor.cli.page.colours import HUES, fill
 from shardtensor.cli.page.drawing import Frame, frame_of
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
@@ -39,20 +39,22 @@ def reshards(found: Sequence[Reshard]) -> Markup | str:
 
 
 def _reshard(reshard: Reshard) -> Markup:
-    steps = [(step, n) for steps in reshard.routes for n, step in enumerate(steps)]
+    steps = [step for steps in reshard.routes for step in steps]
     path = join(
         *(join(el("code", text), " → " if i + 1 < len(reshard.texts) else "") for i, text in enumerate(reshard.texts))
     )
     name = el("p", el("code", broken(reshard.name)), el("span", shape_text(reshard.shape)), class_="facts")
-    body = [_step(step, i + 1, reshard.item) for i, (step, _) in enumerate(steps)]
+    body = [_step(step, i + 1, reshard.item) for i, step in enumerate(steps)]
     if not steps:
         body = [el("p", "Nothing moves: both say the same.", class_="note")]
-    return el("article", el("h3", path), name if reshard.name else "", *body, class_="reshard")
+    return el(
+        "article", el("h3", path), name if reshard.name else "", el("div", *body, class_="steps"), class_="reshard"
+    )
 
 
 def _step(step: Step, number: int, item: int) -> Markup:
     team = team_of(step, limit=256)
-    head = el("h4", el("span", str(number), class_="step"), say_step(step, item))
+    head = el("h4", el("span", str(number), class_="step"), *_said(step, item))
     notes = []
     if team.teams > 1:
         notes.append(f"the team of rank {team.members[0]}; {team.teams:,} such teams do the same")
@@ -63,6 +65,11 @@ def _step(step: Step, number: int, item: int) -> Markup:
     drawn = _drawing(step, team)
     listed = _listed(team, item)
     return el("div", head, el("p", *(el("span", note) for note in notes), class_="facts"), drawn, listed, class_="move")
+
+
+def _said(step: Step, item: int) -> list[Markup]:
+    kind, _, rest = say_step(step, item).partition(" ")
+    return [el("code", kind), *(el("span", word) for word in rest.strip().split("   ") if word)]
 
 
 def _drawing(step: Step, team: Team) -> Markup:
@@ -163,7 +170,7 @@ def _lines(
         bend = (x2 - x1) * 0.45
         path = f"M{px(x1)},{px(y1)} C{px(x1 + bend)},{px(y1)} {px(x2 - bend)},{px(y2)} {px(x2)},{px(y2)}"
         said = f"rank {message.giver} to rank {message.taker}: {message.box}"
-        key = row_of[message.giver] % 7
+        key = row_of[message.giver] % HUES
         yield el("path", el("title", said), d=path, class_=f"line s{key}", data_g=message.giver, data_t=message.taker)
 
 

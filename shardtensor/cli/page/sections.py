@@ -8,7 +8,6 @@ from typing import Any
 from shardtensor.cli.page.colours import fill
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
-from shardtensor.cli.scene import Scene
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.brief import brief_names, skeleton
 from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
@@ -33,14 +32,14 @@ def memory(resolved: Resolved) -> Markup:
     found = plan_bytes(resolved)
     world = resolved.plan.axes.mesh.size
     rows: list[tuple[str, RankBytes]]
-    if found.least.total == found.most.total:
+    if say_bytes(found.least.total) == say_bytes(found.most.total):
         rows = [(f"each of {world:,} ranks" if world > 1 else "the one rank", found.most)]
     elif world <= _FEW:
         rows = [(f"rank {rank}", rank_bytes(resolved, rank)) for rank in resolved.plan.axes.mesh.ranks]
     else:
         rows = [
-            (f"the least, rank {found.least_rank:,}", found.least),
-            (f"the most, rank {found.most_rank:,}", found.most),
+            (f"the least, rank {found.least_rank}", found.least),
+            (f"the most, rank {found.most_rank}", found.most),
         ]
     most = max(found.most.total, 1)
     bars = []
@@ -144,9 +143,12 @@ def _flat(resolved: Resolved, unit: GatherUnit, index: int) -> Markup:
     facts = [
         f"{len(names)} parameter{'s' * (len(names) != 1)}, {total:,} elements, {say_bytes(total * item)} {flat.dtype}",
         f"{ranges.ranks:,} ranges along {_along(flat, resolved)}, {say_bytes(ranges.chunk * item)} each",
-        f"padding {say_bytes(ranges.waste * item)}" if ranges.waste else "no padding",
+        f"of them {say_bytes(ranges.waste * item)} padding" if ranges.waste else "no padding",
+        f"one colour stands for {step} ranges" if step > 1 else "",
     ]
-    return join(el("div", drawn, class_="scroll"), el("p", *(el("span", fact) for fact in facts), class_="facts"))
+    return join(
+        el("div", drawn, class_="scroll"), el("p", *(el("span", fact) for fact in facts if fact), class_="facts")
+    )
 
 
 def _along(flat: Flat, resolved: Resolved) -> str:
@@ -213,14 +215,14 @@ def _collective_rows(found: Any) -> Iterator[Markup]:
         )
 
 
-def findings(scene: Scene) -> Markup | str:
+def findings(resolved: Resolved) -> Markup | str:
     """What a check found; errors first."""
-    if scene.resolved is None or not scene.resolved.findings:
+    if not resolved.findings:
         return ""
     from shardtensor.plan.folding import folded
 
     rows = []
-    for finding in folded(scene.resolved.findings):
+    for finding in folded(resolved.findings):
         said = [el("p", el("b", f"{finding.severity} {finding.code}"), " ", finding.fault)]
         if finding.origin is not None:
             said.append(
