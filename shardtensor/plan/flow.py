@@ -113,6 +113,16 @@ def cut_axes(spec: Spec) -> Axes:
     return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
 
 
+def as_written(flow: Flow | Spec) -> str:
+    """A flow or a layout as people write it: addends alone without ``replicate``.
+
+    Example:
+        >>> as_written(read_flow("partial(tp) -> replicate"))
+        'partial(tp) -> replicate'
+    """
+    return str(flow).replace("replicate partial(", "partial(")
+
+
 def union(*axes: Axes) -> Axes:
     """Each of the axes once, in the order in which they come first."""
     return tuple(dict.fromkeys(axis for each in axes for axis in each))

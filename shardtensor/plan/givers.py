@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import Flow, as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.layer_flows import natural
 from shardtensor.plan.line import Line
 from shardtensor.plan.meetings import Meetings
@@ -83,7 +83,7 @@ class Givers:
                 cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
                 if not (cut or addends):
                     continue
-                is_taken, is_hooked = False, self._has_hook(path, flow)
+                is_taken, is_hooked = False, "cross_entropy" in self._hooks(path, flow)
                 block, after = _block(path), -1
                 for above in around(path):
                     if not (above == block or is_below(above, block)):
@@ -94,7 +94,7 @@ class Givers:
                     if takes or self._passes(above, cut, addends):
                         is_taken = True
                         break
-                    is_hooked = is_hooked or self._has_hook(above, flow)
+                    is_hooked = is_hooked or bool(self._hooks(above, flow))
                 if not is_taken:
                     yield path, name, is_hooked
 
@@ -106,11 +106,22 @@ class Givers:
             for flow in stated.outs.values()
         )
 
-    def _has_hook(self, above: str, flow: Flow) -> bool:
+    def _hooks(self, above: str, flow: Flow) -> list[str]:
+        """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
         stated = self._modules.stated.get(above)
         hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
         is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
-        return any(name != "cross_entropy" or is_logits for name in hooks)
+        return [name for name in hooks if name != "cross_entropy" or is_logits]
+
+    @property
+    def logits(self) -> list[str]:
+        """The modules whose logits a loss takes as they are cut."""
+        found = []
+        for path in self.to_hooks:
+            flow = self._modules.stated[path].out
+            if flow is not None and any("cross_entropy" in self._hooks(at, flow) for at in (path, *around(path))):
+                found.append(path)
+        return sorted(found)
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
@@ -121,8 +132,8 @@ class Givers:
         if addends:
             return Finding(
                 "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
-                f"`{said}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
-                f"write `{said.before} -> replicate` (one all_reduce), or say who sums: `in: partial("
+                f"`{as_written(said)}` has no arrow that sums: what meets it takes one rank's addend for the value",
+                f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
                 f"{named(addends)}) -> replicate` there",
                 style_note(origin, "flow"), path,
             )  # fmt: skip

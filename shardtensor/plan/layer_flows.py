@@ -108,13 +108,6 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     _meets(layer, "in", came, came.after, in_axes, ())
     _meets(layer, "out", leaves, leaves.before, out_axes, in_axes)
     stream = _stream(came.after)
-    if enters is not None and set(_stream(leaves.before)) != set(stream):
-        raise Contradiction(
-            "E402", "out", "`out` does not follow from `in`",
-            f"a linear layer keeps how dims before the last are cut; `in` gives `{came.after}`, `out` begins with "
-            f"`{leaves.before}`",
-            f"write `out: {came.after}`" if not last_cut(leaves.before) else "cut both sides alike",
-        )  # fmt: skip
     twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
     if twice:
         name = layer.named(twice)
@@ -123,6 +116,13 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
             f"the weight is `{layer.params['weight'].spec}`",
             f"gather the input: `in: {layer.said('in').partition(' -> ')[0] or came.after} -> replicate`",
+        )  # fmt: skip
+    if enters is not None and set(_stream(leaves.before)) != set(stream):
+        raise Contradiction(
+            "E402", "out", "`out` does not follow from `in`",
+            f"a linear layer keeps how dims before the last are cut; `in` gives `{came.after}`, `out` begins with "
+            f"`{leaves.before}`",
+            f"write `out: {came.after}`" if not last_cut(leaves.before) else "cut both sides alike",
         )  # fmt: skip
     _no_blocks_on_the_way(layer, "in", came)
     _no_blocks_on_the_way(layer, "out", leaves)

@@ -137,7 +137,7 @@ class Meetings:
                 yield Finding(
                     "E401", f"copies meet addends at the `in` of {path or 'the module'}", _origin(line),
                     f"{layer.path} {how}, the others bring addends along {modules.named(addends)}, which `in` sums: "
-                    f"what is no addend would be counted {modules.named(addends)} times",
+                    f"what is no addend would be counted {modules.times(addends)} times",
                     "give it an `in` of its own, or move `in` down to those that are cut alike",
                     style_note(_origin(line), "flow") if layer.has_flow else (), layer.path,
                 )  # fmt: skip
@@ -214,7 +214,7 @@ class Meetings:
                     "E401", f"this gradient is summed along {modules.named(own)} here and again around",
                     _origin(line),
                     f"{of} sums what comes back along {modules.named(addends)}; {path} sums its part before: "
-                    f"it would be counted {modules.named(addends)} times",
+                    f"it would be counted {modules.times(addends)} times",
                     f"drop `in` here, or {of}", style_note(_origin(line), "flow"), path,
                 )  # fmt: skip
 
@@ -274,10 +274,13 @@ class Meetings:
             else:
                 continue
             shown = modules.named(axes)
+            fix = f"write `along([-, {shown}, ...])` if values come cut so, `along(replicate)` if they come whole"
+            if addends:
+                fix += "; or move `in` to the modules that are cut, so that this one is not inside"
             name = copied[0].tensor.name
             yield Finding(
                 "E401", f"the gradient of `{name}` along {shown} is not known", _place(copied[0].line, modules),
-                why, f"write `along([-, {shown}, ...])` if values come cut so, `along(replicate)` if they come whole",
+                why, fix,
                 (), name,
             )  # fmt: skip
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shardtensor.plan.brief import skeleton
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.meetings import Meetings
 from shardtensor.plan.modules import Layer, Modules, around, is_below
 from shardtensor.plan.places import style_note
@@ -127,11 +127,9 @@ class Streams:
         block, places = _block(path), self._modules.places
         if not block:
             return bool(takers)
-        return any(
-            skeleton(_block(other)) == skeleton(block)
-            or (not _block(other) and places.get(other, 0) > places.get(path, 0))
-            for other in takers
-        )
+        later = (other for other in takers if places.get(other, 0) > places.get(path, 0))
+        inside = (other for other in takers if other != _block(other) and skeleton(_block(other)) == skeleton(block))
+        return any(not _block(other) or other == _block(other) for other in later) or any(inside)
 
     def _takes_whole(self, path: str, axis: str) -> Finding:
         modules = self._modules
@@ -143,11 +141,12 @@ class Streams:
         origin = line.origin if line is not None else None
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
+        is_norm = path in modules.layers and modules.layers[path].kind.name == "norm"
         return Finding(
             "E403", f"`{path}` takes whole values, and they come cut along {axes}", origin,
             f"every module leaves them so, such as `{source}`: `{after}`; one rank's part would be taken for the whole",
-            f"`in: {after} -> replicate` gathers them, here or on a module around; a norm takes them as they come: "
-            f"`along({after})`",
+            f"take them as they come: `along({after})`" if is_norm
+            else f"`in: {after} -> replicate` gathers them, here or on the module around",
             style_note(origin, "flow"), path,
         )  # fmt: skip
 
@@ -164,7 +163,7 @@ class Streams:
             origin,
             f"they expect `{after}`, as `{source}` leaves it: each rank's whole would be taken for a part of a longer "
             "one",
-            f"write `out: {said.before} -> {after}`", style_note(origin, "flow"), path,
+            f"write `out: {as_written(said.before)} -> {after}`", style_note(origin, "flow"), path,
         )  # fmt: skip
 
     def _source(self, axis: str) -> tuple[str, object]:

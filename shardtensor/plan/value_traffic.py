@@ -233,7 +233,7 @@ class ValueTraffic:
         """Cross entropy of logits that stay cut: the maxima of rows, and their sums."""
         modules = self._modules
         dtype = "float64" if self._dtype == "float64" else _LOSSES
-        for path in sorted(Givers(modules, self._flows.meetings).to_hooks):
+        for path in Givers(modules, self._flows.meetings).logits:
             out = modules.stated[path].out
             assert out is not None
             axes = tuple(axis for cut in cuts(out.after).values() for axis in cut.axes)
