@@ -23,7 +23,8 @@ def add_parser(commands: Any) -> None:
         help="say what is wrong with a plan for a model and a world",
         description="Match a plan to a model and say everything that is wrong, with its place; or, when nothing is, "
         "how the tensors lie and what they cost. Needs no GPU and starts no process. Exit status 0 when there are at "
-        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong.",
+        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong or a file "
+        "is not there.",
     )
     parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
     parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
@@ -50,22 +51,14 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         findings, summary = _checked(options)
-    except SpecError as error:
-        if not error.findings:
-            _fail(options, str(error))
-            return FAILS
-        findings, summary = tuple(error.findings), None
     except ShardTensorError as error:
-        _fail(options, str(error))
-        return FAILS
+        if not (isinstance(error, SpecError) and error.findings):  # of no plan: a file that is not there, say
+            _fail(options, str(error))
+            return USAGE
+        findings, summary = tuple(error.findings), None
     findings = folded(findings)
     bad = ("error", "warning") if options.strict else ("error",)
     failed = any(finding.severity in bad for finding in findings)
-    if options.numeric and not failed:
-        fault = _numeric(options)
-        if fault:
-            _fail(options, fault)
-            return FAILS
     _print(options, findings, summary)
     return FAILS if failed else 0
 
@@ -85,16 +78,23 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     resolved = resolve(plan, model)
     findings = check_plan(resolved)
+    if options.numeric and not any(finding.severity == "error" for finding in findings):
+        findings = (*findings, *_numeric(options))
     if any(finding.severity == "error" for finding in findings):
         return findings, None
     return findings, summarize(resolved, options.plan, params)
 
 
-def _numeric(options: argparse.Namespace) -> str:
-    """What one step of a tiny model shows to be wrong; empty when gradients are right."""
+def _numeric(options: argparse.Namespace) -> Sequence[Any]:
+    """What one step of a small model shows to be wrong; nothing when gradients are right."""
+    from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 
-    return check_numeric(options.plan, params=dict(options.set), world=options.world, config=options.model)
+    if options.module is None:
+        fix = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
+        raise SpecError("--numeric runs a module, and none is given", fix=fix, code="E303")
+    make, params = builder_of(options.module), dict(options.set)
+    return check_numeric(options.plan, make, config=options.model, world=options.world, params=params)
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -> None:

@@ -18,7 +18,12 @@ def rank_style(rank: int) -> str:
 
 
 def draw_boxes(
-    shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], *, whole: str = " ", tallest: int = 2 * HEIGHT
+    shape: tuple[int, ...],
+    boxes_by_rank: Sequence[Sequence[Box]],
+    *,
+    whole: str = " ",
+    missing: str = "?",
+    lines: int = 0,
 ) -> Text:
     """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
 
@@ -27,7 +32,8 @@ def draw_boxes(
 
     Args:
         whole: what stands in a cell that all ranks hold.
-        tallest: lines, where many ranks lie one below the other.
+        missing: what stands in a cell that none of them holds.
+        lines: how tall the map is; by default 4, or 8 where many ranks lie one below the other.
 
     Example:
         >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
@@ -39,7 +45,7 @@ def draw_boxes(
     """
     rows = shape[0] if len(shape) > 1 else 1
     columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
-    height, width = min(rows, max(HEIGHT, min(len(boxes_by_rank), tallest))), min(columns, WIDTH)
+    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
     if len({box.offsets[0] for boxes in boxes_by_rank for box in boxes if box.numel} if shape else ()) <= 1:
         height = 1  # nothing is cut along dim 0
     text = Text()
@@ -55,7 +61,7 @@ def draw_boxes(
             elif holders:
                 text.append(_digit(holders[0]), style=rank_style(holders[0]))
             else:
-                text.append("?")
+                text.append(missing)
     return text
 
 

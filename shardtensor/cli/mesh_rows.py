@@ -17,13 +17,12 @@ class MeshRows:
     """Some of the ranks of a mesh.
 
     Attributes:
-        across: the axes across, major first; `down` the others.
+        across: the axes across, as they are called, major first; those of one rank only where there are no others.
         columns: what stands above each column; empty where ranks are left out.
         rows: what stands before each row, and its ranks; None where ranks are left out.
     """
 
     across: tuple[str, ...]
-    down: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[int | None, ...]], ...]
 
@@ -38,9 +37,9 @@ def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
         (('tp 0', '1'), (('dp 0', (0, 1)), ('', (None, None)), ('99', (198, 199))))
     """
     mesh = axes.mesh
-    names, sizes = mesh.names, mesh.sizes
+    names, sizes = tuple(_called(axes, name) for name in mesh.names), mesh.sizes
     split = len(sizes) - 1
-    while split and math.prod(sizes[split - 1 :]) <= across and (split > 1 or _is_factor(axes, names[0])):
+    while split and math.prod(sizes[split - 1 :]) <= across and (split > 1 or _is_factor(axes, mesh.names[0])):
         split -= 1
     width, height = math.prod(sizes[split:]), math.prod(sizes[:split])
     shown = [_picked(height, down), _picked(width, across)]
@@ -49,7 +48,8 @@ def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
     for row in shown[0]:
         cells = (None if row is None or i is None else mesh.ranks[row * width + i] for i in shown[1])
         rows.append(("" if row is None else _label(names[:split], sizes[:split], row), tuple(cells)))
-    return MeshRows(names[split:], names[:split], columns, tuple(rows))
+    wide = tuple(names[i] for i in range(split, len(names)) if sizes[i] > 1) or names[split:]
+    return MeshRows(wide, columns, tuple(rows))
 
 
 def mesh_text(axes: Axes) -> str:
@@ -69,6 +69,13 @@ def mesh_text(axes: Axes) -> str:
         words.append(parts if whole is None else f"{whole} {axes.size(whole)} ({parts})")
         rest = rest[count:]
     return " × ".join(words)
+
+
+def _called(axes: Axes, name: str) -> str:
+    """The axis that a factor alone makes, for its other factors have one rank; else the factor."""
+    return next(
+        (each for each, factors in axes.made_of.items() if name in factors and axes.size(each) == axes.size(name)), name
+    )
 
 
 def _is_factor(axes: Axes, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,22 @@ def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
         raise
 
 
-def _from_module(text: str) -> Model:
+def builder_of(text: str) -> Callable[[], Any]:
+    """The function that ``--module`` names.
+
+    Raises:
+        SpecError: E303, it is not there.
+    """
     package, _, name = text.partition(":")
     try:
-        build = getattr(import_module(package), name)
+        return getattr(import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
         fix = "write package.module:function"
         raise SpecError(f"--module {text} is not there", {"found": str(error)}, fix, code="E303") from None
+
+
+def _from_module(text: str) -> Model:
+    made = builder_of(text)()
     from shardtensor.sharding.model_info import model_info
 
-    return model_info(build())
+    return model_info(made[0] if isinstance(made, tuple) else made)  # with a step beside it, for --numeric

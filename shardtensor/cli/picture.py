@@ -78,6 +78,10 @@ class Picture:
         """Whether every part is one rank's."""
         return self.copies == 1 and self.merged == 1
 
+    def key(self, index: int) -> int:
+        """The number that gives a part its colour: the rank, where it is one rank's."""
+        return self.parts[index].rank if self.is_by_rank else index
+
     def label(self, part: Part) -> str:
         """The few characters that stand in a part: the rank, where it is one, or the coordinates."""
         if self.is_by_rank:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import re
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any
 
 import attrs
 
 from shardtensor.cli.model_source import model_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
+from shardtensor.plan.collectives import step_collectives
 from shardtensor.plan.estimate import StepSeconds, collective_seconds, step_seconds
+from shardtensor.plan.folding import folded
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
 from shardtensor.plan.model import Model
 from shardtensor.plan.reading import read_plan
+from shardtensor.plan.report import text_report
 from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.search import passing_values, readable_plan, search
 from shardtensor.plan.units import own_tensors
 from shardtensor.plan.work import Batch, data_ranks, kept_bytes
-
-if TYPE_CHECKING:
-    from shardtensor.plan.collectives import Collective
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -32,40 +32,39 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
     """
-    from shardtensor.plan.collectives import step_collectives
-
     profile = read_profile(options.hardware)
     (config, source), params = read_config(options.model), dict(options.set)
     plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
     resolved = resolve(plan, model)
     if resolved.errors:
-        raise PlanError("\n\n".join(map(str, resolved.errors)))
-    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype)
+        raise PlanError(text_report(folded(resolved.errors)))
+    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype or _dtype(model))
     if batch.samples % data_ranks(resolved):
         raise PlanError(
             f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks",
             fix="give --batch a multiple",
         )
     kept = kept_bytes(resolved, batch)
-    found = plan_bytes(resolved, optimizer=options.optimizer, dtype=batch.dtype)
+    found = plan_bytes(resolved, optimizer=options.optimizer)
     memory = {
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
     if options.rank is not None:
-        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer, dtype=batch.dtype)
+        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
         memory["rank"] = _held(own, options.rank, kept)
     each = batch.samples // data_ranks(resolved)
     sent = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
     step = step_seconds(resolved, batch, profile, optimizer=options.optimizer, collectives=sent, held=found.most)
     rows = []
-    for calls, collective in folded(sent):
+    for collective in sent:
         once = collective_seconds(resolved, collective, profile)
         rows.append({
             "phase": collective.phase, "kind": collective.kind, "over": "*".join(collective.axes),
-            "group_size": collective.group_size, "calls": calls, "received_bytes": collective.received_bytes,
-            "seconds_each": once, "seconds": calls * once, "where": _starred(collective.where),
+            "group_size": collective.group_size, "calls": collective.count, "bytes": collective.bytes,
+            "received_bytes": collective.received_bytes, "dtype": collective.dtype, "seconds_each": once,
+            "seconds": collective.count * once, "where": collective.where, "why": collective.why,
         })  # fmt: skip
     return {
         **_head(options, resolved, batch),
@@ -92,7 +91,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     (config, source), params = read_config(options.model), dict(options.set)
     head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
-    batch = Batch(options.batch or options.world, options.seq, options.dtype)
+    batch = Batch(options.batch or options.world, options.seq, options.dtype or _dtype(model))
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
         memory_bytes=options.memory or profile.memory_bytes, optimizer=options.optimizer,
@@ -110,17 +109,12 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     return {**_head(options, model, batch), "choices": rows}
 
 
-def folded(collectives: tuple[Collective, ...]) -> list[tuple[int, Collective]]:
-    """The collectives that differ in the number of a layer alone, as one, with how often it is called."""
-    found: dict[tuple[object, ...], list[Any]] = {}
-    for each in collectives:
-        key = (each.phase, each.kind, each.axes, each.received_bytes, _starred(each.where))
-        found.setdefault(key, [0, each])[0] += each.count
-    return [(calls, collective) for calls, collective in found.values()]
-
-
-def _starred(where: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", where)
+def _dtype(model: Model) -> str:
+    """That most parameters have."""
+    sizes: Counter[str] = Counter()
+    for tensor in model.tensors:
+        sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
+    return sizes.most_common(1)[0][0]
 
 
 def _held(held: RankBytes, rank: int, kept: int) -> dict[str, int]:

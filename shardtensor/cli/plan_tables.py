@@ -36,7 +36,8 @@ def show_plan(report: dict[str, Any]) -> None:
         over = f"{row['over']}={row['group_size']}"
         times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
         received = say_bytes(row["received_bytes"], 2)
-        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, row["where"] or "the model", row["why"])
+        where = row["where"] or "the model"
+        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, where, row["why"])
     console.print(table)
     step = report["step"]
     console.print(

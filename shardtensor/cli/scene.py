@@ -200,7 +200,7 @@ def _drawn(
     axes: Axes,
     limit: int,
 ) -> Shown:
-    picture = picture_of(layout, limit, axes.mesh.names, axes.made_of)
+    picture = picture_of(layout, limit, axes.mesh.names if isinstance(spec, Spec) else (), axes.made_of)
     plane = plane_of(layout.shape, [box for part in picture.parts for box in part.boxes])
     return Shown(names, folded, tensor, spec, layout, picture, plane)
 

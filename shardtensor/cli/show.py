@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from shardtensor.errors import ShardTensorError, SpecError
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def _scene_of_plan(options: argparse.Namespace) -> Scene:
     params = dict(options.set)
     plan = read_plan(options.what, config=config, world=options.world, params=params, config_source=source)
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
-    return scene_of_plan(resolve(plan, model), str(options.what), pattern=options.tensor, to=options.to)
+    scene = scene_of_plan(resolve(plan, model), str(options.what), pattern=options.tensor, to=options.to)
+    return attrs.evolve(scene, subject=options.safetensors or options.model or "")
 
 
 def _print_findings(scene: Scene) -> int:

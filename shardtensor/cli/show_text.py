@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.maps import WIDTH, draw_boxes, rank_style
+from shardtensor.cli.maps import HEIGHT, WIDTH, draw_boxes, rank_style
 from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
 from shardtensor.cli.moves import team_of
 from shardtensor.cli.picture import Picture, picture_of
@@ -19,6 +19,7 @@ from shardtensor.cli.scene import Reshard, Scene, Shown, shape_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
+from shardtensor.layout.steps import Step
 from shardtensor.plan.memory import RankBytes, plan_bytes
 from shardtensor.spec.nodes import Spec
 
@@ -29,6 +30,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 _BAR = 24
 _MESSAGES = 12
 _OTHERS = 3
+_CHARACTERS = 36
 
 
 def console() -> Console:
@@ -38,6 +40,11 @@ def console() -> Console:
 
 def print_scene(scene: Scene, out: Console | None = None) -> None:
     """Print a scene."""
+    if out is None and not sys.stdout.isatty():  # no spaces at the ends of lines that nobody fills
+        with (plain := console()).capture() as caught:
+            print_scene(scene, plain)
+        print("\n".join(line.rstrip() for line in caught.get().splitlines()))
+        return
     out = out or console()
     out.print(Text.assemble((scene.title, "bold"), "   ", scene.subject), soft_wrap=True)
     out.print(_mesh_line(scene), soft_wrap=True)
@@ -95,9 +102,10 @@ def _mesh_map(scene: Scene) -> RenderableType:
     table.add_column(style="dim")
     for _ in rows.columns:
         table.add_column(justify="right")
-    table.add_row("", *(Text(label, style="dim") for label in rows.columns))
+    if not scene.axes.mesh.is_unnamed:
+        table.add_row("", *(Text(label, style="dim") for label in rows.columns))
     for label, cells in rows.rows:
-        table.add_row(label, *("…" if rank is None else f"{rank}" for rank in cells))
+        table.add_row(label.replace("*", ""), *("…" if rank is None else f"{rank}" for rank in cells))
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
@@ -111,10 +119,17 @@ def _layout(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Rend
 
 def _map(layout: Layout, picture: Picture) -> Text:
     coarse = _coarse(picture)
-    boxes = [part.boxes for part in coarse.parts]
-    plane = plane_of(layout.shape, [box for each in boxes for box in each])
+    return _map_of(layout.shape, {coarse.key(i): part.boxes for i, part in enumerate(coarse.parts)})
+
+
+def _map_of(shape: tuple[int, ...], held_by: dict[int, tuple[Box, ...]]) -> Text:
+    """The map of boxes, each in the colour and with the character of its number."""
+    plane = plane_of(shape, [box for boxes in held_by.values() for box in boxes])
     if plane is None:
         return Text("too fine to draw", style="dim")
+    boxes = (
+        [held_by[i] for i in held_by] if len(held_by) == 1 else [held_by.get(i, ()) for i in range(max(held_by) + 1)]
+    )
     text = Text()
     for number in range(min(len(plane.titles), PARTS)):
         held: list[list[Box]] = []
@@ -123,7 +138,9 @@ def _map(layout: Layout, picture: Picture) -> Text:
             held.append([Box((r.top, r.left), (r.bottom - r.top, r.right - r.left)) for r in rects])
         if number:
             text.append("\n\n")
-        text.append_text(draw_boxes((plane.height, plane.width), held, whole="·", tallest=PARTS))
+        tops = {box.offsets[0] for each in held for box in each}
+        lines = min(plane.height, PARTS, max(HEIGHT, len(tops)))
+        text.append_text(draw_boxes((plane.height, plane.width), held, whole="·", missing=" ", lines=lines))
     return text
 
 
@@ -189,7 +206,7 @@ def _legend(picture: Picture) -> Text:
             text.append("  … " if i - 1 not in shown else "  ")
         part = parts[i]
         ranks, count = coarse.ranks(part, 3)
-        text.append(_character(i), style=rank_style(i))
+        text.append(_character(coarse.key(i)), style=rank_style(coarse.key(i)))
         names = "" if picture.names == ("place",) else f" {coarse.place_text(part)},"
         more = ", …" if count > len(ranks) else ""
         text.append(f"{names} rank{'s' * (count > 1)} {', '.join(map(str, ranks))}{more}")
@@ -199,7 +216,7 @@ def _legend(picture: Picture) -> Text:
 
 
 def _character(i: int) -> str:
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[i % 36]
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[i % _CHARACTERS]
 
 
 def _bar(size: int, most: int) -> Text:
@@ -212,7 +229,7 @@ def _memory(scene: Scene) -> RenderableType:
     assert scene.resolved is not None
     found = plan_bytes(scene.resolved)
     held = {"every rank": found.most}
-    if found.most.total != found.least.total:
+    if say_bytes(found.most.total) != say_bytes(found.least.total):
         held = {f"rank {found.least_rank}, the least": found.least, f"rank {found.most_rank}, the most": found.most}
     table = Table.grid(padding=(0, 2))
     table.add_row(Text("bytes of a rank", style="bold"), "", "")
@@ -240,17 +257,27 @@ def _reshard(reshard: Reshard) -> RenderableType:
         for step in steps:
             lines.append(Text(say_step(step, reshard.item)))
             maps = Table.grid(padding=(0, 2))
-            maps.add_row(_step_map(step.source), Text("\n→"), _step_map(step.target), _messages(step, reshard.item))
+            maps.add_row(
+                _step_map(step, step.source), Text("\n→"), _step_map(step, step.target), _messages(step, reshard.item)
+            )
             lines.append(Padding(maps, (0, 0, 0, 2), expand=False))
     return Group(*lines)
 
 
-def _step_map(layout: Layout) -> Text:
-    return _map(layout, picture_of(layout, PARTS))
+def _step_map(step: Step, layout: Layout) -> Text:
+    """What the ranks of one team hold; the parts of all where the team is large."""
+    team = team_of(step).members
+    if len(team) > PARTS or max(team) >= _CHARACTERS:
+        return _map(layout, picture_of(layout, PARTS))
+    held = {rank: layout.boxes(rank) for rank in team}
+    first = held[team[0]]
+    if all(boxes == first for boxes in held.values()):
+        held = {0: first}
+    return _map_of(layout.shape, held)
 
 
-def _messages(step: object, item: int) -> Text:
-    team = team_of(step)  # type: ignore[arg-type]
+def _messages(step: Step, item: int) -> Text:
+    team = team_of(step)
     text = Text()
     if not team.messages:
         return text

@@ -15,6 +15,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import DisagreementError, ShardTensorError
 
 _SHOWN_VALUES = 8  # different values printed of one fact
+_SHOWN_FACTS = 8  # facts printed that differ
 _Report = tuple[str, dict[str, str], tuple[list[str], str] | None]
 
 
@@ -83,7 +84,11 @@ def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError
         for name in names
     }
     differing = {name: _table(values) for name, values in held.items() if len(values) > 1}
-    what = " and ".join([", ".join(list(differing)[:-1]), list(differing)[-1]] if len(differing) > 1 else differing)
+    left = len(differing) - _SHOWN_FACTS
+    if left > 0:  # of a plan for a thousand layers the first will do
+        differing = dict(list(differing.items())[:_SHOWN_FACTS])
+    shown = [*differing, *([f"{left} more"] if left > 0 else [])]
+    what = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
     name = next(iter(differing))
     first, other = (ranks[0] for ranks in list(held[name].values())[:2])
     fault = f"{next(iter(calls))}: {name} of rank {first} does not match with {name} of rank {other}; nothing was moved"

@@ -259,7 +259,7 @@ def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool
         raise evaluator.fault("E001", glob, fault, f"the pattern is `{text[:80]}`", fix)
     if names:
         start = span(glob)[0] + (token.type == "STRING")
-        for found in re.finditer(r"<([A-Za-z_][A-Za-z0-9_]*)>", text):
+        for found in re.finditer(r"<([A-Za-z0-9_]+)>", text):
             at = start + found.start(1)
             evaluator.axis(Token("NAME", found[1], at, end_pos=at + len(found[1])))
             evaluator.uses.clear()

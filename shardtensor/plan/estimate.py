@@ -8,18 +8,15 @@ is longer than the arithmetic shows.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from shardtensor.cost.profile import Profile
 from shardtensor.cost.seconds import ranks_in_node, seconds
+from shardtensor.plan.collectives import Collective, step_collectives
 from shardtensor.plan.memory import RankBytes, rank_bytes
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.work import Batch, data_ranks, step_flops
-
-if TYPE_CHECKING:
-    from shardtensor.plan.collectives import Collective
 
 
 @attrs.frozen
@@ -67,12 +64,10 @@ def step_seconds(
         collectives, held: what `step_collectives` and `rank_bytes` said, where it is known already.
     """
     if collectives is None:
-        from shardtensor.plan.collectives import step_collectives
-
         each = batch.samples // data_ranks(resolved)
         collectives = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
     if held is None:
-        held = rank_bytes(resolved, resolved.plan.axes.mesh.ranks[0], optimizer=optimizer, dtype=batch.dtype)
+        held = rank_bytes(resolved, resolved.plan.axes.mesh.ranks[0], optimizer=optimizer)
     axes = resolved.plan.axes
     data = set(axes.leaves(axes.data))
     inside = beside = 0.0

@@ -10,7 +10,6 @@ import attrs
 from shardtensor.plan.brief import below_layer, where, which
 from shardtensor.plan.finding import Finding
 
-
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
 

@@ -14,7 +14,7 @@ from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.reader import Node, span
 
 INDENT = "    "
-WIDTH = 110
+WIDTH = 120
 """Longer lines are broken inside their last brackets."""
 
 _CLOSING = re.compile(r"#[^\n]*|\}")
@@ -116,12 +116,13 @@ def _parts(node: Node) -> tuple[str, str, str]:
     kind, children = str(node.data), list(node.children)
     if kind == "rule":
         *prefixes, glob, said = children
-        return " ".join([*_prefixes(prefixes), glob_text(glob)]) + ":", write(said), "entry"
+        words = _prefixes(prefixes)
+        return " ".join([*words, glob_text(glob)]) + ":", write(said), " ".join([*words, kind])
     if kind in ("in", "out"):
         *names, said = children
-        return " ".join([kind, *map(str, names)]) + ":", write(said), "entry"
+        return " ".join([kind, *map(str, names)]) + ":", write(said), "flow"
     if kind == "local":
-        return f"local {children[0]}:", write(children[1]), "entry"
+        return f"local {children[0]}:", write(children[1]), kind
     if kind in ("let", "param"):
         name, *said = children
         return f"{kind} {name}", f"= {write(said[0])}" if said else "", kind
@@ -175,14 +176,14 @@ def _align_tails(rows: list[Row]) -> None:
     for run in _runs(rows):
         width = max(len(row.head) for row in run)
         for row in run:
-            row.head = f"{row.head:<{width}} {row.tail}" if row.tail else row.head
+            aligned = f"{row.head:<{width}} {row.tail}"
+            fits = len(INDENT) * row.level + len(aligned) <= WIDTH
+            row.head = aligned if fits else f"{row.head} {row.tail}"
 
 
 def _runs(rows: list[Row]) -> Iterator[list[Row]]:
     run: list[Row] = []
     for row in rows:
-        if row.tail and len(row.head) + len(row.tail) + len(INDENT) * row.level >= WIDTH:
-            row.head, row.tail = f"{row.head} {row.tail}", ""  # it will be broken
         if run and (row.follows_gap or (row.kind, row.level) != (run[-1].kind, run[-1].level)):
             yield run
             run = []
@@ -196,11 +197,26 @@ def _runs(rows: list[Row]) -> Iterator[list[Row]]:
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:
-    for row in rows:
+    texts = [_broken(INDENT * row.level + row.head, INDENT * row.level) for row in rows]
+    column, end = 0, 0
+    for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
         if row.follows_gap:
             yield "\n"
-        line = _broken(INDENT * row.level + row.head, INDENT * row.level)
-        yield (f"{line}  {row.comment}" if row.comment else line) + "\n"
+        if row.comment and i >= end:  # comments of neighbours begin in one column
+            following = range(i + 1, len(rows))
+            end = next((j for j in following if not _is_neighbour(row, rows[j])), len(rows))
+            column = max(_width(text) for text in texts[i:end])
+        yield text + (" " * (column - _width(text) + 2) + row.comment if row.comment else "") + "\n"
+
+
+def _is_neighbour(row: Row, other: Row) -> bool:
+    """Whether comments of two rows are aligned, if those of all between are."""
+    return bool(other.comment) and not other.follows_gap and other.level == row.level and not row.opens
+
+
+def _width(text: str) -> int:
+    """Of the last line."""
+    return len(text) - text.rfind("\n") - 1
 
 
 def _between(text: str, one: Row, other: Row) -> str:

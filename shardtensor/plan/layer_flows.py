@@ -115,6 +115,15 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             f"`{leaves.before}`",
             f"write `out: {came.after}`" if not last_cut(leaves.before) else "cut both sides alike",
         )  # fmt: skip
+    twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
+    if twice:
+        name = layer.named(twice)
+        raise Contradiction(
+            "E402", "in" if enters is not None else "out", f"the input and the weight are both cut along {name}",
+            f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
+            f"the weight is `{layer.params['weight'].spec}`",
+            f"gather the input: `in: {layer.said('in').partition(' -> ')[0] or came.after} -> replicate`",
+        )  # fmt: skip
     _no_blocks_on_the_way(layer, "in", came)
     _no_blocks_on_the_way(layer, "out", leaves)
     _declared_once(layer, leaves, (*out_axes, *in_axes))

@@ -7,7 +7,7 @@ activations first of all, is not among them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol
@@ -73,8 +73,8 @@ class PlanBytes:
 class _Load(Protocol):
     """What some tensors weigh on each rank."""
 
-    def along(self, mesh: Mesh) -> tuple[int, ...]:
-        """The axes of the mesh along which it differs."""
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        """The axes of the mesh along which it differs, each with the places from which on it may."""
         ...
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes: ...
@@ -89,8 +89,8 @@ class _Tensor:
     trains: bool
     is_buffer: bool
 
-    def along(self, mesh: Mesh) -> tuple[int, ...]:
-        return _uneven_axes(self.layout, mesh)
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        return {axis: range(mesh.sizes[axis]) for axis in _uneven_axes(self.layout, mesh)}
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
         size = self.layout.numel(rank) * BYTES[self.dtype]
@@ -107,13 +107,17 @@ class _Range:
 
     flat: Flat
 
-    def along(self, mesh: Mesh) -> tuple[int, ...]:
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
         inner = {axis for layout in self.flat.layouts for axis in _uneven_axes(layout, mesh)}
-        return tuple(sorted({*inner, *(self.flat.axes if self._is_alone(mesh) else ())}))
-
-    def _is_alone(self, mesh: Mesh) -> bool:
-        """Whether the optimizer steps the one parameter there is, not the whole range, and the range is longer."""
-        return len(self.flat.layouts) == 1 and self.flat.ranges(mesh.ranks[0]).waste > 0
+        found: dict[int, Sequence[int]] = {axis: range(mesh.sizes[axis]) for axis in inner}
+        ranges = self.flat.ranges(mesh.ranks[0])
+        if len(self.flat.layouts) > 1 or not ranges.waste or not self.flat.trains:
+            return found
+        # The optimizer steps the one parameter there is, not the padding after it.
+        if inner or len(self.flat.axes) > 1:
+            return found | {axis: range(mesh.sizes[axis]) for axis in self.flat.axes}
+        last = ranges.lengths[0] // ranges.chunk
+        return {self.flat.axes[0]: [place for place in (0, last, last + 1) if place < ranges.ranks]}
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
         ranges, item = self.flat.ranges(rank), BYTES[self.flat.dtype]
@@ -142,8 +146,9 @@ def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype
     mesh = resolved.plan.axes.mesh
     if rank not in mesh.ranks:
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
-    found = _gathered(gather_units(resolved), mesh.ranks[0], dtype)
-    for load, times in _loads(resolved).items():
+    units = gather_units(resolved)
+    found = _gathered(units, mesh.ranks[0], dtype)
+    for load, times in _loads(resolved, units).items():
         found = found.plus(load.on(rank, mesh, states), times)
     return found
 
@@ -158,20 +163,23 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", dtype: str | Non
         PlanError: the optimizer is not known.
     """
     states = _states(optimizer)
-    mesh = resolved.plan.axes.mesh
+    mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
     first = mesh.ranks[0]
-    same = _gathered(gather_units(resolved), first, dtype)
+    same = _gathered(units, first, dtype)
     differing: list[tuple[_Load, int, tuple[int, ...]]] = []
-    for load, times in _loads(resolved).items():
-        axes = load.along(mesh)
-        if axes:
-            differing.append((load, times, axes))
+    places: dict[int, set[int]] = {}
+    for load, times in _loads(resolved, units).items():
+        along = load.along(mesh)
+        if along:
+            differing.append((load, times, tuple(along)))
         else:
             same = same.plus(load.on(first, mesh, states), times)
-    union = sorted({axis for _, _, axes in differing for axis in axes})
+        for axis, each in along.items():
+            places.setdefault(axis, set()).update(each)
+    union = sorted(places)
     known: dict[tuple[int, tuple[int, ...]], RankBytes] = {}
     least = most = None
-    for place in product(*(range(mesh.sizes[axis]) for axis in union)):
+    for place in product(*(sorted(places[axis]) for axis in union)):
         at = dict(zip(union, place, strict=True))
         rank = mesh.rank_at([at.get(axis, 0) for axis in range(len(mesh.sizes))])
         here = same
@@ -204,13 +212,13 @@ def _states(optimizer: str) -> int:
     return OPTIMIZERS[optimizer]
 
 
-def _loads(resolved: Resolved) -> Counter[_Load]:
+def _loads(resolved: Resolved, units: Sequence[GatherUnit]) -> Counter[_Load]:
     """What there is, and how often: layers are alike."""
-    return Counter(_each_load(resolved))
+    return Counter(_each_load(resolved, units))
 
 
-def _each_load(resolved: Resolved) -> Iterator[_Load]:
-    for unit in gather_units(resolved):
+def _each_load(resolved: Resolved, units: Sequence[GatherUnit]) -> Iterator[_Load]:
+    for unit in units:
         yield from map(_Range, unit.flats)
     for placed in own_tensors(resolved):
         tensor = placed.tensor

@@ -51,6 +51,8 @@ class TensorStatements:
         """`pattern` with the numbers that its ``<L>`` are: ``layers.<32>``."""
 
         def number(found: re.Match[str]) -> str:
+            if found[1].isdigit():
+                return found[0]
             binding = self.plan.scope.names.get(found[1])
             if binding is None or binding.value is POISON:
                 if binding is None and self.plan.scope.is_whole:
@@ -62,7 +64,7 @@ class TensorStatements:
                 raise self.plan.fault("E107", glob, f"`{found[1]}` is {kind_of(binding.value)}, and counts nothing")
             return f"<{binding.value}>"
 
-        return re.sub(r"<([A-Za-z_][A-Za-z0-9_]*)>", number, pattern)
+        return re.sub(r"<([A-Za-z0-9_]+)>", number, pattern)
 
     def tie(self, node: Node) -> None:
         one, other, *condition = node.children

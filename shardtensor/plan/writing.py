@@ -13,7 +13,7 @@ from shardtensor.spec.reader import Node
 _LEVELS = {"choose": 0, "default": 1, "or": 2, "and": 3, "negate": 4, "compare": 5, "sum": 6, "product": 7, "minus": 8}
 _MODIFIERS = ("pad", "blocks", "unit", "sizes", "balanced")
 _SUFFIXES = ("flat", "only", "partial")
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\{[A-Za-z0-9_.]*(?:,[A-Za-z0-9_.]*)*\}|<[A-Za-z_][A-Za-z0-9_]*>)+")
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\{[A-Za-z0-9_.]*(?:,[A-Za-z0-9_.]*)*\}|<[A-Za-z0-9_]+>)+")
 
 
 def write(node: Node, least: int = 0) -> str:

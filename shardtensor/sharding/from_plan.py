@@ -16,6 +16,7 @@ from shardtensor.parallel.layers import layer_class
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.canonical import canonical_lines
+from shardtensor.plan.checking import check_plan
 from shardtensor.plan.flow import cuts
 from shardtensor.plan.folding import folded
 from shardtensor.plan.patterns import unwrapped
@@ -68,8 +69,9 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
         PlanError: the plan has errors; its text is theirs. LayoutError: a spec does not fit these ranks.
     """
     resolved = resolve(plan, model_info(module))
-    if resolved.errors:
-        raise PlanError(text_report(folded(resolved.errors)))
+    errors = [finding for finding in check_plan(resolved) if finding.severity == "error"]
+    if errors:
+        raise PlanError(text_report(folded(errors)))
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
     spelled = plan.axes.spelled

@@ -18,6 +18,7 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import ShardTensorError
 from shardtensor.layout.layout import replicated
 from shardtensor.plan.canonical import layout_text
+from shardtensor.plan.checking import check_plan
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.patterns import unwrapped
@@ -66,7 +67,7 @@ def check_numeric(
         seed: of the module's values.
 
     Returns:
-        what the plan has wrong, if `resolve` finds errors; else an E405 for each parameter whose gradient is another,
+        what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,
         at the line that says how it lies, those that backward comes to first at the front; nothing when all are right.
 
     Example:
@@ -86,8 +87,9 @@ def check_numeric(
     length = plan.world * -(-8 // plan.world)
     step = step or (lambda module, sample: example_step(module, sample, length))
     resolved = resolve(plan, model_info(module))
-    if resolved.errors:
-        return resolved.errors
+    errors = tuple(finding for finding in check_plan(resolved) if finding.severity == "error")
+    if errors:
+        return errors
     mesh, axes = plan.axes.mesh, plan.axes
     data = [i for i, name in enumerate(mesh.names) if name in axes.leaves(axes.data)]
     samples = len(mesh.ranks_along(0, data))

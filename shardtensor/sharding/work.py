@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import attrs
@@ -40,6 +40,10 @@ class Target:
         return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{without_memory}{frozen}"
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"
+
+
 @attrs.frozen(eq=False, slots=False)
 class Work:
     """All that is to be done to a module, in the order of its plan.
@@ -74,9 +78,12 @@ class Work:
 
     def facts(self) -> dict[str, str]:
         """What all ranks must have alike, as text."""
-        found = dict(self.said)
-        found |= {", ".join(target.names): str(target) for target in self.targets}
+        found = {", ".join(target.names): str(target) for target in self.targets}
         found |= {name: f"whole, {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.wholes}
+        named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
+        found |= {"frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
+        found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
+        found = {**self.said, **found, **self.said}  # which begins with what all else follows from
         found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
         for path, flows in self.flows.items():
             where = path or "the module"

@@ -115,15 +115,15 @@ def test_faults_are_told(capsys, config, args, status, words):
 
 def test_405b_on_16384_ranks_takes_less_than_two_seconds_and_no_torch(config):
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from shardtensor.cli.main import main\n"
         f"main(['plan', 'llama_2d', '--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000'])\n"
-        "print('torch' in sys.modules, time.perf_counter() - start)\n"
+        "print('torch' in sys.modules, time.process_time())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     has_torch, spent = done.stdout.splitlines()[-1].split()
     assert has_torch == "False"
-    assert float(spent) < 2
+    assert float(spent) < 2  # of the processor, which others may be using, too
 
 
 def test_times_are_told_in_units():

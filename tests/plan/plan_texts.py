@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,7 +17,6 @@ from shardtensor.plan.sources import PACKAGED
 from shardtensor.plan.syntax import _parser
 from shardtensor.spec.diagnostics import Source
 
-EXAMPLES = Path(__file__).parent / "examples"
 SECONDS = 1.0
 CONFIG = {
     "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 768, "vocab_size": 50257, "n_head": 12,
@@ -88,7 +86,7 @@ _BYTES = b'[](){}<>-*:=,.@"#\n %/+?tp0192\xff\x00\\'
 
 @cache
 def _plans() -> tuple[str, ...]:
-    return tuple(path.read_text() for path in sorted([*EXAMPLES.glob("*.shard"), *PACKAGED.glob("std/*.shard")]))
+    return tuple(path.read_text() for path in sorted(PACKAGED.glob("**/*.shard")))
 
 
 def mutated(random: Random) -> str:
@@ -144,7 +142,7 @@ class Verdict:
 
 def verdict(text: str, seed: int = 0) -> Verdict:
     """Read a text, and look at what comes of it."""
-    random, source = Random(seed), Source(text, str(EXAMPLES / "text.shard"))
+    random, source = Random(seed), Source(text, str(PACKAGED / "text.shard"))
     world = random.choice((1, 4, 8, 12))
     params: dict[str, Any] = random.choice(({}, {}, {}, {"tp": 4}, {"tp": "world"}))
     began = time.process_time()

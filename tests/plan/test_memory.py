@@ -38,6 +38,19 @@ def test_least_and_most_are_those_of_all_ranks(specs, optimizer):
     assert each[found.most_rank] == found.most
 
 
+@settings(max_examples=60, deadline=None)
+@given(some.lists(some.integers(1, 400), min_size=1, max_size=4), some.integers(2, 9), some.booleans(), some.booleans())
+def test_least_and_most_of_stored_ranges_are_those_of_all_ranks(lengths, dp, is_joint, is_apart):
+    model = Model(tuple(TensorInfo(f"m{i}.weight", (2, n)) for i, n in enumerate(lengths)))
+    plan = resolved(
+        model, f"rep=2, dp={dp}, tp=2", {"m0.weight": "[tp, -]", "m1.weight": "[-, tp balanced]"},
+        store=("rep", "dp") if is_joint else ("dp",), by=("*",) if is_apart else (),
+    )  # fmt: skip
+    found = plan_bytes(plan)
+    each = [rank_bytes(plan, rank).total for rank in range(4 * dp)]
+    assert (found.least.total, found.most.total) == (min(each), max(each))
+
+
 @given(some.integers(1, 3), some.integers(1, 4))
 def test_what_is_cut_over_all_ranks_adds_up_to_the_model(dp, tp):
     model = Model((TensorInfo("a.weight", (24, 5)), TensorInfo("b.weight", (7, 24), dtype="bfloat16")))

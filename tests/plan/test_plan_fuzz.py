@@ -9,10 +9,11 @@ import os
 import time
 
 import pytest
-from plan_texts import EXAMPLES, Verdict, text_of, verdict
+from plan_texts import Verdict, text_of, verdict
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.reading import read_plan
+from shardtensor.plan.sources import PACKAGED
 
 COUNT = int(os.environ.get("SHARDTENSOR_TEST_PLANS", "600"))
 FOUND: tuple[int, ...] = ()
@@ -94,7 +95,7 @@ def test_what_is_no_text_is_not_included(tmp_path):
 
 
 def test_a_plan_runs_no_code():
-    text = (EXAMPLES / "mlp.shard").read_text()
+    text = (PACKAGED / "mlp.shard").read_text()
     for call in ("__import__(os)", "exec(x)", "open(x)", "config.__class__", "().__class__", "world.__init__"):
         with pytest.raises(SpecError):
             read_plan(f"{text}let x = {call}\n", world=1)

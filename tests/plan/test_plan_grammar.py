@@ -8,8 +8,8 @@ from importlib.resources import files
 
 import pytest
 from lark import Lark, Token
-from test_reading import EXAMPLES
 
+from shardtensor.plan.sources import PACKAGED
 from shardtensor.plan.syntax import KEYWORDS, parse_plan
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.reader import span
@@ -39,7 +39,7 @@ def test_keywords_are_those_of_the_grammar():
             parse_plan(Source(f"shard 1\n{word}: replicate : \n"))
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.shard")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.shard")), ids=lambda path: path.stem)
 def test_every_token_stands_where_it_says(path):
     source = Source(path.read_text())
     for token in parse_plan(source).scan_values(lambda value: isinstance(value, Token)):

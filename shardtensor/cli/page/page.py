@@ -1,0 +1,103 @@
+"""The page of a scene: one text that needs nothing else."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
+from shardtensor.cli.page import colours, sections
+from shardtensor.cli.page.figures import figure, figure_data
+from shardtensor.cli.page.markup import Markup, data, el
+from shardtensor.cli.page.mesh_drawing import mesh_drawing
+from shardtensor.cli.page.reshards import reshards
+from shardtensor.cli.page.tree import search_box, tree
+from shardtensor.cli.scene import Scene
+from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.memory import plan_bytes
+from shardtensor.plan.units import own_tensors
+
+
+def page(scene: Scene) -> str:
+    """The whole page as HTML.
+
+    Example:
+        >>> from shardtensor.cli.scene import scene_of_spec
+        >>> from shardtensor.mesh import read_mesh
+        >>> text = page(scene_of_spec("[tp, -]", (8, 6), read_mesh("tp=4")))
+        >>> text.startswith("<!doctype html>"), "http" in text
+        (True, False)
+    """
+    is_plan = scene.resolved is not None
+    rows = mesh_rows(scene.axes)
+    style = Markup(_file("page.css") + colours.rules())
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", f"{scene.title} · shardtensor"),
+        el("style", style),
+    )
+    figures = [figure(shown, i, is_plan) for i, shown in enumerate(scene.shown)]
+    stage = el(
+        "div",
+        el("div", *figures, class_="figures"),
+        _detail(),
+        mesh_drawing(scene.axes, rows),
+        class_="stage",
+        id="stage",
+    )
+    left = el("nav", search_box(), tree(scene), aria_label="tensors") if is_plan else ""
+    parts: list[Markup | str] = [_header(scene), el("main", left, stage, class_="spread" if is_plan else "single")]
+    resolved = scene.resolved
+    if resolved is not None and resolved.errors:
+        parts.append(sections.findings(resolved))
+    parts.append(reshards(scene.reshards))
+    if resolved is not None and not resolved.errors:
+        parts += [sections.memory(resolved), sections.units(resolved), sections.collectives(resolved)]
+        parts.append(sections.findings(resolved))
+    parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
+    known = data("data", [figure_data(shown, rows) for shown in scene.shown])
+    body = el("body", colours.definitions(), *parts, known, el("script", Markup(_file("page.js"))))
+    return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
+
+
+def _header(scene: Scene) -> Markup:
+    world = scene.axes.mesh.size
+    facts = [(f"{world:,}", f"rank{'s' * (world != 1)}", "" if scene.axes.mesh.is_unnamed else mesh_text(scene.axes))]
+    if scene.resolved is not None:
+        own = own_tensors(scene.resolved)
+        count = sum(placed.tensor.numel for placed in own if not placed.tensor.is_buffer)
+        facts.append((short(count), "parameters", f"{count:,}"))
+        drawn = sum(len(shown.names) for shown in scene.shown)
+        of = "" if drawn == len(scene.resolved.tensors) else f"{drawn:,} of them "
+        layouts = len(scene.shown)
+        facts.append((f"{len(own):,}", "tensors", f"{of}in {layouts:,} layout{'s' * (layouts != 1)}"))
+        if not scene.resolved.errors:
+            found = plan_bytes(scene.resolved)
+            facts.append((say_bytes(found.most.total), "a rank", "parameters, gradients, adamw, gathered units"))
+    cells = [el("div", el("dt", what), el("dd", number, el("small", more))) for number, what, more in facts]
+    kind = None if scene.resolved is not None else "spec long" if len(scene.title) > 48 else "spec"
+    return el("header", el("h1", scene.title, class_=kind), el("p", scene.subject, class_="subject"), el("dl", *cells))
+
+
+def _detail() -> Markup:
+    hint = el("p", "Point at a piece or a rank; in the drawing, the arrow keys go from piece to piece.", class_="hint")
+    return el("section", hint, class_="detail", id="detail", aria_live="polite")
+
+
+def short(count: int) -> str:
+    """A number as people say it.
+
+    Example:
+        >>> short(8_030_261_248), short(1536), short(12)
+        ('8.03 B', '1.54 K', '12')
+    """
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)
+
+
+def _file(name: str) -> str:
+    return (files("shardtensor.cli.page") / name).read_text(encoding="utf-8")

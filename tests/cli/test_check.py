@@ -1,0 +1,172 @@
+"""``shardtensor check``: what it prints, its exit status, and that it waits for nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardtensor
+from shardtensor.cli.main import main
+
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16",
+}  # fmt: skip
+LARGEST = LLAMA | {
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+}  # fmt: skip
+
+PLAN = """\
+shard 1
+param tp = 4
+mesh (dp = world / tp, tp)
+data dp
+fc1 {
+    weight: [tp, -]
+    out:    [..., tp]
+    in:     replicate
+}
+fc2 {
+    weight: [-, tp]
+    in:     [..., tp]
+    out:    partial(tp) -> replicate
+}
+dims fc1.weight (out = 12, in = 8)
+dims fc2.weight (out = 8, in = 12)
+"""
+
+CLEAN = """\
+{path} is right for 4 ranks (dp=1, tp=4): 2 tensors of config.json, 192 parameters
+
+layout     tensors  bytes
+  [tp, -]        1  384 B
+  [-, tp]        1  384 B
+
+bytes of a rank      least   most
+  parameters         192 B  192 B
+  gradients          192 B  192 B
+  optimizer (adamw)  384 B  384 B
+  buffers              0 B    0 B
+
+process groups along  ranks  groups
+  tp                      4       1
+
+a step of 4,096 tokens a data rank  calls  received
+  forward all_reduce over tp=4          1  96.0 KiB
+  backward all_reduce over tp=4         1  96.0 KiB
+
+values that pass for this model and world
+  tp  1, 2, 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "mlp.shard"
+    path.write_text(PLAN)
+    return path
+
+
+def test_a_clean_plan_is_summed_up(plan, capsys):
+    assert main(["check", str(plan), "--world", "4"]) == 0
+    assert capsys.readouterr().out == CLEAN.format(path=plan)
+
+
+def test_errors_are_printed_with_how_many_there_are(plan, capsys):
+    plan.write_text(PLAN.replace("[tp, -]", "[tp blocks(5), -]").replace("[-, tp]\n", "[tp, -, -]\n"))
+    assert main(["check", str(plan), "--world", "4"]) == 1
+    out = capsys.readouterr().out
+    assert f"{plan}:6:13: error[E206]: dim `out` of 12 elements is not 5 equal blocks" in out
+    assert f"{plan}:11:13: error[E202]: the layout has 3 dims, the tensor has 2" in out
+    assert out.endswith("\n\n2 errors\n")
+
+
+def test_errors_of_the_text_come_in_the_same_way(plan, capsys):
+    plan.write_text(PLAN.replace("[tp, -]", "[tpp, -]"))
+    assert main(["check", str(plan), "--world", "4", "--format", "json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["code"], finding["line"], finding["col"]) == ("E201", 6, 14)
+
+
+def test_warnings_fail_when_asked_to(plan, capsys):
+    plan.write_text(PLAN + "fc3.weight: replicate\n")
+    assert main(["check", str(plan), "--world", "4"]) == 0
+    assert main(["check", str(plan), "--world", "4", "--strict"]) == 1
+    assert "1 warning\n" in capsys.readouterr().out
+
+
+def test_wrong_options_are_two(plan, capsys):
+    for wrong in (["--world", "0"], ["--set", "tp"], ["--format", "xml"], ["--safetensors", "a", "--module", "b:c"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["check", str(plan), *wrong])
+    capsys.readouterr()
+
+
+def test_numbers_are_compared_only_for_a_module(plan, capsys):
+    assert main(["check", str(plan), "--world", "4", "--numeric"]) == 2
+    assert "--numeric runs a module" in capsys.readouterr().err
+
+
+def test_json_has_the_summary(config, capsys):
+    assert main(["check", "llama", "--model", str(config), "--world", "16", "--set", "tp=16", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)["summary"]
+    assert told["tensors"] == 291 and told["parameters"] == 8_030_261_248
+    assert told["passing"] == {"tp": [1, 2, 4, 8, 16]}
+    assert {group["axes"]: group["ranks"] for group in told["groups"]} == {"tp": 16, "kvg": 8, "kvr": 2}
+    assert sum(share["tensors"] for share in told["layouts"]) == 291
+    assert told["fallbacks"][0][0].startswith("llama.shard:")
+
+
+def test_workflow_commands_of_a_fault_without_a_place(tmp_path, capsys):
+    assert main(["check", "nowhere", "--format", "github"]) == 2
+    assert capsys.readouterr().out.startswith("::error::there is no such plan%0A")
+
+
+def test_a_module_tells_its_tensors(plan, tmp_path, monkeypatch, capsys):
+    (tmp_path / "built_for_check.py").write_text(
+        "from collections import OrderedDict\nfrom torch import nn\n\n\ndef build():\n"
+        "    layers = OrderedDict(fc1=nn.Linear(8, 12, bias=False), fc2=nn.Linear(12, 6, bias=False))\n"
+        "    return nn.Sequential(layers)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["check", str(plan), "--world", "4", "--module", "built_for_check:build"]) == 0
+    assert "2 tensors of" in capsys.readouterr().out
+    assert main(["check", str(plan), "--world", "4", "--module", "built_for_check:nothing"]) == 2
+    assert "--module built_for_check:nothing is not there" in capsys.readouterr().err
+
+
+RUN = """
+import sys, time
+from shardtensor.cli.main import main
+status = main(sys.argv[1:])
+print("torch" in sys.modules, "numpy" in sys.modules, time.process_time(), file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "plan_name", "world", "tensors", "limit_s"),
+    [(LLAMA, "llama", 8, 291, 0.5), (LARGEST, "llama_2d", 16384, 1137, 2)],
+    ids=["Llama-3-8B", "Llama-3.1-405B on 16,384 ranks"],
+)
+def test_it_answers_at_once_and_without_torch(keys, plan_name, world, tensors, limit_s, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(keys))
+    command = [sys.executable, "-c", RUN, "check", plan_name, "--model", str(path), "--world", str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(shardtensor.__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    assert f": {tensors:,} tensors" in done.stdout
+    torch, numpy, seconds = done.stderr.split()
+    assert (torch, numpy) == ("False", "False")
+    assert float(seconds) < 3 * limit_s  # of the processor, all in all; benchmarks/check_speed.py measures
