@@ -107,4 +107,4 @@ def test_an_imported_plan_gives_the_dense_results(world):
 @pytest.mark.worlds("sim")
 def test_the_shared_part_of_keys_needs_its_sum(world):
     word = "hf_mla_kv_a_proj(tp, rope=config.qk_rope_head_dim)"
-    assert max(world(off_the_dense_gradients, 2, instead=(word, "hf_whole()"))) > 0.1
+    assert max(world(off_the_dense_gradients, 2, instead=(word, "hf_whole()"))) > 0.01
