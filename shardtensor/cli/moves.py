@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import attrs
 
 from shardtensor.layout.box import Box
@@ -9,6 +11,8 @@ from shardtensor.layout.steps import Step
 from shardtensor.layout.transfer import moved
 
 MAX_MESSAGES = 64
+
+_MAX_PAIRS = 1 << 16  # of ranks that are asked what one sends to the other
 
 
 @attrs.frozen
@@ -27,7 +31,7 @@ class Team:
     Attributes:
         members: the ranks that exchange with one another.
         teams: how many such teams there are.
-        takers: for whom messages are listed: all members, or the first few where there would be too many.
+        takers: for whom all messages are listed: all members, or the first few where there would be too many.
         messages: in the order of takers; no algorithm: a collective may send them on from rank to rank.
     """
 
@@ -42,6 +46,7 @@ class Team:
         return self.takers == self.members
 
 
+@lru_cache(maxsize=64)
 def team_of(step: Step, limit: int = MAX_MESSAGES) -> Team:
     """The messages of a step.
 
@@ -59,12 +64,14 @@ def team_of(step: Step, limit: int = MAX_MESSAGES) -> Team:
     world = len({*step.source.ranks, *step.target.ranks})
     found: list[Message] = []
     takers: list[int] = []
-    for rank in members:
+    for rank in members[: max(_MAX_PAIRS // len(members), 1)]:
         messages = [Message(giver, rank, box) for giver, box in _coming(step, rank)]
-        if takers and len(found) + len(messages) > limit:
+        if found and len(found) + len(messages) > limit:
+            break
+        found += messages[:limit]
+        if len(messages) > limit:
             break
         takers.append(rank)
-        found += messages
     return Team(tuple(members), max(world // len(members), 1), tuple(takers), tuple(found))
 
 

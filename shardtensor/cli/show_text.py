@@ -125,8 +125,8 @@ def _map(layout: Layout, picture: Picture) -> Text:
 def _map_of(shape: tuple[int, ...], held_by: dict[int, tuple[Box, ...]]) -> Text:
     """The map of boxes, each in the colour and with the character of its number."""
     plane = plane_of(shape, [box for boxes in held_by.values() for box in boxes])
-    if plane is None:
-        return Text("too fine to draw", style="dim")
+    if plane is None or not all(shape):
+        return Text("too fine to draw" if plane is None else "no elements", style="dim")
     boxes = (
         [held_by[i] for i in held_by] if len(held_by) == 1 else [held_by.get(i, ()) for i in range(max(held_by) + 1)]
     )

@@ -68,7 +68,9 @@ class Step:
             return (self.team_size - 1) * self.target.numel(rank)
         if self.kind == "all_reduce":
             return -(-2 * (self.team_size - 1) * self.source.numel(rank) // self.team_size)
-        return self.transfer(rank).received
+        held = self.source.boxes(rank)  # a rank gets what it needs and does not hold, once
+        overlaps = (box.overlap(goal) for goal in self.target.boxes(rank) for box in held)
+        return self.target.numel(rank) - sum(both.numel for both in overlaps if both is not None)
 
     @property
     def where(self) -> str:

@@ -100,11 +100,12 @@ def moved(source: Layout, target: Layout, rank: int, members: Ranks) -> tuple[tu
         >>> [(giver, str(box)) for giver, box in moved(rows, columns, 0, range(2))]
         [(1, '[2:4, 0:2]')]
     """
+    goals = target.boxes(rank)
     return tuple(
         (giver, both)
         for giver in members
         if giver != rank and _serves(source, giver, rank)
-        for goal in target.boxes(rank)
+        for goal in goals
         for box in source.boxes(giver)
         if (both := box.overlap(goal)) is not None
     )

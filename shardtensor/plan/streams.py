@@ -106,6 +106,9 @@ class Streams:
 
     def _leaves(self, path: str, axis: str) -> bool:
         """Whether what a module makes goes beyond those around it that gather."""
+        own = self._modules.stated[path].out
+        if not _block(path) and own is not None and axis in cut_axes(own.before):
+            return False  # it gathers, once in the model: so the last norm lets the values go
         if axis not in self._gathers[path]:
             return True
         modules = self._modules

@@ -18,7 +18,7 @@ from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, logits  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding import expert_dispatch, hugging_face_hooks, logits  # noqa: F401  (their hooks register themselves)
 from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.from_plan import from_plan, group_of

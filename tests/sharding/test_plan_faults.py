@@ -262,7 +262,7 @@ def test_other_results_are_moved_by_place_or_name(world, name):
     world(gives, 2, name=name)
 
 
-# -- modules without memory, copies, meshes that are there already ------------------------------------------------------
+# -- modules without memory, and copies -------------------------------------------------------------------------------
 
 
 def loaded(plan: str, family: str, params: dict[str, Any]) -> None:

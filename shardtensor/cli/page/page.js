@@ -144,5 +144,5 @@
     });
   }
   const asked = /^#f(\d+)$/.exec(location.hash);
-  select(asked && Number(asked[1]) < figures.length ? Number(asked[1]) : 0);
+  select(asked && Number(asked[1]) < figures.length ? Number(asked[1]) : Number(document.querySelector("main").dataset.start));
 })();

@@ -48,7 +48,9 @@ def page(scene: Scene) -> str:
         id="stage",
     )
     left = el("nav", search_box(), tree(scene), aria_label="tensors") if is_plan else ""
-    parts: list[Markup | str] = [_header(scene), el("main", left, stage, class_="spread" if is_plan else "single")]
+    start = next((i for i, shown in enumerate(scene.shown) if shown.picture.axes), 0)
+    kind = "spread" if is_plan else "single"
+    parts: list[Markup | str] = [_header(scene), el("main", left, stage, class_=kind, data_start=start)]
     resolved = scene.resolved
     if resolved is not None and resolved.errors:
         parts.append(sections.findings(resolved))

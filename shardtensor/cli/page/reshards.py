@@ -98,7 +98,7 @@ def _drawing(step: Step, team: Team) -> Markup:
             _map(frame, plane, _NAME, y, [(box, rank) for box in step.source.boxes(rank)], row_of, "", ("g", rank))
         )
         found.append(
-            _map(frame, plane, right, y, _after(step, team, rank), row_of, "Σ" if step.op else "", ("t", rank))
+            _map(frame, plane, right, y, _after(step, team, rank, shown), row_of, "Σ" if step.op else "", ("t", rank))
         )
     found += _lines(team, frame, plane, row_of, right, tall)
     width, height = right + frame.width + _NAME, len(shown) * tall
@@ -115,14 +115,14 @@ def _drawing(step: Step, team: Team) -> Markup:
     return el("div", svg, class_="scroll")
 
 
-def _after(step: Step, team: Team, rank: int) -> list[tuple[Box, int | None]]:
+def _after(step: Step, team: Team, rank: int, shown: Sequence[int]) -> list[tuple[Box, int | None]]:
     """The boxes that a rank holds after a step, with the rank that each comes from."""
     if step.op:
         return [(box, None) for box in step.target.boxes(rank)]
-    kept: list[tuple[Box, int | None]] = [(box, rank) for box in _kept(step.source, step.target, rank)]
-    if rank not in team.takers and len(kept) != len(step.target.boxes(rank)):
-        return [*((box, None) for box in step.target.boxes(rank)), *kept]
-    return [*kept, *((m.box, m.giver) for m in team.messages if m.taker == rank)]
+    kept = [(box, rank) for box in _kept(step.source, step.target, rank)]
+    came = [(m.box, m.giver) for m in team.messages if m.taker == rank and m.giver in shown]
+    everything = [] if set(team.members) <= set(shown) else [(box, None) for box in step.target.boxes(rank)]
+    return [*everything, *kept, *came]
 
 
 def _kept(source: Layout, target: Layout, rank: int) -> list[Box]:

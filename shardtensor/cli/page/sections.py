@@ -210,7 +210,7 @@ def _collective_rows(found: Any) -> Iterator[Markup]:
             el("td", f"{sum(one.count for one in group):,}", class_="n"),
             el("td", say_bytes(each.bytes), class_="n"),
             el("td", say_bytes(each.received_bytes), class_="n"),
-            el("td", el("code", broken(where))),
+            el("td", el("code", broken(where)) if where else "the model itself"),
             el("td", each.why),
         )
 
