@@ -36,7 +36,7 @@ MIXTRAL = LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per
 CASES = [
     ("Llama-3-8B", LLAMA, ["llama", "--world", "8"], 0.5),
     ("Llama-3-8B, FSDP", LLAMA, ["fsdp", "--world", "64"], 0.5),
-    ("Mixtral-8x7B, a list of experts", MIXTRAL, ["mixtral", "--world", "64", "--set", "stacked=false"], 2),
+    ("Mixtral-8x7B, a list of experts", MIXTRAL, ["mixtral", "--world", "64", "--set", "published=true"], 2),
     ("Llama-3.1-405B", LARGEST, ["llama_2d", "--world", "16384"], 2),
 ]
 

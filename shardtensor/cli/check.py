@@ -23,7 +23,8 @@ def add_parser(commands: Any) -> None:
         help="say what is wrong with a plan for a model and a world",
         description="Match a plan to a model and say everything that is wrong, with its place; or, when nothing is, "
         "how the tensors lie and what they cost. Needs no GPU and starts no process. Exit status 0 when there are at "
-        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong.",
+        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong or a file "
+        "is not there.",
     )
     parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
     parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
@@ -50,24 +51,14 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         findings, summary = _checked(options)
-    except SpecError as error:
-        if not error.findings:
-            _fail(options, str(error))
-            return FAILS
-        findings, summary = tuple(error.findings), None
     except ShardTensorError as error:
-        _fail(options, str(error))
-        return FAILS
+        if not (isinstance(error, SpecError) and error.findings):  # of no plan: a file that is not there, say
+            _fail(options, str(error))
+            return USAGE
+        findings, summary = tuple(error.findings), None
     findings = folded(findings)
     bad = ("error", "warning") if options.strict else ("error",)
     failed = any(finding.severity in bad for finding in findings)
-    if options.numeric and not failed:
-        try:
-            findings = (*findings, *folded(_numeric(options)))
-        except ShardTensorError as error:
-            _fail(options, str(error))
-            return FAILS
-        failed = any(finding.severity in bad for finding in findings)
     _print(options, findings, summary)
     return FAILS if failed else 0
 
@@ -87,6 +78,8 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     resolved = resolve(plan, model)
     findings = check_plan(resolved)
+    if options.numeric and not any(finding.severity == "error" for finding in findings):
+        findings = (*findings, *_numeric(options))
     if any(finding.severity == "error" for finding in findings):
         return findings, None
     return findings, summarize(resolved, options.plan, params)

@@ -73,6 +73,12 @@ def summary_text(summary: Summary) -> str:
     if summary.groups:
         rows = [(group.axes, f"{group.ranks:,}", f"{group.groups:,}") for group in summary.groups]
         lines += ["", *_table(("process groups along", "ranks", "groups"), rows)]
+    if summary.traffic:
+        rows = [
+            (f"{each.phase} {each.kind} over {each.over}", f"{each.calls:,}", say_bytes(each.received_bytes))
+            for each in summary.traffic
+        ]
+        lines += ["", *_table((f"a step of {summary.tokens:,} tokens a data rank", "calls", "received"), rows)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
     if summary.passing:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shardtensor.errors import PlanError
-from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
 
 Plans = tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]
 """A tp_plan, an ep_plan, and the keys of the model's config.json."""
@@ -42,6 +41,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shardtensor.plan.interop.hugging_face import plan_text_from_hf  # other commands need not wait for it
+
     try:
         tp_plan, ep_plan, config = _read(options)
     except (OSError, ValueError, ImportError) as error:
@@ -56,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> Plans:
+    from shardtensor.plan.interop.hugging_face import with_prefix
+
     found = _json(options.path)
     if "model_type" in found:
         return _of_model(options.path, found)

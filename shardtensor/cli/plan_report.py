@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -38,20 +39,20 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     resolved = resolve(plan, model)
     if resolved.errors:
         raise PlanError(text_report(folded(resolved.errors)))
-    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype)
+    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype or _dtype(model))
     if batch.samples % data_ranks(resolved):
         raise PlanError(
             f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks",
             fix="give --batch a multiple",
         )
     kept = kept_bytes(resolved, batch)
-    found = plan_bytes(resolved, optimizer=options.optimizer, dtype=batch.dtype)
+    found = plan_bytes(resolved, optimizer=options.optimizer)
     memory = {
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
     if options.rank is not None:
-        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer, dtype=batch.dtype)
+        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
         memory["rank"] = _held(own, options.rank, kept)
     each = batch.samples // data_ranks(resolved)
     sent = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
@@ -90,7 +91,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     (config, source), params = read_config(options.model), dict(options.set)
     head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
-    batch = Batch(options.batch or options.world, options.seq, options.dtype)
+    batch = Batch(options.batch or options.world, options.seq, options.dtype or _dtype(model))
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
         memory_bytes=options.memory or profile.memory_bytes, optimizer=options.optimizer,
@@ -106,6 +107,14 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
             row["step"] = _step(choice.seconds, batch)
         rows.append(row)
     return {**_head(options, model, batch), "choices": rows}
+
+
+def _dtype(model: Model) -> str:
+    """That most parameters have."""
+    sizes: Counter[str] = Counter()
+    for tensor in model.tensors:
+        sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
+    return sizes.most_common(1)[0][0]
 
 
 def _held(held: RankBytes, rank: int, kept: int) -> dict[str, int]:

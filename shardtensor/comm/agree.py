@@ -87,8 +87,8 @@ def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError
     left = len(differing) - _SHOWN_FACTS
     if left > 0:  # of a plan for a thousand layers the first will do
         differing = dict(list(differing.items())[:_SHOWN_FACTS])
-    names = [*differing, *([f"{left} more"] if left > 0 else [])]
-    what = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    shown = [*differing, *([f"{left} more"] if left > 0 else [])]
+    what = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
     name = next(iter(differing))
     first, other = (ranks[0] for ranks in list(held[name].values())[:2])
     fault = f"{next(iter(calls))}: {name} of rank {first} does not match with {name} of rank {other}; nothing was moved"

@@ -147,7 +147,7 @@ def _shard_one(
         flat.take_over()
         owner = group[0].homes[0][0]
         (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
-    _move_rest(modules, device, ignored)
+    move_rest(modules, device, ignored)
     for module in modules:
         for _, owner in _own_modules(module, ""):
             load_keeps_layouts(owner, domain.whole)
@@ -245,7 +245,7 @@ def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def _move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
+def move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
     """Bring buffers, and parameters that stay whole, to the device; what two modules share stays shared."""
     moved: dict[int, torch.Tensor] = {}
     for owner in [owner for module in modules for owner in module.modules()]:

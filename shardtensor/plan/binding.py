@@ -36,9 +36,7 @@ class Binder:
     def __init__(self, plan: Plan, model: Model, tree: NameTree) -> None:
         self._plan = plan
         self._model = model
-        self._said = {
-            name: said.names for said in plan.dims for name in tree.tensors(said.pattern) if "." in name or said.pattern
-        }
+        self._said = {name: said.names for said in plan.dims for name in tree.tensors(said.pattern)}
         self._kept: dict[object, Bound] = {}
         self._dims: dict[str, tuple[str, ...] | None] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -47,14 +47,14 @@ class Collective:
         return f"{times}{self.kind} over {over} of {say_bytes(self.bytes)} {self.dtype}: {self.where}: {self.why}"
 
 
-def all_reduce(phase: Phase, axes: tuple[str, ...], size: int, numel: int, item: int, **said: str) -> Collective:
+def all_reduce(phase: Phase, axes: tuple[str, ...], size: int, numel: int, item: int, **said: Any) -> Collective:
     """One of so many elements of `item` bytes."""
     moved = -(-2 * numel * item * (size - 1) // size)
     return Collective("all_reduce", phase, axes, size, numel * item, moved, moved, **said)
 
 
 def all_gather(
-    phase: Phase, axes: tuple[str, ...], size: int, own: int, whole: int, item: int, **said: str
+    phase: Phase, axes: tuple[str, ...], size: int, own: int, whole: int, item: int, **said: Any
 ) -> Collective:
     """One to which this rank brings `own` of the `whole` elements."""
     return Collective(
@@ -63,7 +63,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    phase: Phase, axes: tuple[str, ...], size: int, own: int, whole: int, item: int, **said: str
+    phase: Phase, axes: tuple[str, ...], size: int, own: int, whole: int, item: int, **said: Any
 ) -> Collective:
     """One that leaves this rank `own` of the `whole` elements."""
     return Collective(

@@ -18,6 +18,7 @@ from shardtensor.plan.gradients import flows_of
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.value_traffic import ValueTraffic
 
+
 def step_collectives(
     resolved: Resolved,
     *,
@@ -47,11 +48,11 @@ def step_collectives(
         >>> from shardtensor.plan.loading import load_plan
         >>> from shardtensor.plan.model import Model, TensorInfo
         >>> from shardtensor.plan.resolve import resolve
-        >>> text = "shard 1\\nmesh (tp = world)\\nfc {\\n weight: [-, tp]\\n in: [..., tp]\\n out: partial(tp) -> replicate\\n}\\n"
+        >>> text = 'shard 1\\ninclude "std/styles.shard"\\nmesh (tp = world)\\nfc: rowwise(tp)\\n'
         >>> model = Model((TensorInfo("fc.weight", (8, 4), ("out", "in")),))
         >>> for each in step_collectives(resolve(load_plan(text, world=2), model), batch=1, seq=4):
         ...     print(each)
-        all_reduce over tp=2 of 64 bytes bfloat16: fc: its addends are summed
+        all_reduce over tp=2 of 64 B bfloat16: fc: its addends are summed
     """
     flows = flows_of(resolved)
     rank = resolved.plan.axes.mesh.ranks[0] if rank is None else rank

@@ -232,5 +232,3 @@ def buckets(gradients: Sequence[_Gradient]) -> list[tuple[list[_Gradient], int]]
         for i, bucket in enumerate(filled)
         for kind in [(bucket[0].axes, bucket[0].dtype)]
     ]
-
-

@@ -261,8 +261,8 @@ def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool
         start = span(glob)[0] + (token.type == "STRING")
         for found in re.finditer(r"<([A-Za-z0-9_]+)>", text):
             at = start + found.start(1)
-            evaluator.axis(Token("NAME", found[1], at, end_pos=at + len(found[1])))
-            evaluator.uses.clear()
+            with evaluator.apart("the numbers"):
+                evaluator.axis(Token("NAME", found[1], at, end_pos=at + len(found[1])))
     return whole
 
 

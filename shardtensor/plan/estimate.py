@@ -67,7 +67,7 @@ def step_seconds(
         each = batch.samples // data_ranks(resolved)
         collectives = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
     if held is None:
-        held = rank_bytes(resolved, resolved.plan.axes.mesh.ranks[0], optimizer=optimizer, dtype=batch.dtype)
+        held = rank_bytes(resolved, resolved.plan.axes.mesh.ranks[0], optimizer=optimizer)
     axes = resolved.plan.axes
     data = set(axes.leaves(axes.data))
     inside = beside = 0.0

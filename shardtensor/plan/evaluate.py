@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -11,10 +12,10 @@ from lark import Token
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.expressions import Expressions, MissingKey, is_kind
-from shardtensor.plan.scope import POISON, AxisValue, Binding, Bundle, Node, Poisoned, Style, kind_of, shown
+from shardtensor.plan.scope import POISON, AxisValue, Binding, Bundle, Node, Poisoned, Scope, Style, kind_of, shown
 from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
-from shardtensor.spec.diagnostics import nearest
+from shardtensor.spec.diagnostics import Source, nearest
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.reader import Use
 from shardtensor.spec.words import WORDS, Word, words_for
@@ -34,6 +35,10 @@ FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
 class Evaluator(Expressions):
     """Reads what stands in a plan where a value may stand, with the names of a scope."""
 
+    def __init__(self, source: Source, scope: Scope) -> None:
+        super().__init__(source, scope)
+        self._by_leaf: dict[str, Use] = {}
+
     def inside(self, style: Style, given: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a style's body: it names its parameters, and the styles above it."""
         return Evaluator(style.source, self.scope.inner(style, given))
@@ -41,12 +46,18 @@ class Evaluator(Expressions):
     # ---------- layouts, names and calls ----------
 
     def _spec(self, tree: Node) -> Any:
-        uses, place = self.uses, self.place  # a layout may stand in an argument of what stands in a layout
-        self.uses = []
-        try:
+        with self.apart(""):  # a layout may stand in an argument of what stands in a layout
             return self._within_world(tree, self.spec(tree))
+
+    @contextmanager
+    def apart(self, place: str) -> Iterator[None]:
+        """Axes that are named inside have nothing to do with those named before."""
+        kept = self.uses, self._by_leaf, self.place
+        self.uses, self._by_leaf, self.place = [], {}, place
+        try:
+            yield
         finally:
-            self.uses, self.place = uses, place
+            self.uses, self._by_leaf, self.place = kept
 
     def head(self, head: Node) -> Any:
         if head.data == "word":
@@ -222,11 +233,12 @@ class Evaluator(Expressions):
         if len({*leaves}) < len(leaves):
             fault = f"`{binding.value}` names an axis twice"
             raise self.fault("E204", token, fault, f"it is made of {', '.join(leaves)}", "keep one of the two")
-        for use in self.uses:
-            both = set(leaves) & set(self.scope.leaves(use.axes))
-            if both:
-                raise self._used_twice(token, axes, use, both)
+        for leaf in leaves:
+            if leaf in self._by_leaf:
+                use = self._by_leaf[leaf]
+                raise self._used_twice(token, axes, use, set(leaves) & set(self.scope.leaves(use.axes)))
         self.uses.append(Use(token, axes, self.place))
+        self._by_leaf |= dict.fromkeys(leaves, self.uses[-1])
         return axes
 
     def _no_such_axis(self, token: Token, value: Any) -> Exception:

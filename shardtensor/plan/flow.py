@@ -7,6 +7,7 @@ is equal on all ranks that hold copies of the value; where nothing is said it fo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import EllipsisType
 from typing import Literal
 
@@ -106,9 +107,20 @@ def cuts(spec: Spec) -> dict[int, Cut]:
     }
 
 
+@lru_cache(maxsize=4096)
 def cut_axes(spec: Spec) -> Axes:
     """The axes over which a value is cut."""
     return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
+
+
+def as_written(flow: Flow | Spec) -> str:
+    """A flow or a layout as people write it: addends alone without ``replicate``.
+
+    Example:
+        >>> as_written(read_flow("partial(tp) -> replicate"))
+        'partial(tp) -> replicate'
+    """
+    return str(flow).replace("replicate partial(", "partial(")
 
 
 def union(*axes: Axes) -> Axes:
@@ -116,6 +128,7 @@ def union(*axes: Axes) -> Axes:
     return tuple(dict.fromkeys(axis for each in axes for axis in each))
 
 
+@lru_cache(maxsize=4096)
 def partial_axes(spec: ShardingSpec) -> Axes:
     """The axes along which a value is an addend."""
     assert isinstance(spec, Spec)
@@ -142,6 +155,7 @@ class Change:
     sums: bool = False
 
 
+@lru_cache(maxsize=4096)
 def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
     """The steps of a flow.
 

@@ -10,7 +10,6 @@ import attrs
 from shardtensor.plan.brief import below_layer, where, which
 from shardtensor.plan.finding import Finding
 
-
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -51,22 +50,17 @@ def _one(group: Sequence[Finding]) -> Finding:
     if f"`{first.tensor}`" in fault:  # the fault speaks of one: say what they have in common, and count them
         fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
         count = f"{things}: {which(names)}"
-    return attrs.evolve(first, fault=fault, notes=(*_before_last(first), count, *_last(first)))
+    on_purpose = tuple(
+        note for note in first.notes if note.startswith("to ")
+    )  # a way to do so all the same, comes last
+    notes = (*(note for note in first.notes if note not in on_purpose), count, *on_purpose)
+    return attrs.evolve(first, fault=fault, notes=notes)
 
 
 def _is_of_modules(finding: Finding) -> bool:
     return finding.code in ("E303", "E401", "E402", "E403") or finding.fault.startswith(
         ("`in", "`out", "`local", "`use")
     )
-
-
-def _before_last(finding: Finding) -> tuple[str, ...]:
-    """The notes before which the count of tensors does not stand: all but a way to do it on purpose."""
-    return tuple(note for note in finding.notes if not note.startswith("to "))
-
-
-def _last(finding: Finding) -> tuple[str, ...]:
-    return tuple(note for note in finding.notes if note.startswith("to "))
 
 
 def _place(finding: Finding) -> tuple[str, int, int, str]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import Flow, cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import Flow, as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.layer_flows import natural
+from shardtensor.plan.line import Line
 from shardtensor.plan.meetings import Meetings
-from shardtensor.plan.modules import Layer, Modules, Names, around, is_below
-from shardtensor.plan.origin import Origin
+from shardtensor.plan.modules import Modules, Names, around, is_below
 from shardtensor.plan.places import style_note
 
 
@@ -73,7 +73,6 @@ class Givers:
                 yield self._told(path, name)
         yield from self._not_given()
         yield from self._not_made()
-        yield from self._streams()
 
     # -- what is given and not taken ----------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class Givers:
                 cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
                 if not (cut or addends):
                     continue
-                is_taken, is_hooked = False, False
+                is_taken, is_hooked = False, "cross_entropy" in self._hooks(path, flow)
                 block, after = _block(path), -1
                 for above in around(path):
                     if not (above == block or is_below(above, block)):
@@ -95,7 +94,7 @@ class Givers:
                     if takes or self._passes(above, cut, addends):
                         is_taken = True
                         break
-                    is_hooked = is_hooked or self._has_hook(above, flow)
+                    is_hooked = is_hooked or bool(self._hooks(above, flow))
                 if not is_taken:
                     yield path, name, is_hooked
 
@@ -107,11 +106,22 @@ class Givers:
             for flow in stated.outs.values()
         )
 
-    def _has_hook(self, above: str, flow: Flow) -> bool:
+    def _hooks(self, above: str, flow: Flow) -> list[str]:
+        """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
         stated = self._modules.stated.get(above)
         hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
         is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
-        return any(name != "cross_entropy" or is_logits for name in hooks)
+        return [name for name in hooks if name != "cross_entropy" or is_logits]
+
+    @property
+    def logits(self) -> list[str]:
+        """The modules whose logits a loss takes as they are cut."""
+        found = []
+        for path in self.to_hooks:
+            flow = self._modules.stated[path].out
+            if flow is not None and any("cross_entropy" in self._hooks(at, flow) for at in (path, *around(path))):
+                found.append(path)
+        return sorted(found)
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
@@ -122,8 +132,8 @@ class Givers:
         if addends:
             return Finding(
                 "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
-                f"`{said}` has no arrow that sums: whatever meets it next would take one rank's addend for the value",
-                f"write `{said.before} -> replicate` (one all_reduce), or say who sums: `in: partial("
+                f"`{as_written(said)}` has no arrow that sums: what meets it takes one rank's addend for the value",
+                f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
                 f"{named(addends)}) -> replicate` there",
                 style_note(origin, "flow"), path,
             )  # fmt: skip
@@ -146,14 +156,14 @@ class Givers:
                 cut = set(cut_axes(flow.before))
                 if cut and not self._is_given(path, cut):
                     line = stated.line("in", name)
-                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line and line.origin)
+                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line)
         for path, layer in self._modules.layers.items():
             cut = set(layer.cut("weight", "in")) if layer.kind.name == "linear" else set()
             is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
             if path and cut and not is_said and not self._is_given(path, cut):
                 line = layer.params["weight"].line
                 text = str(natural(tuple(layer.cut("weight", "in"))).after)
-                yield self._refused(path, cut, text, line and line.origin)
+                yield self._refused(path, cut, text, line)
 
     def _is_given(self, path: str, cut: set[str]) -> bool:
         for above in around(path):
@@ -168,7 +178,8 @@ class Givers:
                 return False
         return False
 
-    def _refused(self, path: str, cut: set[str], text: str, origin: Origin | None) -> Finding:
+    def _refused(self, path: str, cut: set[str], text: str, line: Line | None) -> Finding:
+        origin = line.origin if line is not None else None
         axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in cut)
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
@@ -203,90 +214,6 @@ class Givers:
         for path, stated in self._modules.stated.items():
             if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
                 yield path
-
-    # -- streams ------------------------------------------------------------------------------------------------------
-
-    def _streams(self) -> Iterator[Finding]:
-        """Where values go from module to module cut along tokens: those that take or leave them whole, alone."""
-        modules, meetings = self._modules, self._meetings
-        if not any(layer.kind.name == "embedding" for layer in modules.layers.values()):
-            return  # copies may come from outside
-        gathered = {path: meetings.gathers(path) for path in (*modules.stated, *modules.layers)}
-        silent = [
-            path for path in modules.owned
-            if not (path in modules.stated and (modules.stated[path].ins or modules.stated[path].outs))
-        ]  # fmt: skip
-        for axis in meetings.streams:
-            outside = [path for path in silent if axis not in meetings.gathers(path)]
-            if any(path not in modules.layers or not modules.layers[path].is_cut for path in outside):
-                continue  # what they give is not known
-            takers = list(self._takers_of_copies(axis, gathered))
-            makers = list(self._makers_of_copies(axis))
-            if takers and not makers:
-                yield from (self._takes_whole(path, axis) for path in takers)
-            if not takers:
-                yield from (self._leaves_whole(path, axis) for path in makers if axis not in gathered[path])
-
-    def _takers_of_copies(self, axis: str, gathered: dict[str, set[str]]) -> Iterator[str]:
-        modules = self._modules
-        for path in dict.fromkeys((*modules.stated, *modules.layers)):
-            layer = modules.layers.get(path)
-            if axis in gathered[path] or (layer is not None and layer.kind.name == "embedding"):
-                continue
-            stated = modules.stated.get(path)
-            flow = stated.ins.get("") if stated is not None else None
-            if flow is not None:
-                if axis not in (*cut_axes(flow.before), *partial_axes(flow.before)):
-                    yield path
-            elif layer is not None and _takes_copies(layer, axis) and modules.nearest_in(path) is None:
-                yield path
-
-    def _makers_of_copies(self, axis: str) -> Iterator[str]:
-        for path, stated in self._modules.stated.items():
-            layer = self._modules.layers.get(path)
-            flow = stated.out
-            if flow is None or (layer is not None and layer.kind.name == "norm" and flow.before == flow.after):
-                continue
-            if axis not in (*cut_axes(flow.after), *partial_axes(flow.after)):
-                yield path
-
-    def _takes_whole(self, path: str, axis: str) -> Finding:
-        modules, named = self._modules, self._modules.named
-        stated = modules.stated.get(path)
-        line = stated.line("in") if stated is not None else None
-        if line is None:
-            layer = modules.layers[path]
-            line = layer.stated.line("out") or layer.params["weight"].line
-        source = self._meetings.streams[axis]
-        after = modules.stated[source].passing.outs[""][0].after
-        origin = line.origin if line is not None else None
-        return Finding(
-            "E403", f"`{path}` takes whole values, and they come cut along {named((axis,))}", origin,
-            f"every module leaves them so, such as `{source}`: `{after}`; one rank's part would be taken for the whole",
-            f"`in: {after} -> replicate` gathers them, here or on a module around; a norm takes them as they come: "
-            f"`along({after})`",
-            style_note(origin, "flow"), path,
-        )  # fmt: skip
-
-    def _leaves_whole(self, path: str, axis: str) -> Finding:
-        modules, named = self._modules, self._modules.named
-        stated = modules.stated[path]
-        line = stated.line("out")
-        origin = line.origin if line is not None else None
-        source = self._meetings.streams[axis]
-        after = modules.stated[source].passing.outs[""][0].after
-        said = stated.passing.outs[""][0]
-        return Finding(
-            "E403", f"`{path}` leaves whole values, and all modules take them cut along {named((axis,))}", origin,
-            f"they expect `{after}`, as `{source}` leaves it: each rank's whole would be taken for a part of a longer "
-            "one",
-            f"write `out: {said.before} -> {after}`", style_note(origin, "flow"), path,
-        )  # fmt: skip
-
-
-def _takes_copies(layer: Layer, axis: str) -> bool:
-    """Whether a layer without an `in` takes what comes as copies along an axis."""
-    return layer.kind.name == "linear" and layer.is_cut and axis not in layer.cut("weight", "in")
 
 
 def _block(path: str) -> str:

@@ -18,6 +18,7 @@ from shardtensor.plan.meetings import Meetings
 from shardtensor.plan.modules import Layer, Modules, Names
 from shardtensor.plan.places import style_note
 from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.plan.streams import Streams
 
 
 @attrs.frozen(eq=False)
@@ -55,6 +56,7 @@ def flows_of(resolved: Resolved) -> Flows:
     givers = Givers(modules, meetings, broken)
     findings += meetings.findings(givers.to_hooks)
     findings += givers.findings()
+    findings += Streams(modules, meetings).findings()
     return Flows(modules, works, meetings, tuple(findings))
 
 

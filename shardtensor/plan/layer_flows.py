@@ -108,6 +108,15 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     _meets(layer, "in", came, came.after, in_axes, ())
     _meets(layer, "out", leaves, leaves.before, out_axes, in_axes)
     stream = _stream(came.after)
+    twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
+    if twice:
+        name = layer.named(twice)
+        raise Contradiction(
+            "E402", "in" if enters is not None else "out", f"the input and the weight are both cut along {name}",
+            f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
+            f"the weight is `{layer.params['weight'].spec}`",
+            f"gather the input: `in: {layer.said('in').partition(' -> ')[0] or came.after} -> replicate`",
+        )  # fmt: skip
     if enters is not None and set(_stream(leaves.before)) != set(stream):
         raise Contradiction(
             "E402", "out", "`out` does not follow from `in`",

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.layer_flows import addends_of
 from shardtensor.plan.line import Line
-from shardtensor.plan.modules import Layer, Modules, Names, around
+from shardtensor.plan.modules import Layer, Modules, Names, Stated, around
 from shardtensor.plan.origin import Origin
 from shardtensor.plan.places import pattern_place, style_note
 
@@ -24,6 +24,7 @@ class Meetings:
 
     def __init__(self, modules: Modules, broken: frozenset[str] = frozenset()) -> None:
         self.modules, self._broken = modules, broken
+        self._gathers: dict[str, set[str]] = {}
 
     @cached_property
     def served(self) -> dict[str, list[Layer]]:
@@ -53,6 +54,16 @@ class Meetings:
         return not placed.layout.is_replicated  # type: ignore[attr-defined]
 
     @cached_property
+    def _widths(self) -> dict[str, dict[int, list[str]]]:
+        """By each module and width, the layers in it that leave values of this width."""
+        found: dict[str, dict[int, list[str]]] = {}
+        for path, layer in self.modules.layers.items():
+            if layer.kind.name == "linear" and path not in self._broken:
+                for above in around(path):
+                    found.setdefault(above, {}).setdefault(layer.width("out"), []).append(path)
+        return found
+
+    @cached_property
     def streams(self) -> dict[str, str]:
         """Axes along which some `out` deals values out on a dim that is not the last, with the path of the first."""
         found: dict[str, str] = {}
@@ -68,14 +79,17 @@ class Meetings:
 
     def gathers(self, path: str) -> set[str]:
         """The axes along which some module around a path gathers the values that enter it."""
-        stated = self.modules.stated
-        return {
-            axis
-            for above in around(path)
-            if above in stated
-            for flow in stated[above].ins.values()
-            for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))
-        }
+        parent = path.rpartition(".")[0] if path else None
+        return self._gathered(parent) if parent is not None else set()
+
+    def _gathered(self, path: str) -> set[str]:
+        """The axes along which a module, or one around it, gathers what enters it."""
+        if path not in self._gathers:
+            stated = self.modules.stated.get(path)
+            flows = stated.ins.values() if stated is not None else ()
+            own = {axis for flow in flows for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))}
+            self._gathers[path] = own | (self._gathered(path.rpartition(".")[0]) if path else set())
+        return self._gathers[path]
 
     # -- findings -----------------------------------------------------------------------------------------------------
 
@@ -88,6 +102,7 @@ class Meetings:
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
+        yield from self._of_another_width()
         yield from self._forgotten(to_hooks)
 
     def _siblings_inside_an_axis(self) -> Iterator[Finding]:
@@ -122,7 +137,7 @@ class Meetings:
                 yield Finding(
                     "E401", f"copies meet addends at the `in` of {path or 'the module'}", _origin(line),
                     f"{layer.path} {how}, the others bring addends along {modules.named(addends)}, which `in` sums: "
-                    f"what is no addend would be counted {modules.named(addends)} times",
+                    f"what is no addend would be counted {modules.times(addends)} times",
                     "give it an `in` of its own, or move `in` down to those that are cut alike",
                     style_note(_origin(line), "flow") if layer.has_flow else (), layer.path,
                 )  # fmt: skip
@@ -135,6 +150,31 @@ class Meetings:
             set(cut) & set(factors) and set(factors) - {*cut, *partial_axes(flow.after)}
             for factors in (self.modules.leaves((whole,)) for whole in self.modules.axes.made_of)
         )  # fmt: skip
+
+    def _of_another_width(self) -> Iterator[Finding]:
+        """Layers that an `in` would serve, but for their width: they take a value that is left cut inside (E403)."""
+        modules = self.modules
+        for path, layers in self.served.items():
+            linear = [layer for layer in layers if layer.kind.name == "linear" and layer.is_cut]
+            widths = {layer.width("in") for layer in linear}
+            if len(widths) < 2:
+                continue
+            came = linear[0].width("in")
+            for layer in linear:
+                width = layer.width("in")
+                others = self._widths.get(path, {}).get(width, [])
+                flows = [(other, flow) for other in others if (flow := modules.stated.get(other, Stated()).out)]
+                if width == came or not flows or not all(last_cut(flow.after) for _, flow in flows):
+                    continue
+                other, flow = flows[0]
+                line = layer.stated.line("out") or layer.params["weight"].line
+                yield Finding(
+                    "E403", f"`{layer.path}` takes whole values, and `{other}` leaves them cut", _origin(line),
+                    f"it multiplies all {width} elements of its input, and each rank has a part of them: "
+                    f"`{modules.stated[other].passing.outs[''][0]}`",
+                    f"cut it along its inputs: `rowwise({modules.named(cut_axes(flow.after))})`",
+                    style_note(_origin(line), "flow"), layer.path,
+                )  # fmt: skip
 
     def _summed_again(self) -> Iterator[Finding]:
         """Modules inside of an `in` that sums, with an `in` of their own on what must be the same value."""
@@ -174,7 +214,7 @@ class Meetings:
                     "E401", f"this gradient is summed along {modules.named(own)} here and again around",
                     _origin(line),
                     f"{of} sums what comes back along {modules.named(addends)}; {path} sums its part before: "
-                    f"it would be counted {modules.named(addends)} times",
+                    f"it would be counted {modules.times(addends)} times",
                     f"drop `in` here, or {of}", style_note(_origin(line), "flow"), path,
                 )  # fmt: skip
 
@@ -234,10 +274,13 @@ class Meetings:
             else:
                 continue
             shown = modules.named(axes)
+            fix = f"write `along([-, {shown}, ...])` if values come cut so, `along(replicate)` if they come whole"
+            if addends:
+                fix += "; or move `in` to the modules that are cut, so that this one is not inside"
             name = copied[0].tensor.name
             yield Finding(
                 "E401", f"the gradient of `{name}` along {shown} is not known", _place(copied[0].line, modules),
-                why, f"write `along([-, {shown}, ...])` if values come cut so, `along(replicate)` if they come whole",
+                why, fix,
                 (), name,
             )  # fmt: skip
 

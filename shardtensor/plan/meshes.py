@@ -106,10 +106,9 @@ class MeshReader:
                 fault = f"`{token}` is {kind_of(size)}, and the size of an axis is needed here"
                 raise self.plan.fault("E107", token, fault)
         if size < 1:
-            why = "" if node is token else explain(evaluator, node)
-            raise self.plan.fault(
-                "E105", node, f"the axis `{token}` has {size} ranks", why, "an axis has at least one rank"
-            )
+            why = "an axis has at least one rank" + ("" if node is token else f"; {explain(evaluator, node)}")
+            fix = self.plan.fitting.advice(self.plan.fitting.params_in(node)) if node is not token else ""
+            raise self.plan.fault("E105", node, f"the axis `{token}` has {size} ranks", why, fix)
         return size
 
     def _find_with_ways(self, error: SpecError, said: Node) -> None:

@@ -5,6 +5,7 @@ Axes that are made of others are spelled out, and axes of size 1, which do nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 
@@ -13,7 +14,7 @@ import attrs
 from shardtensor.layout.layout import CutLayout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.flow import Flow
+from shardtensor.plan.flow import Flow, as_written
 from shardtensor.plan.layer_kinds import LayerKind
 from shardtensor.plan.line import Line
 from shardtensor.plan.resolved import Passing, Placed, Resolved
@@ -67,7 +68,7 @@ class Layer:
     def said(self, side: str) -> str:
         """A flow as the plan says it; empty where it says none."""
         found = (self.stated.passing.ins if side == "in" else self.stated.passing.outs).get("")
-        return str(found[0]) if found is not None else ""
+        return as_written(found[0]) if found is not None else ""
 
     def cut(self, name: str, dim: str) -> Names:
         """The axes over which a dim of a parameter is cut."""
@@ -156,6 +157,10 @@ class Modules:
                 found.append(name)
                 rest = [leaf for leaf in rest if leaf not in factors]
         return "*".join([*found, *rest])
+
+    def times(self, leaves: Iterable[str]) -> int:
+        """How many ranks lie along some axes."""
+        return math.prod(self._sizes[leaf] for leaf in dict.fromkeys(leaves))
 
     @cached_property
     def data(self) -> Names:

@@ -243,9 +243,8 @@ class PlanReader:
     def _data(self, node: Node) -> None:
         if self.data:
             raise self.fault("E105", node.children[0], "the axes of the data are said twice", fix="keep one line")
-        self.evaluator.uses, self.evaluator.place = [], "the data"
-        self.data = self.evaluator.axes(node.children[0])
-        self.evaluator.uses = []
+        with self.evaluator.apart("the data"):
+            self.data = self.evaluator.axes(node.children[0])
         for line in self.entries.lines:
             if isinstance(line.value, Flow):
                 leaves = set(self.scope.leaves(flow_axes(line.value))) & set(self.scope.leaves(self.data))

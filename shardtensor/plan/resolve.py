@@ -17,7 +17,8 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.stores import with_stores
 from shardtensor.plan.ties import Ties, read_ties, untied, with_tied_names
-from shardtensor.plan.unmatched import unplaced, unused
+from shardtensor.plan.unmatched import unplaced
+from shardtensor.plan.unused import unused
 from shardtensor.spec.nodes import Spec
 
 

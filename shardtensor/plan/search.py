@@ -95,7 +95,7 @@ def _costed(
     choice: Choice, plan: Plan, model: Model, memory_bytes: int, batch: Batch, profile: Profile, optimizer: str
 ) -> Choice:
     resolved = resolve(plan, model)
-    held = plan_bytes(resolved, optimizer=optimizer, dtype=batch.dtype).most
+    held = plan_bytes(resolved, optimizer=optimizer).most
     choice = attrs.evolve(choice, held=held, kept_bytes=kept_bytes(resolved, batch))
     if choice.bytes > memory_bytes:
         return attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
@@ -209,15 +209,21 @@ def _params(head: PlanReader) -> dict[str, Any]:
 
 
 def _mesh_params(head: PlanReader, world: int) -> list[str]:
-    """The parameters, but for those given, with which the mesh changes; those with one value that fits do not."""
+    """The parameters, but for those given, with which the mesh changes or does not fit the world any more."""
     names = []
     for name, value in _params(head).items():
         if name in head.given or type(value) is bool:
             continue
-        meshes = {str(axes.mesh) for n in _divisors(world) if (axes := head.again({**head.given, name: n}).axes)}
-        if len(meshes) > 1:
+        outcomes = {_mesh(head.again({**head.given, name: n})) for n in _divisors(world)}
+        if len(outcomes) > 1:
             names.append(name)
     return names
+
+
+def _mesh(head: PlanReader) -> str:
+    if any(finding.code in ("E105", "E107") for finding in head.findings):
+        return ""
+    return "" if head.axes is None else str(head.axes.mesh)
 
 
 def _faults(head: PlanReader) -> list[Finding]:

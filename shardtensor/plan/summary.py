@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from shardtensor.plan.collectives import step_collectives
 from shardtensor.plan.memory import plan_bytes
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.search import passing_values
@@ -15,6 +16,10 @@ from shardtensor.plan.units import own_tensors
 from shardtensor.spec.nodes import Spec
 
 OPTIMIZER = "adamw"
+
+TOKENS = 4096
+"""Of a sample, where the model takes as many."""
+_LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 @attrs.frozen
@@ -41,6 +46,23 @@ class Group:
     groups: int
 
 
+@attrs.frozen
+class Traffic:
+    """The collectives of one kind in a step, over the same axes.
+
+    Attributes:
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        calls: how many there are.
+        received_bytes: by one rank, in all of them.
+    """
+
+    phase: str
+    kind: str
+    over: str
+    calls: int
+    received_bytes: int
+
+
 @attrs.frozen(eq=False)
 class Summary:
     """Of a plan for one model and world.
@@ -52,6 +74,8 @@ class Summary:
         layouts: the largest first.
         rank_bytes: parameters, gradients, optimizer and buffers: of the rank with the least and the one with the most.
         groups: the process groups that are made.
+        tokens: of the one sample of each data rank, for which `traffic` is counted.
+        traffic: what the collectives of a training step bring to a rank.
         fallbacks: where an ``else`` side was taken, and which.
         passing: by parameter, the values that pass for this model and world, the others as they are.
     """
@@ -65,6 +89,8 @@ class Summary:
     layouts: tuple[LayoutShare, ...]
     rank_bytes: Mapping[str, tuple[int, int]]
     groups: tuple[Group, ...]
+    tokens: int
+    traffic: tuple[Traffic, ...]
     fallbacks: tuple[tuple[str, str], ...]
     passing: Mapping[str, tuple[int, ...]]
 
@@ -81,6 +107,7 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
         params: values that were given; they stay, but for the one that is tried.
     """
     plan, own = resolved.plan, own_tensors(resolved)
+    tokens = min([TOKENS, *(n for key in _LENGTHS if type(n := plan.config.get(key)) is int and n > 0)])
     held = plan_bytes(resolved, optimizer=OPTIMIZER)
     fallbacks = {str(finding.origin): finding.fault for finding in resolved.findings if finding.code == "N001"}
     return Summary(
@@ -96,6 +123,8 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
             for name in ("parameters", "gradients", "optimizer", "buffers")
         },
         _groups(resolved, own),
+        tokens,
+        _traffic(resolved, tokens),
         tuple(fallbacks.items()),
         passing_values(path, resolved.model, config=plan.config, world=plan.world, params=params),
     )
@@ -109,6 +138,16 @@ def _layouts(own: list[Placed]) -> tuple[LayoutShare, ...]:
         count[1] += placed.tensor.bytes
     shares = [LayoutShare(text, *counts) for text, counts in found.items()]
     return tuple(sorted(shares, key=lambda share: -share.bytes))
+
+
+def _traffic(resolved: Resolved, tokens: int) -> tuple[Traffic, ...]:
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for each in step_collectives(resolved, batch=1, seq=tokens):
+        over = f"{'*'.join(each.axes)}={each.group_size}"
+        counts = found.setdefault((each.phase, each.kind, over), [0, 0])
+        counts[0] += each.count
+        counts[1] += each.count * each.received_bytes
+    return tuple(Traffic(*key, *counts) for key, counts in found.items())
 
 
 def layout_text(placed: Placed) -> str:

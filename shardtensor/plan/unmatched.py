@@ -1,156 +1,23 @@
-"""Patterns that stand for nothing, and tensors that no pattern stands for."""
+"""Tensors that no pattern of a plan stands for, told where the pattern that was perhaps meant is written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from itertools import islice, product
-
-import attrs
 
 from shardtensor.plan.brief import brief_names, skeleton
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.line import Line
-from shardtensor.plan.matching import Matches
-from shardtensor.plan.name_tree import NameTree, Way
 from shardtensor.plan.origin import Origin
-from shardtensor.plan.patterns import Deep, OneOf, Segment, pattern
-from shardtensor.plan.places import pattern_place, segment_place, statement, style_note
+from shardtensor.plan.patterns import OneOf, Pattern, Segment, pattern
+from shardtensor.plan.places import pattern_place, segment_place
 from shardtensor.plan.plan import Plan
+from shardtensor.plan.unused import Nothing
 
 ALIKE = 0.6
 """How alike a word and a name are (0 to 1) for the one to be a slip of the other."""
 
-
-@attrs.frozen(eq=False)
-class Nothing:
-    """A pattern, or one alternative in its braces, that stands for nothing.
-
-    Attributes:
-        at: the number of the segment that it is about.
-        words: what the segment stands for in vain.
-        text: as it is written, and where.
-    """
-
-    line: Line
-    segments: Way
-    at: int
-    words: tuple[str, ...]
-    text: str
-    place: Origin | None
-    finding: Finding
-
-
-def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
-    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module.
-
-    Also the tensors before which a style stands, so that nobody says that no rule matches them.
-    """
-    nothing: list[Nothing] = []
-    findings: list[Finding] = []
-    told: set[object] = set()
-    spoken: set[str] = set()
-    for line in plan.lines:
-        key = statement(line.origin, line)
-        module = _missing_module(line, tree)
-        if module is not None and tree.tensors(module):
-            if key not in told:
-                findings.append(_no_module(line, module, tree))
-            told.add(key)
-            spoken.update(tree.tensors(module))
-        elif not line.is_optional and (module is not None or not matches.names[id(line)]):
-            each = _rule(line, line.pattern if module is None else module, tree)
-            missing = each.segments[: each.at + 1]
-            if key not in told and missing not in told:
-                nothing.append(each)
-            told |= {key, missing}
-    nothing += _alternatives(plan, tree, {each.text for each in nothing})
-    return nothing, findings, spoken
-
-
-def _missing_module(line: Line, tree: NameTree) -> str | None:
-    """The pattern of modules that a line needs and the model lacks."""
-    needed = [line.module] * bool(line.module) + [line.pattern] * (line.kind != "tensor")
-    return next((text for text in needed if not tree.modules(text)), None)
-
-
-def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
-    segments = pattern(head).segments
-    at = next((at for at in range(len(segments)) if not tree.has(segments[: at + 1])), len(segments) - 1)
-    word = str(segments[at]) if segments else ""
-    is_inside = head != line.module and line.origin is not None and line.origin.through is not None
-    place = line.origin if is_inside else segment_place(line, word)  # what a style says has no pattern in the plan
-    notes = style_note(line.origin, "entry") if is_inside else ()
-    is_whole = at == len(segments) - 1
-    what = "block" if not is_whole else "rule" if line.kind == "tensor" or line.module else line.kind
-    shown = ".".join(map(str, segments[: at + 1])) if not is_whole else head
-    finding = Finding(
-        "W301", f"this {what} matches nothing: `{shown}`", place,
-        "the model has no such name; a plan that says more than the model has is often a slip",
-        "correct the pattern, or write `optional` before it", notes,
-    )  # fmt: skip
-    words = _words(segments[at]) if segments else ()
-    return Nothing(line, segments, at, words, word, place, finding)
-
-
-def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
-    what = "a style or a block" if line.module else f"`{line.kind} {line.name}`".replace(" `", "`")
-    name = tree.tensors(head)[0]
-    module, _, leaf = name.rpartition(".")
-    fix = f"write a layout for the tensor, such as `[tp, -]`; or name the module `{module}`, without `.{leaf}`"
-    return Finding(
-        "E303", f"{what} stands before `{head}`, which is no module", pattern_place(line),
-        f"{name} is a tensor", fix, (), name,
-    )  # fmt: skip
-
-
-def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
-    """Alternatives in braces with which no name of the model begins."""
-    found: list[Nothing] = []
-    optional: dict[Way, bool] = {}
-    first: dict[Way, Nothing] = {}
-    for line in plan.lines:
-        segments = pattern(line.pattern).segments if "{" in line.pattern else ()
-        for at, segment in enumerate(segments):
-            for i, part in enumerate(() if isinstance(segment, Deep) else segment.parts):
-                if not isinstance(segment, Segment) or not isinstance(part, OneOf) or len(part.options) < 2:
-                    continue
-                for option in part.options:
-                    one = Segment((*segment.parts[:i], OneOf((option,)), *segment.parts[i + 1 :]))
-                    key = (*segments[:at], one)
-                    if key in optional:
-                        optional[key] &= line.is_optional
-                        continue
-                    optional[key] = line.is_optional
-                    if not tree.has(key) and tree.has(segments[: at + 1]):
-                        first[key] = _alternative(line, segments, at, one, option)
-    found += [each for key, each in first.items() if not optional[key] and each.text not in told]
-    return found
-
-
-def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> Nothing:
-    text = str(segments[at])
-    place = segment_place(line, text)
-    finding = Finding(
-        "W303", f"`{option}` in the braces of `{text}` matches nothing", place,
-        "no name of the model has it there", "correct it, or drop it from the braces",
-    )  # fmt: skip
-    return Nothing(line, segments, at, _words(one), option, place, finding)
-
-
-def _words(segment: Segment | Deep) -> tuple[str, ...]:
-    """The words that a segment without stars stands for."""
-    if isinstance(segment, Deep):
-        return ()
-    choices = []
-    for part in segment.parts:
-        if isinstance(part, OneOf):
-            choices.append(part.options)
-        elif (text := Segment((part,)).literal) is not None:
-            choices.append((text,))
-        else:
-            return ()
-    return tuple("".join(words) for words in islice(product(*choices), 64))
+MOST = 4
+"""Patterns of tensors that one finding lists."""
 
 
 def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
@@ -159,37 +26,44 @@ def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tu
     Where no pattern is near, it is told at the innermost block or style around the tensor.
     """
     nothing = list(nothing)
+    slips: dict[str, tuple[Nothing, str] | None] = {}
+    around: dict[str, Origin | None] = {}
     groups: dict[object, list[str]] = {}
-    near: dict[str, tuple[Nothing, str] | None] = {}
     for name in names:
         kind = skeleton(name)
-        if kind not in near:
-            near[kind] = _nearest(name, nothing)
-        found = near[kind]
-        groups.setdefault(None if found is None else (id(found[0]), found[1]), []).append(name)
-    by_key = {(id(found[0]), found[1]): found for found in near.values() if found is not None}
+        if kind not in slips:
+            slips[kind] = slip = _nearest(name, nothing)
+            around[kind] = _around(plan, name) if slip is None else None
+        slip, place = slips[kind], around[kind]
+        key = (id(slip[0]), slip[1]) if slip is not None else None if place is None else (place.source.file, place.span)
+        groups.setdefault(key, []).append(name)
     findings, used = [], []
-    for key, group in groups.items():
-        count = f"{len(group)} tensors" if len(group) > 1 else "1 tensor"
-        accept = "to accept copies on every rank: `unmatched: replicate`"
-        why = "every tensor needs a layout"
-        if key is None:
-            for brief, members in brief_names(group).items():
-                count, them = (f"{len(members)} tensors", "them") if len(members) > 1 else ("1 tensor", "it")
-                fault, fix = f"no rule matches {count}: {brief}", f"write a rule for {them}: `PATTERN: LAYOUT`"
-                findings.append(Finding("E301", fault, _around(plan, members[0]), why, fix, (accept,), members[0]))
-            continue
-        each, meant = by_key[key]  # type: ignore[index]
-        used.append(each)
-        fault = f"no rule matches {count}: {', '.join(brief_names(group))}"
-        if each.finding.code == "W303":
-            place = pattern_place(each.line) or each.place
-            note = f"`{each.text}` in the braces matches nothing (W303)"
+    for group in groups.values():
+        slip, place = slips[skeleton(group[0])], around[skeleton(group[0])]
+        notes = ["to accept copies on every rank: `unmatched: replicate`"]
+        if slip is None:
+            fix = f"write a rule for {'it' if len(group) == 1 else 'them'}: `PATTERN: LAYOUT`"
         else:
-            place, note = each.place, "the pattern matches nothing (W301)"
-        fix = f"the nearest pattern is this one: did you mean `{meant}`?"
-        findings.append(Finding("E301", fault, place, why, fix, (note, accept), group[0]))
+            each, meant = slip
+            used.append(each)
+            fix = f"the nearest pattern is this one: did you mean `{meant}`?"
+            if each.finding.code == "W303":
+                place = pattern_place(each.line) or each.place
+                said = f"`{each.text}`" if each.text else "the empty alternative"
+                notes.insert(0, f"{said} in the braces matches nothing (W303)")
+            else:
+                place = each.place
+                notes.insert(0, "the pattern matches nothing (W301)")
+        fault = f"no rule matches {_listed(group)}"
+        findings.append(Finding("E301", fault, place, "every tensor needs a layout", fix, tuple(notes), group[0]))
     return findings, used
+
+
+def _listed(names: Sequence[str]) -> str:
+    """So many tensors, and which."""
+    brief = list(brief_names(names))
+    more = f" and {len(brief) - MOST} patterns more" if len(brief) > MOST else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
 
 
 def _around(plan: Plan, name: str) -> Origin | None:
@@ -197,56 +71,56 @@ def _around(plan: Plan, name: str) -> Origin | None:
     words = name.split(".")
     modules = [(line, pattern(line.module).segments) for line in plan.lines if line.module]
     for depth in range(len(words) - 1, 0, -1):
+        above = ".".join(words[:depth])
         for line, segments in modules:
-            if len(segments) >= depth and _begins(segments[:depth], words):
-                return segment_place(line, str(segments[depth - 1]))
+            for end in range(len(segments), 0, -1):
+                if isinstance(segments[end - 1], Segment) and Pattern(segments[:end]).captures(above) is not None:
+                    return segment_place(line, str(segments[end - 1]))
     return Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
 
 
 def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
     """The pattern that would stand for a name but for one word, and the pattern with the right word."""
-    segments = name.split(".")
+    words = name.split(".")
     best: tuple[float, Nothing, str] | None = None
     for each in nothing:
-        if each.at >= len(segments) or not _begins(each.segments[: each.at], segments):
-            continue
-        meant = segments[each.at]
-        for word in each.words:
-            alike = SequenceMatcher(None, word, meant).ratio()
-            if alike >= ALIKE and (best is None or alike > best[0]):
-                best = alike, each, _corrected(each, word, meant)
+        before = Pattern(each.segments[: each.at])
+        for at, meant in enumerate(words):
+            if before.captures(".".join(words[:at])) is None:
+                continue
+            for word in each.words:
+                alike = SequenceMatcher(None, word, meant).ratio()
+                if alike >= ALIKE and (best is None or alike > best[0]):
+                    best = alike, each, _corrected(each, word, meant)
     return None if best is None else best[1:]
-
-
-def _begins(segments: Way, words: Sequence[str]) -> bool:
-    """Whether a name of these words begins as the segments of a pattern say, none of them ``**``."""
-    return all(
-        isinstance(segment, Segment) and segment.captures(word) is not None
-        for segment, word in zip(segments, words, strict=False)
-    )
 
 
 def _corrected(each: Nothing, word: str, meant: str) -> str:
     """The pattern as it was written, with `meant` in place of `word`."""
     segment = each.segments[each.at]
-    written = each.place.text if each.place is not None else ".".join(map(str, each.segments))
-    if each.finding.code == "W303":
-        before, _, after = word.partition(each.text)
-        if meant.startswith(before) and meant.endswith(after):
-            right = meant[len(before) : len(meant) - len(after)]
-            return written.replace(str(segment), str(segment).replace(each.text, right, 1))
-        return written.replace(str(segment), meant)
-    return written.replace(str(segment), _respelled(segment, word, meant))
+    place = pattern_place(each.line) if each.finding.code == "W303" else each.place
+    written = place.text if place is not None else ".".join(map(str, each.segments))
+    only = each.text if each.finding.code == "W303" else None
+    return written.replace(str(segment), _respelled(segment, word, meant, only))
 
 
-def _respelled(segment: Segment | Deep, word: str, meant: str) -> str:
-    """A segment that stands for `meant` where it stood for `word`, its braces kept when they are not what is wrong."""
+def _respelled(segment: object, word: str, meant: str, only: str | None) -> str:
+    """A segment that stands for `meant` where it stood for `word`, its braces kept as far as they are right.
+
+    Args:
+        only: the alternative in the braces that is wrong; None where the braces are right.
+    """
     parts = segment.parts if isinstance(segment, Segment) else ()
-    braces = next((part for part in parts if isinstance(part, OneOf)), None)
+    braces = next((part for part in parts if isinstance(part, OneOf) and only in (None, *part.options)), None)
     if braces is None:
         return meant
     head, _, tail = str(segment).partition(str(braces))
     option = word[len(head) : len(word) - len(tail)]
+    if only is not None:
+        if not (meant.startswith(head) and meant.endswith(tail)):
+            return meant
+        right = meant[len(head) : len(meant) - len(tail)]
+        return f"{head}{OneOf(tuple(right if each == only else each for each in braces.options))}{tail}"
     if meant.startswith(f"{head}{option}"):
         return f"{head}{braces}{meant[len(head) + len(option) :]}"
     if meant.endswith(f"{option}{tail}"):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import attrs
 
-from shardtensor.layout.pieces import balanced
-from shardtensor.plan.collective import Collective, Phase, all_gather, all_reduce, reduce_scatter
-from shardtensor.plan.flow import Change, Flow, changes, cuts
+from shardtensor.plan.collective import Collective, all_reduce
+from shardtensor.plan.flow import changes, cuts
 from shardtensor.plan.givers import Givers
 from shardtensor.plan.gradients import Flows
 from shardtensor.plan.layer_flows import LayerWork
 from shardtensor.plan.model import BYTES
 from shardtensor.plan.modules import Layer, Names
-from shardtensor.spec.nodes import Spec
-from shardtensor.spec.parts import Cut
+from shardtensor.plan.value_moves import Moves
 
 _LOSSES = "float32"
-_SIZE = 8  # bytes; of a length that a rank tells the others
 
 
 @attrs.frozen(eq=False)
@@ -44,11 +40,7 @@ class ValueTraffic:
     def __init__(self, flows: Flows, batch: int, seq: int, dtype: str, rank: int) -> None:
         self._flows, self._modules = flows, flows.modules
         self._batch, self._seq, self._dtype = batch, seq, dtype
-        self._rank = rank
-        place = self._modules.axes.mesh.coordinate(rank)
-        assert place is not None, "a rank of the mesh"
-        self._place = dict(zip(self._modules.axes.mesh.names, place, strict=True))
-        self._sizes = dict(self._modules.axes.mesh.axes)
+        self._rank, self._moves = rank, Moves(self._modules, dtype, rank)
         self._first_trained = self._find_first_trained()
         self._found = [self._module(path) for path in self._order()]
 
@@ -79,14 +71,27 @@ class ValueTraffic:
             if is_enter:
                 yield from module.parameters
 
-    # -- which modules, in which order ----------------------------------------------------------------------------------
+    # -- which modules, in which order --------------------------------------------------------------------------------
 
     def _order(self) -> list[str]:
         modules = self._modules
         told = {*(path for path, stated in modules.stated.items() if stated.ins or stated.outs), *self._flows.works}
+        tables = self._tables()
+        told = (told - {*tables.values()}) | {*tables}  # a table under several names runs under the others
         places = modules.places
         known = [path for path in modules.resolved.model.paths if path in told]
         return sorted(known, key=lambda path: _tree_place(path, places))
+
+    def _tables(self) -> dict[str, str]:
+        """Embeddings whose table is tied to another embedding's, with the path of that one."""
+        found = {}
+        for path, layer in self._modules.layers.items():
+            other = layer.params["weight"].tied_to.rpartition(".")[0]
+            source = self._modules.layers.get(other)
+            is_table = layer.kind.name == "embedding" and source is not None and source.kind.name == "embedding"
+            if is_table and other in self._flows.works:
+                found[path] = other
+        return found
 
     def _find_first_trained(self) -> int:
         """Where the first parameter that trains stands, if ids come in; values before it ask for no gradient."""
@@ -104,10 +109,11 @@ class ValueTraffic:
         """Whether what enters a module asks for a gradient."""
         return self._modules.places.get(path, 0) > self._first_trained
 
-    # -- what one module sends ------------------------------------------------------------------------------------------
+    # -- what one module sends ----------------------------------------------------------------------------------------
 
     def _module(self, path: str) -> _Module:
-        work = self._flows.works.get(path)
+        tables = self._tables()
+        work = self._flows.works.get(path) or self._flows.works.get(tables.get(path, path))
         if work is not None:
             return self._layer(self._modules.layers[path], work)
         stated = self._modules.stated[path]
@@ -120,11 +126,13 @@ class ValueTraffic:
                 continue
             steps = changes(flow, addends)
             shape = (self._batch * self._seq, last) if self._is_of_tokens(path) else (self._batch, self._seq, last)
-            enter.append(self._moves(path, flow, steps, shape, {}, self._asks(path), name or "its input"))
+            enter.append(self._moves.of_value(path, flow, steps, shape, {}, self._asks(path), name or "its input"))
         leave: list[tuple[list[Collective], list[Collective]]] = []
         for name, flow in stated.outs.items():
             shape = (self._batch, self._seq, self._width_out_of(path, width))
-            leave.append(self._moves(path, flow, changes(flow), shape, {}, True, f"result {name}" if name else "it"))
+            leave.append(
+                self._moves.of_value(path, flow, changes(flow), shape, {}, True, f"result {name}" if name else "it")
+            )
         return _Module(path, _both(enter), _both(leave))
 
     def _layer(self, layer: Layer, work: LayerWork) -> _Module:
@@ -135,12 +143,17 @@ class ValueTraffic:
         if into:
             shape = (self._batch, self._seq, layer.width(into))
             asks = self._asks(path)
-            enter = self._moves(path, work.came, work.enter, shape, ends["in"], asks, "its input")
+            enter = self._moves.of_value(path, work.came, work.enter, shape, ends["in"], asks, "its input")
             if work.sums_beside and asks and "bias" in layer.params:
                 enter = enter[0], [self._with_bias(each, layer) for each in enter[1]]
         shape = (self._batch, self._seq, layer.width(out))
-        leave = self._moves(path, work.leaves, work.leave, shape, ends["out"], layer.trains or self._asks(path), "it")
-        return _Module(path, _both([enter]), _both([leave]), tuple(self._parameters(layer, work)))
+        leave = self._moves.of_value(
+            path, work.leaves, work.leave, shape, ends["out"], layer.trains or self._asks(path), "it"
+        )
+        parameters = list(self._parameters(layer, work))
+        if parameters and layer.cut("weight", "in") and parameters[0].where.endswith(".bias"):
+            leave = leave[0], [parameters.pop(0), *leave[1]]  # it is added last
+        return _Module(path, _both([enter]), _both([leave]), tuple(parameters))
 
     def _with_bias(self, collective: Collective, layer: Layer) -> Collective:
         """The sum of an input's gradient, with the bias's in the same message."""
@@ -155,99 +168,17 @@ class ValueTraffic:
         return attrs.evolve(made, why=f"{collective.why}, and that of the bias with it")
 
     def _parameters(self, layer: Layer, work: LayerWork) -> Iterator[Collective]:
-        for name in reversed(layer.params):
+        for name in reversed(list(layer.params)):
             placed = layer.params[name]
             sums = work.sums.get(name, ())
             if not sums or not placed.tensor.requires_grad:
                 continue
-            if name == "bias" and work.sums_beside:
-                if self._asks(layer.path):
-                    continue  # its gradient travels with the input's
+            if name == "bias" and work.sums_beside and self._asks(layer.path):
+                continue  # its gradient travels with the input's
             numel = placed.layout.numel(self._rank)
-            yield self._sum("backward", sums, numel, placed.tensor.dtype, placed.tensor.name, "its gradient is summed")
-
-    # -- moves ------------------------------------------------------------------------------------------------------------
-
-    def _moves(
-        self,
-        path: str,
-        flow: Flow,
-        steps: Sequence[Change],
-        whole: tuple[int, ...],
-        ends: dict[Names, tuple[int, ...]],
-        asks: bool,
-        what: str,
-    ) -> tuple[list[Collective], list[Collective]]:
-        """What a value of a global shape sends from one side of a flow to the other, and its gradient back.
-
-        Args:
-            ends: by axes, the true pieces of the last dim where a weight tells them.
-            asks: it asks for a gradient.
-        """
-        shape = [self._own(n, flow.before, dim, len(whole), ends) for dim, n in enumerate(whole)]
-        forward: list[Collective] = []
-        backward: list[Collective] = []
-        said = {"dtype": self._dtype, "where": path}
-        item = BYTES[self._dtype]
-        its = "its" if what == "it" else f"{what}'s"
-        for step in steps:
-            size, axes = self._size(step.axes), self._shown(step.axes)
-            numel = math.prod(shape)
-            if step.kind == "sum_gradient":
-                if asks:
-                    backward.append(self._sum("backward", step.axes, numel, self._dtype, path, f"{its} gradient is summed"))
-                continue
-            if step.kind == "sum":
-                forward.append(self._sum("forward", step.axes, numel, self._dtype, path, f"{its} addends are summed"))
-                continue
-            cut, dim = step.cut, _index(step.dim, len(whole))
-            assert cut is not None
-            if step.kind == "gather":
-                known = ends.get(step.axes) if step.dim == -1 else cut.sizes
-                if known is None and cut.balanced:
-                    sent = _SIZE * (size - 1)
-                    forward.append(
-                        Collective("exchange", "forward", axes, size, _SIZE, sent, sent, "uint8", path, "uneven lengths")
-                    )
-                shape[dim] = whole[dim]
-                total = math.prod(shape)
-                forward.append(all_gather("forward", axes, size, numel, total, item, **said, why=f"{what} is gathered"))
-                if asks and step.sums:
-                    backward.append(
-                        reduce_scatter("backward", axes, size, numel, total, item, **said, why=f"{its} gradient is summed")
-                    )
-                continue
-            shape[dim] = self._piece(whole[dim], cut, step.axes, ends if step.dim == -1 else {})
-            own = math.prod(shape)
-            if step.kind == "sum_scatter":
-                forward.append(
-                    reduce_scatter("forward", axes, size, own, numel, item, **said, why=f"{its} addends are summed")
-                )
-            if asks:
-                backward.append(
-                    all_gather("backward", axes, size, own, numel, item, **said, why=f"{its} gradient is gathered")
-                )
-        return forward, backward[::-1]
-
-    def _sum(self, phase: Phase, axes: Names, numel: int, dtype: str, where: str, why: str) -> Collective:
-        size = self._size(axes)
-        return all_reduce(phase, self._shown(axes), size, numel, BYTES[dtype], dtype=dtype, where=where, why=why)
-
-    def _own(self, length: int, spec: Spec, dim: int, ndim: int, ends: dict[Names, tuple[int, ...]]) -> int:
-        """This rank's elements of a dim of a value."""
-        for key, cut in cuts(spec).items():
-            if _index(key, ndim) == dim:
-                return self._piece(length, cut, cut.axes, ends if dim == ndim - 1 else {})
-        return length
-
-    def _piece(self, length: int, cut: Cut, axes: Names, ends: dict[Names, tuple[int, ...]]) -> int:
-        index, count = 0, 1
-        for axis in axes:
-            index, count = index * self._sizes[axis] + self._place[axis], count * self._sizes[axis]
-        known = ends.get(axes, cut.sizes)
-        if known is not None:
-            return known[index]
-        return balanced(length, count, 1).size(index) if cut.balanced else length // count
+            yield self._moves.sum(
+                "backward", sums, numel, placed.tensor.dtype, placed.tensor.name, "its gradient is summed"
+            )
 
     def _pieces(self, layer: Layer, dim: str) -> dict[Names, tuple[int, ...]]:
         """The true pieces of a dim of a weight, by the axes that cut it."""
@@ -256,15 +187,9 @@ class ValueTraffic:
         if not axes:
             return {}
         cut = layout.dims[layer.kind.dims["weight"].index(dim)]  # type: ignore[attr-defined]
-        return {axes: tuple(cut.pieces.size(i) for i in range(self._size(axes)))}
+        return {axes: tuple(cut.pieces.size(i) for i in range(self._moves.size(axes)))}
 
-    def _size(self, axes: Names) -> int:
-        return math.prod(self._sizes[axis] for axis in axes)
-
-    def _shown(self, axes: Names) -> Names:
-        return tuple(self._modules.named(axes).split("*"))
-
-    # -- widths -----------------------------------------------------------------------------------------------------------
+    # -- widths -------------------------------------------------------------------------------------------------------
 
     def _width_into(self, path: str) -> int:
         """The last dim of what enters a module: that of the first layer in it which takes it."""
@@ -300,21 +225,21 @@ class ValueTraffic:
 
     def _is_of_tokens(self, path: str) -> bool:
         """Whether samples and tokens are one dim, as for experts."""
-        return bool(self._modules.stated[path].passing.uses) and path != ""
+        return path != "" and any(hook.name != "cross_entropy" for hook, _ in self._modules.stated[path].passing.uses)
 
-    # -- the loss -----------------------------------------------------------------------------------------------------------
+    # -- the loss -----------------------------------------------------------------------------------------------------
 
     def _losses(self) -> Iterator[Collective]:
         """Cross entropy of logits that stay cut: the maxima of rows, and their sums."""
         modules = self._modules
         dtype = "float64" if self._dtype == "float64" else _LOSSES
-        for path in sorted(Givers(modules, self._flows.meetings).to_hooks):
+        for path in Givers(modules, self._flows.meetings).logits:
             out = modules.stated[path].out
             assert out is not None
             axes = tuple(axis for cut in cuts(out.after).values() for axis in cut.axes)
             rows = self._batch * self._seq
-            yield self._sum("forward", axes, rows, dtype, path, "the loss: largest logits")
-            yield self._sum("forward", axes, 2 * rows, dtype, path, "the loss: sums of exponentials, logits of targets")
+            yield self._moves.sum("forward", axes, rows, dtype, path, "the loss: largest logits")
+            yield self._moves.sum("forward", axes, 2 * rows, dtype, path, "the loss: sums and logits of targets")
 
 
 def _both(
@@ -331,8 +256,3 @@ def _tree_place(path: str, places: dict[str, int]) -> tuple[int, ...]:
     """What sorts modules as a walk meets them: those around before those in them."""
     segments = path.split(".") if path else []
     return tuple(places.get(".".join(segments[: i + 1]), 0) for i in range(len(segments)))
-
-
-def _index(dim: int, ndim: int) -> int:
-    return min(dim, ndim - 1) if dim >= 0 else dim + ndim
-

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import PlanError
-from shardtensor.parallel.experts import UNCOMPILED, combined, stacked
+from shardtensor.parallel.expert_places import place
+from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, stacked
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import Site, Use, register_hook
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import local_of
 
 _STACKS = ("gate_up_proj", "down_proj")
 
@@ -39,7 +40,11 @@ def dispatch_to_experts(
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
     if all(name in module._parameters for name in _STACKS):
-        return Use(lambda: _Forward(module, _of_stacks(module, site.team(axes))))
+        activation = getattr(module, "act_fn", None) or getattr(module, "activation", None) or nn.functional.silu
+        count = int(module.get_parameter(_STACKS[0]).shape[0])
+        return Use(
+            lambda: _dispatching(module, StackedExperts, Dispatch(site.team(axes), count, activation=activation))
+        )
     experts, gate = module._modules.get("experts"), module._modules.get("gate")
     if gate is None or not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
         raise site.refused(
@@ -61,62 +66,112 @@ def dispatch_to_experts(
         )
     count = len(experts)
     normalize = getattr(module, "norm_topk_prob", True) if normalize is None else normalize
-    return Use(lambda: _Forward(module, _of_modules(module, site.team(axes), count, top_k, normalize, logits)))
+    return Use(lambda: _dispatching(module, ListedExperts, Dispatch(site.team(axes), count, top_k, normalize, logits)))
 
 
-class _Forward:
-    """Another forward of one module; ``remove()`` gives it its own back."""
+@attrs.frozen(eq=False)
+class Dispatch:
+    """What a module whose experts are dealt knows; one object for all copies of it.
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.module = module
-        vars(module)["forward"] = forward
+    Attributes:
+        team: the ranks that hold the experts.
+        count: of all experts.
+        top_k, normalize, logits: of a block with a router.
+        activation: of stacked experts.
+    """
 
-    def remove(self) -> None:
-        vars(self.module).pop("forward", None)
+    team: Group
+    count: int
+    top_k: int = 0
+    normalize: bool = True
+    logits: bool = False
+    activation: Activation = nn.functional.silu
 
-    def __deepcopy__(self, memo: Any) -> _Forward:
+    @property
+    def held(self) -> tuple[int, ...]:
+        """How many experts each rank holds."""
+        return dealt(self.count, self.team.size)
+
+    @property
+    def numbers(self) -> range:
+        """The experts of this rank."""
+        start = sum(self.held[: self.team.index])
+        return range(start, start + self.held[self.team.index])
+
+    def __deepcopy__(self, memo: Any) -> Dispatch:
         return self
 
 
-def _of_stacks(module: Any, team: Group) -> Callable[..., Any]:
-    activation = getattr(module, "act_fn", None) or getattr(module, "activation", None) or nn.functional.silu
+class StackedExperts:
+    """The forward of experts in two stacked tensors."""
+
+    _dealing: Dispatch
+    _parameters: dict[str, Any]
 
     @torch.compiler.disable(reason=UNCOMPILED)
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        gate_up, down = (_local(module._parameters[name]) for name in _STACKS)
-        count = module._parameters[_STACKS[0]].shape[0]
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        stacks = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
+        team, held, _ = place(*stacks)  # what cuts experts inside is the affair of the plan's `in` and `out`
+        gate_up, down = map(local_of, stacks)
         fault = find_fault(hidden_states, top_k_index, top_k_weights)
-        sent = dispatch(hidden_states, top_k_index, dealt(count, team.size), team, fault)
-        return sent.combine(stacked(sent, gate_up, down, activation), top_k_weights)
-
-    return forward
+        sent = dispatch(hidden_states, top_k_index, held, team, fault)
+        return sent.combine(stacked(sent, gate_up, down, self._dealing.activation), top_k_weights)
 
 
-def _of_modules(module: Any, team: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Callable[..., Any]:
-    held = dealt(count, team.size)
-    start = sum(held[: team.index])
-    numbers = range(start, start + held[team.index])
-    elsewhere = [number for number in range(count) if number not in numbers]
+class ListedExperts:
+    """The forward of a router and experts that are modules."""
+
+    _dealing: Dispatch
+    gate: nn.Module
+    experts: Any
 
     @torch.compiler.disable(reason=UNCOMPILED)
-    def forward(hidden_states: torch.Tensor) -> Any:
-        tokens = hidden_states.flatten(0, -2)
-        scores = module.gate(tokens)
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        said, tokens = self._dealing, hidden_states.flatten(0, -2)
+        scores = self.gate(tokens)
         chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, ids = chances.topk(top_k, -1)
-        if normalize:
+        weights, ids = chances.topk(said.top_k, -1)
+        if said.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(tokens.dtype)
-        if elsewhere and torch.is_grad_enabled():  # nothing, but by way of the parameters, so that they get gradients
-            parts = (_local(p).reshape(-1) for number in elsewhere for p in module.experts[number].parameters())
-            weights = weights + torch.cat([*parts, weights.new_empty(0)]).sum()
-        sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
-        out = combined(sent, [(number, module.experts[number]) for number in numbers], weights)
+        weights = self._touching(weights.to(tokens.dtype))
+        sent = dispatch(tokens, ids, said.held, said.team, find_fault(tokens, ids, weights))
+        out = combined(sent, [(number, self._expert(number)) for number in said.numbers], weights)
         out = out.view(hidden_states.shape)
-        return (out, scores) if logits else out
+        return (out, scores) if said.logits else out
 
-    return forward
+    def _expert(self, number: int) -> nn.Module:
+        return self.experts[number if isinstance(self.experts, nn.ModuleList) else str(number)]
+
+    def _touching(self, weights: torch.Tensor) -> torch.Tensor:
+        """The same, by way of the experts of other ranks, of which nothing is here: so they get gradients."""
+        elsewhere = [number for number in range(self._dealing.count) if number not in self._dealing.numbers]
+        if not elsewhere or not torch.is_grad_enabled():
+            return weights
+        parts = (local_of(p).reshape(-1) for number in elsewhere for p in self._expert(number).parameters())
+        return weights + torch.cat([*parts, weights.new_empty(0)]).sum()
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param._local if isinstance(param, ShardedTensor) else param
+class _Dispatching:
+    """The handle of a module whose forward is another; ``remove()`` gives it its own back."""
+
+    def __init__(self, module: nn.Module, kind: type[nn.Module]) -> None:
+        self.module, self.kind = module, kind
+
+    def remove(self) -> None:
+        self.module.__class__ = self.kind
+        vars(self.module).pop("_dealing", None)
+
+
+_CLASSES: dict[tuple[type, type], Any] = {}
+
+
+def _dispatching(module: nn.Module, forward: type, said: Dispatch) -> _Dispatching:
+    """Give a module the class of its own kind with another forward."""
+    kind = type(module)
+    if (forward, kind) not in _CLASSES:
+        _CLASSES[forward, kind] = type(f"{forward.__name__}{kind.__name__}", (forward, kind), {})
+    vars(module)["_dealing"] = said
+    module.__class__ = _CLASSES[forward, kind]
+    return _Dispatching(module, kind)

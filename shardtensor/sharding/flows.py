@@ -128,6 +128,14 @@ class Binder:
             return Sum(team)
         cut = step.cut
         assert cut is not None
+        mesh = self.group.mesh
+        if mesh is not None and tuple(name for name in mesh.names if name in step.axes) != step.axes:
+            ordered = "*".join(name for name in mesh.names if name in step.axes)
+            raise PlanError(
+                f"`{cut}` cannot be cut or joined on the way: its axes are not in the order of the mesh",
+                {"mesh": str(mesh)},
+                f"write `{ordered}`, or let the value pass as it is",
+            )
         known = sizes.get(step.axes) if step.dim == -1 else cut.sizes
         if known is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")

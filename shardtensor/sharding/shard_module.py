@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
+from shardtensor.fsdp.api import move_rest
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, logits  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding import expert_dispatch, hugging_face_hooks, logits  # noqa: F401  (their hooks register themselves)
 from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.from_plan import from_plan, group_of
@@ -27,6 +28,7 @@ from shardtensor.sharding.settle import unsettle
 from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.tensor.placing import own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -89,9 +91,9 @@ def shard_module(
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
     _become_all([target.tensor for target in found.targets], shells)
-    for _, whole in found.wholes:
-        if not whole.is_meta:
-            group.broadcast(whole.data, src_rank)
+    if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
+        move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
+    _take_wholes(found.wholes, group, src_rank)
     for name, other in found.ties:
         _tie(module, name, other)
     for each in settled:
@@ -204,6 +206,13 @@ def _hook(module: nn.Module, found: Work) -> None:
         made = use.apply()
         kept = module.get_submodule(path).__dict__.setdefault(_HANDLES, [])
         kept += made if isinstance(made, list | tuple) else [made] if hasattr(made, "remove") else []
+
+
+def _take_wholes(wholes: Iterable[tuple[str, torch.Tensor]], group: Group, src_rank: int) -> None:
+    """Take the source's values of tensors that every rank keeps whole."""
+    for _, tensor in wholes:
+        if not tensor.is_meta:
+            group.broadcast(tensor.data, src_rank)
 
 
 def _tie(module: nn.Module, name: str, other: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from types import EllipsisType
@@ -103,7 +104,7 @@ class Spec(ShardingSpec):
         parts = (dims, named, flat, only, partial)
         self.__attrs_init__(*parts, used, hash(parts))
         if len(used) < len(axes):
-            twice = next(axis for i, axis in enumerate(axes) if axis in axes[:i])
+            twice = next(axis for axis, count in Counter(axes).items() if count > 1)
             raise SpecError(
                 f"axis `{twice}` is used twice in one spec",
                 {"why": f"each rank has a single {twice} coordinate"},

@@ -59,12 +59,18 @@ class Reader:
         except SpecError as error:
             if error.line:
                 raise
-            if error.code == "E204":  # an axis used twice: point at the second use
-                before = [{axis for use in self.uses[:i] for axis in use.axes} for i in range(len(self.uses))]
-                node = next(
-                    (use.token for use, seen in zip(self.uses, before, strict=True) if seen & {*use.axes}), node
-                )
+            if error.code == "E204":
+                node = self._second_use() or node
             raise self.source.locate(error, span(node)) from None
+
+    def _second_use(self) -> Token | None:
+        """The first name that means an axis again."""
+        seen: set[str] = set()
+        for use in self.uses:
+            if not seen.isdisjoint(use.axes):
+                return use.token
+            seen.update(use.axes)
+        return None
 
     # ---------- the spec and its parts ----------
 
@@ -88,12 +94,14 @@ class Reader:
     def layout(self, tree: Node) -> Spec:
         dims: list[Dim] = []
         named: dict[str, Cut] = {}
+        after = ""
         for node in tree.children:
             if isinstance(node, Token):
                 dims.append(None if node.type == "WHOLE" else ...)
+                after = after if node.type == "WHOLE" else f" of those with `...` as dim {len(dims) - 1}"
                 continue
             is_named = isinstance(node.children[0], Token)
-            self.place = f"dim `{node.children[0]}`" if is_named else _place(dims)
+            self.place = f"dim `{node.children[0]}`" if is_named else f"dim {len(dims)}{after}"
             cut = self.cut(node)
             if is_named:
                 if (name := str(node.children[0])) in named:
@@ -268,11 +276,6 @@ class Reader:
         text = None if place is None else self.string(place)
         with self.at(tree if place is None else place):
             return ShardMetadata(offsets, sizes, text)
-
-
-def _place(dims: list[Dim]) -> str:
-    """The name of the dim after these."""
-    return f"dim {len(dims)}" if ... not in dims else f"dim {len(dims) - 1 - dims.index(...)} after `...`"
 
 
 def _example(word: Word) -> str:

@@ -55,6 +55,10 @@ bytes of a rank      least   most
 process groups along  ranks  groups
   tp                      4       1
 
+a step of 4,096 tokens a data rank  calls  received
+  forward all_reduce over tp=4          1  96.0 KiB
+  backward all_reduce over tp=4         1  96.0 KiB
+
 values that pass for this model and world
   tp  1, 2, 4
 """
@@ -109,6 +113,11 @@ def test_wrong_options_are_two(plan, capsys):
     capsys.readouterr()
 
 
+def test_numbers_are_compared_only_for_a_module(plan, capsys):
+    assert main(["check", str(plan), "--world", "4", "--numeric"]) == 2
+    assert "--numeric runs a module" in capsys.readouterr().err
+
+
 def test_json_has_the_summary(config, capsys):
     assert main(["check", "llama", "--model", str(config), "--world", "16", "--set", "tp=16", "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)["summary"]
@@ -120,7 +129,7 @@ def test_json_has_the_summary(config, capsys):
 
 
 def test_workflow_commands_of_a_fault_without_a_place(tmp_path, capsys):
-    assert main(["check", "nowhere", "--format", "github"]) == 1
+    assert main(["check", "nowhere", "--format", "github"]) == 2
     assert capsys.readouterr().out.startswith("::error::there is no such plan%0A")
 
 
@@ -133,7 +142,7 @@ def test_a_module_tells_its_tensors(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["check", str(plan), "--world", "4", "--module", "built_for_check:build"]) == 0
     assert "2 tensors of" in capsys.readouterr().out
-    assert main(["check", str(plan), "--world", "4", "--module", "built_for_check:nothing"]) == 1
+    assert main(["check", str(plan), "--world", "4", "--module", "built_for_check:nothing"]) == 2
     assert "--module built_for_check:nothing is not there" in capsys.readouterr().err
 
 

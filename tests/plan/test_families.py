@@ -11,6 +11,7 @@ import pytest
 from recorded_models import NAMES, config_path, recorded
 
 from shardtensor.errors import SpecError
+from shardtensor.plan.checking import check_plan
 from shardtensor.plan.dims import expanded, model_from_dims
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.model import Model
@@ -77,7 +78,7 @@ def _resolved(plan: str, model: str, world: int, params: dict[str, object], *, f
 
 
 def _alarms(resolved: Resolved) -> list[str]:
-    return [str(finding) for finding in resolved.findings if finding.severity != "note"]
+    return [str(finding) for finding in check_plan(resolved) if finding.severity != "note"]
 
 
 @pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS, ids=_id)

@@ -79,7 +79,8 @@ let longer=(a if b else c)if(not(d and(e or f)))else g
 
 override optional  optional z{
 }
-model.layers.mlp.x: chunk(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3","rank:4/cuda:3",])
+model.layers.mlp.x: chunk(dim=0, placements=["rank:0/cuda:0", 
+  "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3","rank:4/cuda:3",])
 out   1 :replicate->[tp]grad  partial(dp)
 # last"""
     canonical = """\

@@ -146,8 +146,9 @@ def test_factors_make_an_axis():
 
 
 def test_factors_have_to_make_the_size_that_the_axis_has():
-    with pytest.raises(SpecError, match="the factors of `tp` make 6 \\(a=2 x b=3\\), and tp=8"):
+    with pytest.raises(SpecError, match="the factors of `tp` make 6 \\(a=2 x b=3\\), and tp=8") as caught:
         read_plan("shard 1\nparam tp = 8\nmesh (tp (a = 2, b = 3))\n", world=8)
+    assert len(caught.value.findings) == 1
 
 
 @pytest.mark.parametrize(

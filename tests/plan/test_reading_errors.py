@@ -149,7 +149,7 @@ error[E101]: no parameter is called `tpp`
 specs/llama.shard:END:9: error[E003]: `zzz` is not there
 {END:5} | include "zzz" with tp = 4
       |         ^^^^^
-  why: looked in specs and PACKAGED
+  why: looked in specs and the plans of the package
 """,
     ),
     "E001 in a value from outside": (

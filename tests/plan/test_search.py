@@ -41,7 +41,7 @@ def by_hand(plan, config, world, names, batch, memory_bytes):
     """Every combination of values up to the world and of switches, read, resolved and estimated one by one."""
     from shardtensor.plan.estimate import step_seconds
 
-    model, found = model_of(plan, config, world), {}
+    model, found = model_of("llama" if "\n" in plan else plan, config, world), {}
     ranges = [(False, True) if name == "sp" else range(1, world + 1) for name in names]
     for values in product(*ranges):
         params = dict(zip(names, values, strict=True))
@@ -52,7 +52,7 @@ def by_hand(plan, config, world, names, batch, memory_bytes):
         resolved = resolve(read, model)
         if resolved.errors or batch.samples % data_ranks(resolved):
             continue
-        held = plan_bytes(resolved, dtype=batch.dtype).most
+        held = plan_bytes(resolved).most
         if held.total + kept_bytes(resolved, batch) <= memory_bytes:
             found[values] = step_seconds(resolved, batch, H100, held=held).total
     return found
@@ -66,12 +66,14 @@ def by_hand(plan, config, world, names, batch, memory_bytes):
         ("llama_2d", SMALL, 12, ("tp", "sp"), 5 << 20),
         ("fsdp", SMALL, 12, ("copies",), 1 << 40),
         ("mixtral", MIXTRAL, 8, ("tp", "ep"), 1 << 40),
+        ("shard 1\nparam tp = world\nmesh (tp)\n**: replicate\n", SMALL, 2, ("tp",), 1 << 40),
     ],
 )
 def test_a_search_finds_what_trying_everything_finds(plan, config, world, names, memory_bytes):
     batch = Batch(48, 32)
+    model = model_of("llama" if "\n" in plan else plan, config, world)
     choices = search(
-        plan, model_of(plan, config, world), config=config, world=world, memory_bytes=memory_bytes, batch=batch,
+        plan, model, config=config, world=world, memory_bytes=memory_bytes, batch=batch,
         profile=H100,
     )  # fmt: skip
     passed = {tuple(c.params[name] for name in names): c.seconds.total for c in choices if c.seconds is not None}

@@ -262,6 +262,47 @@ def test_other_results_are_moved_by_place_or_name(world, name):
     world(gives, 2, name=name)
 
 
+# -- modules without memory, and copies -------------------------------------------------------------------------------
+
+
+def loaded(plan: str, family: str, params: dict[str, Any]) -> None:
+    real = FAMILIES[family].make()
+    with torch.device("meta"):
+        module = FAMILIES[family].make()
+    st.shard_module(module, plan_for(plan, family, 4, **params))
+    module.load_state_dict(real.state_dict())
+    ids = torch.arange(8).view(2, 4)
+    torch.testing.assert_close(*(FAMILIES[family].loss(m, ids) for m in (module, real)))
+
+
+@sim
+@pytest.mark.parametrize(
+    ("plan", "family", "params"), [("llama", "llama", {"tp": 4}), ("llama_2d", "llama_tied", {"tp": 2})]
+)
+def test_a_module_on_the_meta_device_is_loaded_after_it_is_sharded(world, plan, family, params):
+    world(loaded, 4, plan=plan, family=family, params=params)
+
+
+def copied() -> None:
+    family = FAMILIES["mixtral_stacked"]
+    module, ids = family.make(), torch.arange(8).view(2, 4)
+    st.shard_module(module, plan_for("mixtral", "mixtral_stacked", 4, tp=2, ep=2))
+    before = family.loss(module, ids).item()
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.mul_(0.5)
+    other = family.loss(twin, ids).item()
+    st.unshard_module(twin)
+    assert family.loss(module, ids).item() == before != other
+    torch.testing.assert_close(family.loss(twin, ids).item(), other)
+
+
+@sim
+def test_a_copy_of_a_module_computes_with_its_own_parameters(world):
+    world(copied, 4)
+
+
 # -- the same plan -----------------------------------------------------------------------------------------------------
 
 

@@ -177,6 +177,7 @@ def test_any_slip_of_the_pen(text, data):
         'chunk(dim=0, placements=["rank:0-1048575", "rank:0-1048575"])',
         "[tp, " + "-, " * 40_000 + "-]",
         "[" + "a" * 100_000 + "]",
+        "[" + ", ".join(f"a{i}" for i in range(5_000)) + ", a4999]",
         '"' + "\\" * 100_000,
         "-" * 10**7,
     ],

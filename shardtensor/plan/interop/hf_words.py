@@ -53,7 +53,7 @@ TP_WORDS = {
     "moe_tp_experts": HFWord("hf_moe_tp_experts(tp)"),
     "moe_identity_expert": HFWord("hf_moe_identity_expert(tp)"),
     "mla_kv_a_proj": HFWord("hf_mla_kv_a_proj(tp, rope=config.qk_rope_head_dim)"),
-    "local_params": HFWord(),  # plain local tensors are what modules hold here in any case
+    "local_params": HFWord("hf_local_params()"),
     "ep_router": HFWord(refused=(
         "the router of transformers 4.x masks what goes to other ranks, which no layout says",
         'take the rule out, and write "ep_dispatch_experts" for the experts and "grouped_gemm" for their tensors '

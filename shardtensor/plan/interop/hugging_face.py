@@ -21,6 +21,9 @@ from shardtensor.spec.diagnostics import Source
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 """Keys of configurations whose heads are not all as long as `head_dim` says."""
 
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
+"""What stands beside the products of latent attention: whole, with whole values."""
+
 
 def plan_from_hf(
     tp_plan: Mapping[str, str],
@@ -93,11 +96,11 @@ def plan_text_from_hf(
     heads = _whole_heads(kept, config or {})
     rules: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.rule:
-            rule = _with_unit(entry.rule) if entry.pattern in heads else entry.rule
-            rules.setdefault(entry.pattern, []).append(rule)
-    silent = [f"# {entry.pattern} ({entry.word}): nothing to say" for entry in entries if not entry.rule]
-    lines = [*_header(len(entries), heads, ep_plan, config or {}), *silent, ""]
+        rules.setdefault(entry.pattern, []).append(_with_unit(entry.rule) if entry.pattern in heads else entry.rule)
+        if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
+            owner = entry.pattern.rpartition(".")[0]
+            rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
+    lines = [*_header(len(entries), heads, ep_plan, config or {}), ""]
     return format_plan(Source("\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])))
 
 

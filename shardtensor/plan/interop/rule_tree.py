@@ -8,18 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 INDENT = "    "
+_OPTIONAL = "optional "
 
 
 @attrs.define
 class _Node:
     rules: tuple[str, ...] = ()
+    word: str = ""
     below: dict[str, _Node] = attrs.field(factory=dict)
 
 
 def rule_tree(rules: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the lines of a plan that give each pattern its rules.
 
-    A rule that starts with ``use`` is an entry of the pattern's block. Siblings of the same rules share a line.
+    A rule that starts with ``use`` is an entry of the pattern's block. Siblings of the same rules share a line. A
+    pattern may have the word ``optional`` before it.
 
     Example:
         >>> rules = {"a.b.q_proj": ["x(tp)"], "a.b.k_proj": ["x(tp)"], "a.b.norm": ["replicate"], "c": ["use h()"]}
@@ -35,9 +38,10 @@ def rule_tree(rules: Mapping[str, Sequence[str]]) -> list[str]:
     root = _Node()
     for pattern, said in rules.items():
         node = root
-        for segment in pattern.split("."):
+        is_optional = pattern.startswith(_OPTIONAL)
+        for segment in pattern.removeprefix(_OPTIONAL).split("."):
             node = node.below.setdefault(segment, _Node())
-        node.rules = tuple(said)
+        node.rules, node.word = tuple(said), _OPTIONAL if is_optional else ""
     return list(_lines(root, ""))
 
 
@@ -54,7 +58,7 @@ def _lines(node: _Node, indent: str) -> Iterator[str]:
             ((deeper, child),) = child.below.items()
             name = f"{name}.{deeper}"
         uses = [rule for rule in child.rules if rule.startswith("use ")]
-        yield from (f"{indent}{name}: {rule}" for rule in child.rules if rule not in uses)
+        yield from (f"{indent}{child.word}{name}: {rule}" for rule in child.rules if rule not in uses)
         if child.below or uses:
             yield f"{indent}{name} {{"
             yield from (f"{indent}{INDENT}{rule}" for rule in uses)

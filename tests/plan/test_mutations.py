@@ -1,0 +1,225 @@
+"""Seeded mutations of shipped plans: each is refused at the line that is wrong, or marked for the numeric check.
+
+What text alone cannot tell, for the model's own code says it, is marked ``NUMERIC``: the same list serves
+``shardtensor check --numeric``, which runs a step of a tiny model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import shardtensor
+from shardtensor.errors import SpecError
+from shardtensor.plan.dims import model_from_dims
+from shardtensor.plan.gradients import check_flows
+from shardtensor.plan.loading import read_config
+from shardtensor.plan.reading import read_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.spec.diagnostics import Source
+
+SPECS = Path(shardtensor.__file__).parent.parent / "specs"
+MODELS = Path(__file__).parent / "models"
+NUMERIC = "numeric"
+LOUD = "loud"
+"""Not told by text, and not silent either: the first product of a run has operands that do not fit."""
+
+
+@attrs.frozen
+class Mutation:
+    """A change of a plan's text: what it was and becomes, the code that refuses it, and what stands on that line."""
+
+    was: str
+    becomes: str
+    code: str
+    at: str = ""
+    plan: str = "llama"
+    model: str = "llama3-8b"
+    world: int = 8
+    params: dict[str, Any] = attrs.field(factory=dict)
+
+
+SP = {"sp": True}
+WIDE = {"world": 16, "params": {"tp": 16}}
+OUT = "o_proj:     rowwise(tp, unit=hd, to=stream)"
+KV = "{k,v}_proj: colwise_shared(kvg, copies=kvr, unit=hd)"
+GATE, DOWN = "{gate,up}_proj: colwise(tp)", "down_proj:      rowwise(tp, to=stream)"
+NORMS = "{input,post_attention}_layernorm: along(stream)"
+
+
+def block(name: str, *entries: str) -> str:
+    return "\n".join([f"{name} {{", *entries, "}"])
+
+
+def column(name: str, axis: str = "tp", unit: str = "", **entries: str) -> str:
+    cut = f"{axis} unit({unit})" if unit else axis
+    said = {"weight": f"[out: {cut}]", "out": f"[..., {cut}]"} | entries
+    return block(name, *(f"{key}: {value}" for key, value in said.items()))
+
+
+def row(name: str, **entries: str) -> str:
+    said = {"weight": "[in: tp]", "in": "[..., tp]", "out": "partial(tp) -> replicate"} | entries
+    return block(name, *(f"{key}: {value}" for key, value in said.items()))
+
+
+MUTATIONS = {
+    # -- sums of values
+    "an all-reduce is dropped": Mutation(OUT, row("o_proj", out="partial(tp)"), "E404", "out: partial(tp)"),
+    "an all-reduce is not said": Mutation(OUT, row("o_proj", out="replicate"), "E402", "out: replicate"),
+    "a sum is made twice": Mutation(
+        GATE, f"out: partial(tp) -> replicate\n{GATE}", "E403", "out: partial(tp) -> replicate"
+    ),
+    "rows of other ranks are not summed": Mutation(
+        "embed_tokens: vocab_embedding(tp, pad=64)",
+        block("embed_tokens", "weight: [vocab: tp pad(64)]", "out: replicate"),
+        "E402",
+        "out: replicate",
+    ),
+    "experts are not summed": Mutation(
+        "out: partial(tp) -> replicate",
+        "out: partial(tp)",
+        "E404",
+        "out: partial(tp)",
+        "mixtral",
+        "mixtral-8x7b",
+    ),
+    # -- biases
+    "a bias is cut beside a sum": Mutation(
+        "c_proj: rowwise(tp, unit=hd)",
+        row("c_proj", bias="[out: tp]"),
+        "E402",
+        "bias: [out: tp]",
+        "gpt2",
+        "gpt2",
+        4,
+    ),
+    "a bias is whole beside blocks": Mutation(
+        "c_attn: colwise(tp, unit=hd, blocks=3)",
+        column("c_attn", "tp blocks(3)", bias="replicate"),
+        "E402",
+        "bias: replicate",
+        "gpt2",
+        "gpt2",
+        4,
+    ),
+    # -- gradients
+    "copies of keys are not summed": Mutation(KV, "{k,v}_proj: colwise(kvg, unit=hd)", "E401", "colwise(kvg", **WIDE),
+    "copies are along the wrong factor": Mutation("copies=kvr", "copies=kvg", "E401", "copies=kvg", **WIDE),
+    "a product is cut by a factor alone": Mutation(
+        GATE, "gate_proj: colwise(tp)\nup_proj: colwise(kvg)", "E401", "up_proj: colwise(kvg)", **WIDE
+    ),
+    "an in around and again inside": Mutation(
+        "q_proj:     colwise(tp, unit=hd)", column("q_proj", unit="hd", **{"in": "replicate"}), "E401", "in: replicate"
+    ),
+    "keys stay whole beside cut queries": Mutation(KV, "{k,v}_proj: replicate", "E401", "{k,v}_proj: replicate"),
+    "an in around a residual": Mutation(
+        "    attention.self {\n        in: replicate",
+        "attention {\n in: replicate\n}\n attention.self {",
+        "E401",
+        "**.LayerNorm",
+        "bert",
+        "minilm",
+        4,
+    ),
+    # -- streams
+    "norms of a stream are forgotten": Mutation(
+        NORMS, NORMS.replace("along(stream)", "replicate"), "E401", "{input,", params=SP
+    ),
+    "norms of a stream take copies": Mutation(
+        NORMS, NORMS.replace("stream", "replicate"), "E403", "along(replicate)", params=SP
+    ),
+    "the last norm of a stream is forgotten": Mutation(
+        "    norm: along(stream)", "    norm: replicate", "E401", "norm: replicate", params=SP
+    ),
+    "a stream is not gathered": Mutation(f"in: stream -> replicate\n            {GATE}", GATE, "E403", GATE, params=SP),
+    "a stream enters products as it is": Mutation(
+        f"in: stream -> replicate\n            {GATE}", f"in: stream\n{GATE}", "E403", GATE, params=SP
+    ),
+    "a sum is not dealt out": Mutation(OUT, "o_proj: rowwise(tp, unit=hd)", "E403", "o_proj: rowwise", params=SP),
+    "the head does not gather": Mutation("from=stream", "from=replicate", "E403", "norm: along(stream)", params=SP),
+    "a head multiplies a stream": Mutation(
+        "lm_head: vocab_head(tp, pad=64, from=stream)",
+        column("lm_head", "tp pad(64)", **{"in": "stream"}),
+        "E402",
+        "in: stream",
+        params=SP,
+    ),
+    # -- who gives and who takes
+    "inputs of a row product stay whole": Mutation(GATE, "{gate,up}_proj: replicate", "E403", DOWN),
+    "inputs of a row product are gathered": Mutation(
+        GATE, column("{gate,up}_proj", out="[..., tp] -> replicate"), "E403", DOWN
+    ),
+    "a row product is cut along its outputs": Mutation(
+        DOWN, "down_proj: colwise(tp)", "E403", "down_proj: colwise(tp)"
+    ),
+    "the wrong dim is cut": Mutation(OUT, row("o_proj", weight="[out: tp]"), "E402", "in: [..., tp]"),
+    "a row product stays whole": Mutation(DOWN, "down_proj: replicate", "E401", "down_proj: replicate"),
+    "logits leave cut, and no loss takes them": Mutation("use cross_entropy()\n", "", "E403", "lm_head: vocab_head"),
+    # -- layouts
+    "a head is cut in half": Mutation(
+        "{k,v}_proj: colwise_shared(kvg,", "{k,v}_proj: colwise_shared(tp,", "E205", "colwise_shared(tp,", **WIDE
+    ),
+    "an axis factor does not fit": Mutation("kvr = tp / kvg", "kvr = tp", "E105", "mesh", **WIDE),
+    "a flow names the data": Mutation(
+        "in: replicate\n            {q,k,v}",
+        "in: partial(ep) -> replicate\n            {q,k,v}",
+        "E204",
+        "partial(ep)",
+        "mixtral",
+        "mixtral-8x7b",
+    ),
+    "two rules disagree": Mutation(GATE, "*_proj: colwise(tp)", "E302", ""),
+    "a rule is missing": Mutation(GATE, "gate_proj: colwise(tp)", "E301", ""),
+    # -- what text does not say
+    "fused blocks are cut as one": Mutation(
+        "colwise(tp, unit=hd, blocks=3)", "colwise(tp, unit=hd)", NUMERIC, "", "gpt2", "gpt2", 4
+    ),
+    "the second input is not named": Mutation(
+        "in key_value_states: replicate", "# no second input", NUMERIC, "", "t5", "t5-small", 4
+    ),
+    "routing weights meet addends": Mutation(
+        "in top_k_weights: replicate grad partial(tp)", "# no weights", NUMERIC, "", "mixtral", "mixtral-8x7b"
+    ),
+    "tokens of experts meet addends": Mutation(
+        "in:               replicate grad partial(tp)", "in: replicate", NUMERIC, "", "mixtral", "mixtral-8x7b"
+    ),
+    "the first layer deals nothing out": Mutation("in: replicate -> stream", "in: replicate", NUMERIC, "", params=SP),
+    "a row product leaves cut features": Mutation(OUT, row("o_proj", out="partial(tp) -> [..., tp]"), LOUD),
+    "only one product of two is cut": Mutation(
+        "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate", LOUD, "", "bert", "minilm", 4
+    ),
+}
+
+
+def findings_of(mutation: Mutation, text: str):
+    config, source = read_config(MODELS / mutation.model / "config.json")
+    said = {"config": config, "world": mutation.world, "params": mutation.params, "config_source": source}
+    model = model_from_dims(read_plan(mutation.plan, **said), source)
+    try:
+        resolved = resolve(read_plan(Source(text, f"{mutation.plan}.shard"), **said), model)
+    except SpecError as error:
+        return error.findings
+    return resolved.errors or check_flows(resolved)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_refused_at_its_line(name):
+    mutation = MUTATIONS[name]
+    text = (SPECS / f"{mutation.plan}.shard").read_text()
+    assert mutation.was in text, "the mutation has something to change"
+    found = findings_of(mutation, text.replace(mutation.was, mutation.becomes, 1))
+    if mutation.code in (NUMERIC, LOUD):
+        assert not found, "text tells it: mark it so"
+        return
+    lines = [finding.origin.source.text.splitlines()[finding.origin.line - 1] for finding in found if finding.origin]
+    assert mutation.code in {finding.code for finding in found}
+    assert any(mutation.at in line for line in lines), lines
+
+
+def test_the_plans_themselves_are_told_nothing():
+    for plan, model, world, params in {(m.plan, m.model, m.world, tuple(m.params.items())) for m in MUTATIONS.values()}:
+        mutation = Mutation("", "", "", "", plan, model, world, dict(params))
+        assert not findings_of(mutation, (SPECS / f"{plan}.shard").read_text())

@@ -1,0 +1,276 @@
+"""What `step_collectives` lists is what runs: small models are sharded by plans, and every call of a step is noted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import family_plans
+import pytest
+import torch
+import torch.nn.functional as F
+from decoder import Decoder
+from torch import nn
+
+import shardtensor as st
+from shardtensor.comm import process_group
+from shardtensor.mesh import read_mesh
+from shardtensor.plan.collectives import step_collectives
+from shardtensor.plan.gradients import check_flows
+from shardtensor.plan.loading import load_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.sharding.model_info import model_info
+from shardtensor.sim.counting_group import CountingGroup
+from shardtensor.sim.process_state import ProcessState
+
+BATCH, SEQ = 2, 8
+
+DECODER = """shard 1
+include "std/styles.shard"
+param sp = false
+param kv = 4
+param tp = 2
+mesh (dp = world / tp, tp (kvg = gcd(tp, kv), kvr = tp / kvg))
+data dp
+let stream = [-, tp, ...] if sp else replicate
+embed: vocab_embedding(tp, pad=8, to=stream)
+layers.* {
+    norm{1,2}: along(stream)
+    attn {
+        in: stream -> replicate
+        q: colwise(tp, unit=4)
+        {k,v}: colwise_shared(kvg, copies=kvr, unit=4)
+        o: rowwise(tp, unit=4, to=stream)
+    }
+    mlp {
+        in: stream -> replicate
+        {gate,up}: colwise(tp)
+        down: rowwise(tp, to=stream)
+    }
+}
+norm: along(stream)
+head: vocab_head(tp, pad=8, from=stream)
+use cross_entropy()
+"""
+
+
+def noted(world: int, step) -> list[tuple[str, int, int, int]]:
+    """Every collective of the second of two calls of `step`, as rank 0 of a world whose other ranks are not there."""
+    calls: list[tuple[str, int, int, int]] = []
+
+    def count(kind, ranks, sent, received):
+        calls.append((kind, len(ranks), sent, received))
+
+    before = ProcessState.capture()
+    token = process_group.simulated.set(CountingGroup(0, read_mesh(world).ranks, count))
+    try:
+        step = step()
+        step()
+        calls.clear()
+        step()
+    finally:
+        process_group.simulated.reset(token)
+        before.restore()
+    return calls
+
+
+def listed(plan, module) -> list[tuple[str, int, int, int]]:
+    resolved = resolve(plan, model_info(module))
+    assert not resolved.errors, resolved.errors[0]
+    return calls_of(step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32"))
+
+
+def calls_of(collectives) -> list[tuple[str, int, int, int]]:
+    return [
+        (each.kind, each.group_size, each.sent_bytes, each.received_bytes)
+        for each in collectives
+        for _ in range(each.count)
+    ]
+
+
+def train(plan, make):
+    """Shard a model by a plan; a step is a forward of ids, the loss, and backward."""
+
+    def start():
+        torch.manual_seed(0)
+        model = st.shard_module(make(), plan)
+        ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ) % 16
+
+        def step():
+            logits = model(ids)
+            F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+            for param in model.parameters():
+                param.grad = None
+
+        return step
+
+    return start
+
+
+CASES = {
+    "tensor parallel": (2, {}, {}),
+    "sequence parallel": (2, {"sp": True}, {}),
+    "grouped heads": (4, {"tp": 4, "kv": 2}, {"heads": 4, "kv_heads": 2}),
+    "grouped heads, sequence parallel": (4, {"tp": 4, "kv": 2, "sp": True}, {"heads": 4, "kv_heads": 2}),
+    "no biases": (2, {"sp": True}, {"bias": False}),
+    "uneven vocabulary": (2, {}, {"words": 19}),
+    "data parallel": (2, {"tp": 1}, {}),
+    "data and tensor parallel": (4, {}, {}),
+    "data and sequence parallel": (4, {"sp": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_of_a_step_is_listed(name):
+    world, params, sizes = CASES[name]
+    plan = load_plan(DECODER, world=world, **params)
+    module = Decoder(**sizes)
+    ran = noted(world, train(plan, lambda: Decoder(**sizes)))
+    said = listed(plan, module)
+    assert Counter(said) == Counter(ran)
+
+
+SHIPPED = {
+    "mlp": (4, "mlp", "mlp", {}, (2, 3)),
+    "llama": (4, "llama", "llama", {"tp": 4}, (2, 4)),
+    "llama, sequence parallel": (4, "llama", "llama", {"tp": 4, "sp": True}, (2, 4)),
+    "llama with biases, tied": (4, "llama_tied", "llama", {"tp": 4}, (2, 4)),
+    "llama, data parallel": (4, "llama", "llama", {"tp": 2, "sp": True}, (2, 4)),
+    "llama in two dimensions": (4, "llama_tied", "llama_2d", {"tp": 2}, (2, 4)),
+    "gpt2": (4, "gpt2", "gpt2", {}, (2, 4)),
+    "bert": (4, "bert", "bert", {}, (2, 4)),
+    "bert with too few heads": (4, "bert_two_heads", "bert", {}, (2, 4)),
+    "t5": (4, "t5", "t5", {}, (2, 4)),
+    "vit": (4, "vit", "vit", {}, (2, 5)),
+    "vocab": (4, "vocab", "vocab", {}, (2, 4)),
+    "fsdp": (4, "llama", "fsdp", {}, (2, 4)),
+    "hsdp": (4, "llama", "fsdp", {"copies": 2}, (2, 4)),
+    "fsdp in grains": (4, "llama", "fsdp", {"grain": 8}, (2, 4)),
+}
+
+
+def _loss_of_all(model, ids):
+    """Of all tokens, where the model's own loss leaves one out."""
+    return F.cross_entropy(model(ids)["logits"].flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_call_of_a_shipped_plan_is_listed(name):
+    world, family, spec, params, (batch, seq) = SHIPPED[name]
+    plan = family_plans.plan_for(spec, family, world, **params)
+    each = family_plans.FAMILIES[family]
+
+    def start():
+        torch.manual_seed(0)
+        model = st.shard_module(each.make(), plan)
+        samples = each.batch(batch, torch.Generator().manual_seed(0))
+        if samples.is_floating_point() and samples.dim() == 3:
+            samples.requires_grad_()
+
+        def step():
+            loss = each.loss(model, samples) if "llama" not in family else _loss_of_all(model, samples)
+            loss.backward()
+            for param in model.parameters():
+                param.grad = None
+
+        return step
+
+    ran = noted(world, start)
+    resolved = resolve(plan, model_info(each.make()))
+    said = calls_of(step_collectives(resolved, batch=batch, seq=seq, dtype="float32"))
+    assert not check_flows(resolved)
+    assert Counter(said) == Counter(ran)
+
+
+class Stack(nn.Module):
+    """Blocks of more than 64 KiB, between a table and a head of more than a million elements."""
+
+    def __init__(self, words: int = 90_000, blocks: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, 12)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 2000), nn.GELU(), nn.Linear(2000, 12)) for _ in range(blocks)
+        )
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+STORED = """shard 1
+include "std/styles.shard"
+param copies = 1
+param tp = 1
+mesh (rep = copies, dp = world / (copies * tp), tp)
+data rep*dp
+embed: replicate
+blocks.* {
+    0: colwise(tp)
+    2: rowwise(tp)
+}
+norm: replicate
+head: replicate
+store **: flat(dp) by blocks.*
+"""
+STACKS = {
+    "stored": (2, {}, {}),
+    "stored, several copies": (4, {"copies": 2}, {}),
+    "stored and tensor parallel": (4, {"tp": 2}, {}),
+    "stored, a small table": (2, {}, {"words": 16}),
+    "stored, two blocks": (2, {}, {"blocks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_call_of_stored_units_is_listed(name):
+    world, params, sizes = STACKS[name]
+    plan = load_plan(STORED, world=world, **params)
+    ran = noted(world, train(plan, lambda: Stack(**sizes)))
+    assert Counter(listed(plan, Stack(**sizes))) == Counter(ran)
+
+
+LOOSE = """shard 1
+param whole = false
+param uneven = false
+mesh (dp = 2, tp = 2)
+data dp
+embed: replicate
+layers.* {
+    norm{1,2}: replicate
+    attn.{q,k,v,o}: replicate
+    mlp {
+        {gate,up} {
+            weight: [tp, -]
+            optional bias: replicate if whole else [tp]
+            out: [..., tp]
+        }
+        down {
+            weight: [-, tp]
+            optional bias: replicate
+            in: [..., tp]
+            out: partial(tp) -> replicate
+        }
+    }
+}
+norm: replicate
+head: replicate
+"""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_products_that_sum_for_themselves_are_listed(whole):
+    plan = load_plan(LOOSE, world=4, whole=whole)
+    ran = noted(4, train(plan, Decoder))
+    assert Counter(listed(plan, Decoder())) == Counter(ran)
+
+
+def test_the_order_is_that_of_the_run_where_the_model_is_in_order():
+    plan = load_plan(STORED.replace("store **", "# store **"), world=4, tp=4)
+    ran = noted(4, train(plan, Stack))
+    resolved = resolve(plan, model_info(Stack()))
+    found = step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32")
+    assert [each.phase for each in found] == ["forward", "backward"]
+    assert calls_of(found) == ran
