@@ -38,6 +38,7 @@ class LayerFlow:
         sums_bias: the same for the bias.
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
+        adds_bias: this rank adds it; one of the ranks does where what leaves is an addend still.
         is_transposed: the weight is ``(in, out)``.
         product: all of a linear layer's work in one Function; None where there is no such form.
     """
@@ -48,6 +49,7 @@ class LayerFlow:
     sums_bias: Group | None = None
     start: int | None = None
     adds_bias_last: bool = False
+    adds_bias: bool = True
     is_transposed: bool = False
     product: Product | None = None
 
@@ -135,7 +137,11 @@ class LinearFlow(Flowing):
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
         y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
-        return y + bias if flow.adds_bias_last and bias is not None else y
+        if not flow.adds_bias_last or bias is None:
+            return y
+        if not flow.adds_bias:  # zeros, by way of the bias: its gradient is summed by all
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool), 0)
+        return y + bias
 
 
 class ParallelLinear(LinearFlow, nn.Linear):

@@ -196,12 +196,15 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     leave = changes(attrs.evolve(leaves, addends=()))
     stream = tuple(axis for dim, cut in cuts(came.after).items() if dim != -1 for axis in cut.axes)
     sums = union(stream, leaves.addends)
-    start, sums_bias = None, sums
+    start, sums_bias, adds_bias = None, sums, True
     if module.bias is not None:
         bias_axes = tensors.cut(module, "bias", "out")
         if in_axes:
             left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
-            sums_bias = union(left, leaves.addends)
+            kept = partial_axes(leaves.after)
+            sums_bias = union(left, kept, leaves.addends)
+            team = binder.team(kept)
+            adds_bias = team is None or team.index == 0
         if bias_axes and bias_axes != out_axes:
             raise PlanError(
                 "the bias is cut over other axes than the weight",
@@ -227,6 +230,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
         sums_bias=binder.team(sums_bias),
         start=start,
         adds_bias_last=bool(in_axes),
+        adds_bias=adds_bias,
         is_transposed=type(module).__name__ == "Conv1D",
     )
     if start is not None and isinstance(flow.enter[0] if flow.enter else None, SumGradient) and sums_bias == out_axes:
