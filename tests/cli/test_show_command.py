@@ -123,7 +123,7 @@ def test_colours_only_where_there_are_some():
     print_scene(scene, Console(file=plain, width=100, force_terminal=True, no_color=True, highlight=False))
     print_scene(scene, Console(file=coloured, width=100, force_terminal=True, color_system="256", highlight=False))
     assert "38;5" not in plain.getvalue()
-    assert "48;5;33m0" in coloured.getvalue()
+    assert "48;5;69m0" in coloured.getvalue()
 
 
 def test_torch_is_not_imported(tmp_path):
