@@ -63,8 +63,8 @@ def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
 
 
 def _ranks() -> int:
-    """Of the process group, where torch is in use; a plan alone does not import it."""
+    """Of the world at hand, a simulated one too, where ranks are in use; a plan alone does not import torch."""
     import sys
 
-    distributed = sys.modules.get("torch.distributed")
-    return distributed.get_world_size() if distributed is not None and distributed.is_initialized() else 1
+    ranks = sys.modules.get("shardtensor.comm.process_group")
+    return ranks.as_group().size if ranks is not None else 1
