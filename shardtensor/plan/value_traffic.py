@@ -42,6 +42,7 @@ class ValueTraffic:
         self._batch, self._seq, self._dtype = batch, seq, dtype
         self._rank, self._moves = rank, Moves(self._modules, dtype, rank)
         self._first_trained = self._find_first_trained()
+        self._tables = self._find_tables()
         self._found = [self._module(path) for path in self._order()]
 
     def forward(self) -> Iterator[Collective]:
@@ -76,13 +77,12 @@ class ValueTraffic:
     def _order(self) -> list[str]:
         modules = self._modules
         told = {*(path for path, stated in modules.stated.items() if stated.ins or stated.outs), *self._flows.works}
-        tables = self._tables()
-        told = (told - {*tables.values()}) | {*tables}  # a table under several names runs under the others
+        told = (told - {*self._tables.values()}) | {*self._tables}  # a table under several names runs under the others
         places = modules.places
         known = [path for path in modules.resolved.model.paths if path in told]
         return sorted(known, key=lambda path: _tree_place(path, places))
 
-    def _tables(self) -> dict[str, str]:
+    def _find_tables(self) -> dict[str, str]:
         """Embeddings whose table is tied to another embedding's, with the path of that one."""
         found = {}
         for path, layer in self._modules.layers.items():
@@ -112,8 +112,7 @@ class ValueTraffic:
     # -- what one module sends ----------------------------------------------------------------------------------------
 
     def _module(self, path: str) -> _Module:
-        tables = self._tables()
-        work = self._flows.works.get(path) or self._flows.works.get(tables.get(path, path))
+        work = self._flows.works.get(path) or self._flows.works.get(self._tables.get(path, path))
         if work is not None:
             return self._layer(self._modules.layers[path], work)
         stated = self._modules.stated[path]
