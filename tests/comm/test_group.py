@@ -184,7 +184,7 @@ def check_devices() -> None:
     assert same(group.all_reduce(torch.ones(2)), torch.full((2,), float(group.size)))
     counts = [1, 2, 3, 4][: group.size]
     assert same(group.all_gather(torch.ones(counts[group.index]), counts), torch.ones(sum(counts)))
-    assert group.device_type == device().type
+    assert group.device_type == group.subgroup([group.rank]).device_type == device().type
     assert group.exchange(bytes([group.index, 255])) == [bytes([r, 255]) for r in range(group.size)]
     assert group.exchange_objects("x" * group.index) == ["x" * r for r in range(group.size)]
     group.barrier()
