@@ -2,6 +2,8 @@
 
 Which module hears from which is the model's own code, and no plan says it. So a part counts as expected where, going
 outward from the module that leaves it, some module is found that takes such parts; what is refused nobody can take.
+A module that takes parts of features hears of those near it: of what stands in the innermost module around it in which
+another leaves such parts before it. So what `mlp.down_proj` takes comes from `mlp`, and not from the attention.
 """
 
 from __future__ import annotations
@@ -9,36 +11,50 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import Flow, as_written, cut_axes, cuts, partial_axes
+from shardtensor.plan.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.layer_flows import natural
 from shardtensor.plan.line import Line
 from shardtensor.plan.meetings import Meetings
 from shardtensor.plan.modules import Modules, Names, around, is_below
 from shardtensor.plan.places import style_note
+from shardtensor.spec.nodes import Spec
+
+Parts = frozenset[tuple[str, str]]
+"""Axes along which ranks hold parts of a value, each with the sort of dim that it cuts: features or tokens."""
 
 
 class _Index:
-    """By each module, sets of axes that modules in it speak of: two of those modules, and the place of the last."""
+    """By each module, sets of what modules in it speak of: two of those, and the places of the first and the last."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self._places = places
-        self._found: dict[str, dict[frozenset[str], tuple[list[str], int]]] = {}
+        self._found: dict[str, dict[Parts, tuple[list[str], int, int]]] = {}
 
-    def add(self, path: str, axes: Names) -> None:
-        if axes:
+    def add(self, path: str, parts: Parts, scope: str = "") -> None:
+        """Register a module with those around it, up to the one that is its `scope`."""
+        if parts:
             place = self._places.get(path, 0)
             for above in around(path):
                 of_it = self._found.setdefault(above, {})
-                known, last = of_it.get(frozenset(axes), ([], -1))
+                known, first, last = of_it.get(parts, ([], place, place))
                 if len(known) < 2 and path not in known:
                     known.append(path)
-                of_it[frozenset(axes)] = known, max(last, place)
+                of_it[parts] = known, min(first, place), max(last, place)
+                if above == scope:
+                    break
 
-    def has(self, above: str, axes: set[str], besides: str, after: int = -1) -> bool:
-        """Whether some module in `above`, not `besides` itself, speaks of all these axes; one that stands `after`."""
+    def has(self, above: str, parts: Parts, besides: str, after: int = -1, before: int | None = None) -> bool:
+        """Whether some module in `above`, not `besides` itself, speaks of all these parts.
+
+        Args:
+            after, before: one that stands after this place, or before it, in the order of the model.
+        """
         return any(
-            axes <= key and last > after and any(path != besides for path in paths)
-            for key, (paths, last) in self._found.get(above, {}).items()
+            parts <= key
+            and last > after
+            and (before is None or first < before)
+            and any(path != besides for path in paths)
+            for key, (paths, first, last) in self._found.get(above, {}).items()
         )
 
 
@@ -54,15 +70,16 @@ class Givers:
         self._takes, self._takes_addends = _Index(modules.places), _Index(modules.places)
         self._gives, self._gives_addends = _Index(modules.places), _Index(modules.places)
         for path, stated in modules.stated.items():
-            for flow in stated.ins.values():
-                self._takes.add(path, cut_axes(flow.before))
-                self._takes_addends.add(path, partial_axes(flow.before))
             for flow in stated.outs.values():
-                self._gives.add(path, cut_axes(flow.after))
-                self._gives_addends.add(path, partial_axes(flow.after))
+                self._gives.add(path, self._parts(flow.after))
+                self._gives_addends.add(path, _addends(flow.after))
+        for path, stated in modules.stated.items():
+            for flow in stated.ins.values():
+                self._add_taker(path, self._parts(flow.before))
+                self._takes_addends.add(path, _addends(flow.before))
         for path, layer in modules.layers.items():
             if not layer.stated.ins and layer.kind.name == "linear":
-                self._takes.add(path, layer.cut("weight", "in"))
+                self._add_taker(path, _features(layer.cut("weight", "in")))
         self._escaped = list(self._escapes())
         self.to_hooks = frozenset(path for path, _, is_hooked in self._escaped if is_hooked)
 
@@ -74,13 +91,39 @@ class Givers:
         yield from self._not_given()
         yield from self._not_made()
 
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _parts(self, spec: Spec) -> Parts:
+        """How a value is cut. A view may turn features into heads: where no value is dealt out by tokens, a part of
+        any dim is one of features."""
+        last = last_cut(spec)
+        return frozenset(
+            (axis, "tokens" if cut != last and axis in self._meetings.streams else "features")
+            for cut in cuts(spec).values()
+            for axis in cut.axes
+        )
+
+    def _add_taker(self, path: str, parts: Parts) -> None:
+        self._takes.add(path, parts, self._scope(path, parts))
+
+    def _scope(self, path: str, parts: Parts) -> str:
+        """The module from whose inside a module gets its parts; the root where that is not known."""
+        if all(sort == "tokens" for _, sort in parts):
+            return ""  # which any module leaves
+        here = self._modules.places.get(path, 0)
+        for above in around(path):
+            stated = self._modules.stated.get(above)
+            if self._gives.has(above, parts, path, before=here) or (stated is not None and stated.ins):
+                return above
+        return ""
+
     # -- what is given and not taken ----------------------------------------------------------------------------------
 
     def _escapes(self) -> Iterator[tuple[str, str, bool]]:
         """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
         for path, stated in self._modules.stated.items():
             for name, flow in stated.outs.items() if path else ():
-                cut, addends = set(cut_axes(flow.after)), set(partial_axes(flow.after))
+                cut, addends = self._parts(flow.after), _addends(flow.after)
                 if not (cut or addends):
                     continue
                 is_taken, is_hooked = False, "cross_entropy" in self._hooks(path, flow)
@@ -98,12 +141,11 @@ class Givers:
                 if not is_taken:
                     yield path, name, is_hooked
 
-    def _passes(self, above: str, cut: set[str], addends: set[str]) -> bool:
+    def _passes(self, above: str, cut: Parts, addends: Parts) -> bool:
         """Whether a module around says that it gives such a value."""
         stated = self._modules.stated.get(above)
         return stated is not None and any(
-            cut <= set(cut_axes(flow.before)) and addends <= set(partial_axes(flow.before))
-            for flow in stated.outs.values()
+            cut <= self._parts(flow.before) and addends <= _addends(flow.before) for flow in stated.outs.values()
         )
 
     def _hooks(self, above: str, flow: Flow) -> list[str]:
@@ -153,34 +195,34 @@ class Givers:
         """Modules that take a value in parts which no module leaves so."""
         for path, stated in self._modules.stated.items():
             for name, flow in stated.ins.items() if path and path not in self._broken else ():
-                cut = set(cut_axes(flow.before))
+                cut = self._parts(flow.before)
                 if cut and not self._is_given(path, cut):
                     line = stated.line("in", name)
                     yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line)
         for path, layer in self._modules.layers.items():
-            cut = set(layer.cut("weight", "in")) if layer.kind.name == "linear" else set()
+            cut = _features(layer.cut("weight", "in")) if layer.kind.name == "linear" else frozenset()
             is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
             if path and cut and not is_said and not self._is_given(path, cut):
                 line = layer.params["weight"].line
                 text = str(natural(tuple(layer.cut("weight", "in"))).after)
                 yield self._refused(path, cut, text, line)
 
-    def _is_given(self, path: str, cut: set[str]) -> bool:
+    def _is_given(self, path: str, cut: Parts) -> bool:
         for above in around(path):
             if self._gives.has(above, cut, path):
                 return True
             stated = self._modules.stated.get(above)
             if stated is None:
                 continue
-            if stated.passing.uses or any(cut <= set(cut_axes(flow.after)) for flow in stated.ins.values()):
+            if stated.passing.uses or any(cut <= self._parts(flow.after) for flow in stated.ins.values()):
                 return True
             if stated.ins:
                 return False
         return False
 
-    def _refused(self, path: str, cut: set[str], text: str, line: Line | None) -> Finding:
+    def _refused(self, path: str, cut: Parts, text: str, line: Line | None) -> Finding:
         origin = line.origin if line is not None else None
-        axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in cut)
+        axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in dict(cut))
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
             f"it wants `{text}`; the modules that it can hear from leave whole values, or say nothing of their results",
@@ -196,7 +238,7 @@ class Givers:
                 continue
             for name, flow in stated.outs.items():
                 addends = set(partial_axes(flow.before))
-                if not addends or self._gives_addends.has(path, addends, path):
+                if not addends or self._gives_addends.has(path, _addends(flow.before), path):
                     continue
                 summing = next((other for other in self._sums(addends) if is_below(other, path)), None)
                 line = stated.line("out", name)
@@ -214,6 +256,15 @@ class Givers:
         for path, stated in self._modules.stated.items():
             if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
                 yield path
+
+
+def _features(axes: Names) -> Parts:
+    return frozenset((axis, "features") for axis in axes)
+
+
+def _addends(spec: Spec) -> Parts:
+    """The axes along which a value is an addend."""
+    return frozenset((axis, "addends") for axis in partial_axes(spec))
 
 
 def _block(path: str) -> str:

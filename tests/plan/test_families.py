@@ -126,9 +126,19 @@ def test_a_plan_without_dims_says_where_shapes_come_from():
     assert str(error.value) == (
         "nothing says which tensors the model has\n"
         "  looked for  dims lines\n"
-        "  either      give --safetensors model.safetensors.index.json\n"
+        '  either      include the lines of a family, as in `include "llama.dims.shard"`\n'
+        "  or          give --safetensors model.safetensors.index.json\n"
         "  or          give --module package.module:function"
     )
+
+
+def test_a_copied_plan_may_include_the_dims_of_its_family(tmp_path):
+    copied = tmp_path / "mine.shard"
+    text = (PACKAGED / "llama.shard").read_text().replace("shard 1\n", 'shard 1\ninclude "llama.dims.shard"\n')
+    copied.write_text(text)
+    config = _tiny() | {"num_hidden_layers": 1}
+    mine, theirs = (load_plan(plan, config, 2, tp=2) for plan in (copied, "llama"))
+    assert model_from_dims(mine).tensors == model_from_dims(theirs).tensors
 
 
 def test_two_sizes_of_one_tensor_are_an_error():

@@ -29,7 +29,7 @@ def page(scene: Scene) -> str:
     """
     is_plan = scene.resolved is not None
     rows = mesh_rows(scene.axes)
-    style = Markup(_file("page.css") + colours.rules())
+    style = Markup(packaged("drawing.css") + packaged("page.css") + colours.rules())
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -60,7 +60,7 @@ def page(scene: Scene) -> str:
         parts.append(sections.findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
-    body = el("body", colours.definitions(), *parts, known, el("script", Markup(_file("page.js"))))
+    body = el("body", colours.definitions(), *parts, known, el("script", Markup(packaged("page.js"))))
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
 
 
@@ -101,5 +101,6 @@ def short(count: int) -> str:
     return str(count)
 
 
-def _file(name: str) -> str:
+def packaged(name: str) -> str:
+    """The text of a file that comes with the page."""
     return (files("shardtensor.cli.page") / name).read_text(encoding="utf-8")
