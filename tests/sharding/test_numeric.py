@@ -115,3 +115,20 @@ def test_a_layer_that_does_not_run_is_told_at_its_own_line():
 def test_what_resolve_refuses_is_told_and_nothing_runs():
     plan = Plan.from_rules({"encoder": "replicate"}, "tp=2")
     assert {each.code for each in check_numeric(plan, BertModel) if each.severity == "error"} == {"E301"}
+
+
+STORED = """shard 1
+include "std/styles.shard"
+mesh (rep = {rep}, dp = {dp}, tp = {tp})
+data rep*dp
+fc1: colwise(tp)
+fc2: rowwise(tp)
+store **: flat(dp)
+"""
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 1, 1)], ids=str)
+def test_what_is_stored_on_axes_of_one_rank_trains_as_the_dense_module(sizes):
+    rep, dp, tp = sizes
+    plan = load_plan(STORED.format(rep=rep, dp=dp, tp=tp), world=rep * dp * tp)
+    assert check_numeric(plan, FAMILIES["mlp"].make) == ()
