@@ -2,7 +2,8 @@
 
 One rank of a world whose other ranks are only counted, so one GPU (or the CPU) is enough for a plan of any size; with
 --real every rank is a process of its own, on a GPU each where there are GPUs. On a GPU the numbers are differences of
-what the allocator says is in use, which rounds each tensor up to 512 bytes; on the CPU they are the bytes of storages.
+what was asked of the allocator; it rounds each tensor up to 512 bytes, and leaves up to 1 MiB of a large block unused.
+On the CPU they are the bytes of storages.
 
     python benchmarks/plan_memory.py [--world 8] [--rank 3] [--layers 4] [--hidden 512] [--dtype bfloat16]
     python benchmarks/plan_memory.py --plan llama_2d --set tp=2
@@ -118,7 +119,7 @@ def allocated(device: torch.device, tensors: Callable[[], Iterable[Any]]) -> int
         return storages(tensors())
     gc.collect()
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(device)
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def measured(args: argparse.Namespace, device: torch.device, plan: Any) -> dict[str, int]:

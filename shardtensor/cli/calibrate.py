@@ -23,8 +23,9 @@ from shardtensor.cost.seconds import received_share
 _ROUNDS = 12
 _ROUND_S = 0.02
 _WARM_S = 0.1
-_MOST_CALLS = 200
+_MOST_CALLS = 50
 _SIZES = {"cuda": [1 << n for n in range(16, 30)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a whole
+_MOST_SLEEP_S = 0.02
 _CYCLES_PER_S = 2e9  # of a GPU, at most
 
 
@@ -159,12 +160,12 @@ def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
 def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
     """By the clock of the GPU, which waits until the host has told it all: how fast the host is does not matter."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     told = time.perf_counter()
-    call()
-    once_s = time.perf_counter() - told
+    for _ in range(4):
+        call()
+    told_s = (time.perf_counter() - told) / 4
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(_CYCLES_PER_S * 1.5 * once_s * (calls + 2)))
+    torch.cuda._sleep(int(_CYCLES_PER_S * min(1.5 * told_s * (calls + 1), _MOST_SLEEP_S)))
     call()  # which brings the ranks together
     begin.record()
     for _ in range(calls):
