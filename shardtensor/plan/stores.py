@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.line import Store
 from shardtensor.plan.matching import by_precedence
@@ -28,7 +29,7 @@ def with_stores(
             stores.setdefault(name, []).append(store)
     units = {id(store): frozenset(path for text in store.by for path in tree.modules(text)) for store in plan.stores}
     names_of = _all_names(model, placed)
-    kept = dict(placed)
+    kept, winner_of = dict(placed), dict[str, Store]()
     for name, each in placed.items():
         if each.tensor.is_buffer or each.tied_to or name not in stores:
             continue
@@ -46,8 +47,10 @@ def with_stores(
         if fault is not None:
             findings.append(fault)
             continue
+        findings += filter(None, (_same_samples(plan, store, name), _unequal(store, each)))
         unit = _unit(names_of.get(name, (name,)), units[id(store)])
-        kept[name] = attrs.evolve(each, stored=store.flat, unit=unit)
+        kept[name], winner_of[name] = attrs.evolve(each, stored=store.flat, unit=unit), store
+    findings += _unit_faults(model, kept, winner_of)
     for name, each in kept.items():
         if each.tied_to and each.tied_to in kept:
             source = kept[each.tied_to]
@@ -101,6 +104,79 @@ def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
         how = f"flat({'*'.join(rest)})" if rest else "replicate"
         fix = f"give these tensors a line of their own: `override store PATTERN: {how}`"
     return Finding("E204", fault, store.origin, why, fix, (), name)
+
+
+def _unit_faults(model: Model, kept: Mapping[str, Placed], stores: Mapping[str, Store]) -> Iterator[Finding]:
+    """Of gather units: parameters stored over different axes, and modules that nobody calls."""
+    first: dict[str, str] = {}
+    for name, store in stores.items():
+        unit = kept[name].unit or ""
+        if unit not in first:
+            first[unit] = name
+            module = model.modules.get(unit)
+            if module is not None and module.class_name in ("ModuleList", "ModuleDict"):
+                yield Finding(
+                    "E303", f"the gather unit {unit} is a {module.class_name}, which is never called", store.origin,
+                    "its parameters are gathered when its forward begins", f"write `by {unit}.*`", (), unit,
+                )  # fmt: skip
+        other = stores[first[unit]]
+        assert store.flat is not None and other.flat is not None
+        if store.flat.axes != other.flat.axes:
+            place = other.origin if other.origin is not None else f"`store {other.pattern}`"
+            yield Finding(
+                "E302", f"parameters of {f'the gather unit {unit}' if unit else 'one gather unit'} are stored over "
+                "different axes", store.origin,
+                f"{name} over {'*'.join(store.flat.axes)}, {first[unit]} over {'*'.join(other.flat.axes)}: a unit is "
+                "gathered in one message",
+                "store them alike, or name other modules after `by`", (f"the other line is {place}",), name,
+            )  # fmt: skip
+
+
+def _same_samples(plan: Plan, store: Store, name: str) -> Finding | None:
+    """A store over ranks that see the same samples: its gradients are not summed over them."""
+    assert store.flat is not None
+    data = plan.axes.leaves(plan.axes.data)
+    other = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) <= set(data)]
+    if not other:
+        return None
+    names = ", ".join(f"`{axis}`" for axis in other)
+    return Finding(
+        "E204", f"parameters are stored over {names}, along which samples do not differ", store.origin,
+        f"data is {'*'.join(plan.axes.data) or 'not said'}: gradients of ranges are summed over the axes of samples",
+        f"write `data {'*'.join((*plan.axes.data, *other))}`, or store them over axes of `data`", (), name,
+    )  # fmt: skip
+
+
+def _unequal(store: Store, placed: Placed) -> Finding | None:
+    """A store over parts of different sizes: ranks that gather together have ranges of one length."""
+    sizes = _sizes(placed.layout)
+    if len(sizes) < 2:
+        return None
+    name, shape = placed.tensor.name, shape_text(placed.tensor.shape, placed.tensor.dims)
+    parts = ", ".join(f"{size:,}" for size in sizes)
+    where = placed.line.origin if placed.line is not None else None
+    return Finding(
+        "E205", "the store is over parts of different sizes", store.origin,
+        f"{name} is {shape}, laid out `{placed.spec}`: ranks hold {parts} elements of it, and `store` cuts parts of "
+        "one size further",
+        f"cut it evenly, or give it a line of its own: `override store {name}: replicate`",
+        () if where is None else (f"its layout is {where}",), name,
+    )  # fmt: skip
+
+
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    """The numbers of elements that ranks hold, largest first; those of a few ranks where there are many."""
+    if isinstance(layout, CutLayout):
+        pieces = [cut.pieces for cut in layout.dims if cut is not None]
+        if all(each.size(i) == each.size(0) for each in pieces for i in _ends(each.count)):
+            return (layout.numel(layout.ranks[0]),)
+    first = layout.numel(layout.ranks[0])
+    other = next((size for rank in layout.ranks if (size := layout.numel(rank)) != first), first)
+    return tuple(sorted({first, other}, reverse=True))
+
+
+def _ends(count: int) -> range | tuple[int, ...]:
+    return range(count) if count <= 4096 else (count - 2, count - 1)
 
 
 def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:

@@ -18,7 +18,7 @@ SPECS = corpus.SPECS
 PAGE = (SPECS / "README.md").read_text()
 PACKAGE = Path(shardtensor.__file__).parent
 BLOCKS = re.findall(r"^```(\w+)([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-CODES = {path.name[:4] for path in corpus.INVALID if path.parent.name == "meaning"} | {"E001", "E002", "E003"}
+CODES = {path.name[:4] for path in corpus.INVALID if path.parent.name == "meaning"} | {"E001", "E002", "E003", "E405"}
 CODES = sorted(CODES, key=lambda code: ("EWN".index(code[0]), code))
 
 
