@@ -20,8 +20,8 @@ from harness import worker
 
 GRACE_S = 5.0  # for the other ranks, once one has failed
 
-# Loaded once, in the process that all ranks are forked from: ranks that ended are replaced in no time. torch._dynamo is
-# what the first optimizer would load. What is not there for it (a package that is not installed) each rank loads itself.
+# Loaded once, in the process that all ranks are forked from, so that ranks that ended are replaced in no time.
+# torch._dynamo is what the first optimizer would load. What that process cannot import, each rank loads itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardtensor.ops", "shardtensor.fsdp"]
 
 
