@@ -78,7 +78,8 @@ def summary_text(summary: Summary) -> str:
             (f"{each.phase} {each.kind} over {each.over}", f"{each.calls:,}", say_bytes(each.received_bytes))
             for each in summary.traffic
         ]
-        lines += ["", *_table((f"a step of {summary.tokens:,} tokens a data rank", "calls", "received"), rows)]
+        step = f"a step of {summary.tokens:,} tokens a data rank, {summary.dtype}"
+        lines += ["", *_table((step, "calls", "received"), rows)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
     if summary.passing:

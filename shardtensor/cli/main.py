@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,16 @@ from shardtensor.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(argv)
+    try:
+        status = _run(_parser().parse_args(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as ``head`` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
     if hasattr(options, "run"):
         return options.run(options)
     if options.command == "ops":

@@ -9,7 +9,16 @@ from rich.text import Text
 from shardtensor.layout.box import Box
 
 WIDTH, HEIGHT = 16, 4
-_COLOURS = ("dodger_blue1", "dark_orange", "green3", "medium_purple1", "gold1", "turquoise2", "hot_pink", "chartreuse2")
+_COLOURS = (
+    "cornflower_blue",
+    "sandy_brown",
+    "aquamarine3",
+    "pink3",
+    "khaki3",
+    "light_salmon3",
+    "sky_blue1",
+    "medium_purple2",
+)
 
 
 def rank_style(rank: int) -> str:

@@ -37,7 +37,8 @@ def model_of(
     if module is not None:
         return attrs.evolve(_from_module(module), config=config)
     if safetensors is None:
-        return model_from_dims(plan, config_source)
+        named = model_from_dims(plan, config_source)
+        return named if config else attrs.evolve(named, source="")  # the plan itself says them
     from shardtensor.plan.safetensors_shapes import model_from_safetensors
 
     return model_from_safetensors(safetensors, _dims_if_any(plan, config_source), config)

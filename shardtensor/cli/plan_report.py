@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from typing import Any
 
 import attrs
@@ -39,7 +38,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     resolved = resolve(plan, model)
     if resolved.errors:
         raise PlanError(text_report(folded(resolved.errors)))
-    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype or _dtype(model))
+    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype or model.dtype)
     if batch.samples % data_ranks(resolved):
         raise PlanError(
             f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks",
@@ -91,7 +90,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     (config, source), params = read_config(options.model), dict(options.set)
     head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
-    batch = Batch(options.batch or options.world, options.seq, options.dtype or _dtype(model))
+    batch = Batch(options.batch or options.world, options.seq, options.dtype or model.dtype)
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
         memory_bytes=options.memory or profile.memory_bytes, optimizer=options.optimizer,
@@ -107,14 +106,6 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
             row["step"] = _step(choice.seconds, batch)
         rows.append(row)
     return {**_head(options, model, batch), "choices": rows}
-
-
-def _dtype(model: Model) -> str:
-    """That most parameters have."""
-    sizes: Counter[str] = Counter()
-    for tensor in model.tensors:
-        sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
-    return sizes.most_common(1)[0][0]
 
 
 def _held(held: RankBytes, rank: int, kept: int) -> dict[str, int]:

@@ -100,10 +100,11 @@ def _console() -> Console:
 
 
 def _say_head(console: Console, report: dict[str, Any]) -> None:
+    of = "  ".join(filter(None, (report["plan"], report["model"])))
     console.print(
-        f"{report['plan']}  {report['model']}  {report['parameters'] / 1e9:.3g} B parameters on {report['world']} "
-        f"ranks {report.get('mesh', '')}  {report['batch']} x {report['seq']} tokens a step, {report['dtype']}, "
-        f"{report['optimizer']}, {report['hardware']}\n",
+        f"{of}  {report['parameters']:,} parameters on {report['world']} ranks {report.get('mesh', '')}  "
+        f"{report['batch']} x {report['seq']} tokens a step, {report['dtype']}, {report['optimizer']}, "
+        f"{report['hardware']}\n",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -132,7 +132,7 @@ def scene_of_spec(
 
     Example:
         >>> from shardtensor.mesh import read_mesh
-        >>> scene = scene_of_spec("[tp, -]", (8, 6), read_mesh("tp=4"), to=["[-, tp]"])
+        >>> scene = scene_of_spec("[tp, -]", (8, 8), read_mesh("tp=4"), to=["[-, tp]"])
         >>> [step.kind for step in scene.reshards[0].routes[0]]
         ['all_to_all']
     """

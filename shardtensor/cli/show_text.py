@@ -88,7 +88,7 @@ def _where(shown: Shown) -> str:
 def _mesh_line(scene: Scene) -> Text:
     axes = scene.axes
     count = axes.mesh.size
-    text = Text(f"{count:,} rank{'s' * (count != 1)}", style="bold")
+    text = Text.assemble((f"{count:,} rank{'s' * (count != 1)}", "bold"))
     if not axes.mesh.is_unnamed:
         text.append(f" = {mesh_text(axes)}")
     if axes.data:
@@ -152,7 +152,7 @@ def _coarse(picture: Picture) -> Picture:
 
 def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Iterator[RenderableType]:
     tensor, picture = shown.tensor, shown.picture
-    head = Text(str(shown.spec), style="bold")
+    head = Text.assemble((str(shown.spec), "bold"))
     if shown.stored:
         head.append(f"   stored {shown.stored}")
     head.append(f"   {shape_text(tensor.shape, tensor.dims)} {tensor.dtype}", style="dim")
@@ -205,7 +205,7 @@ def _legend(picture: Picture) -> Text:
         if text:
             text.append("  … " if i - 1 not in shown else "  ")
         part = parts[i]
-        ranks, count = coarse.ranks(part, 3)
+        ranks, count = coarse.ranks(part, 2)
         text.append(_character(coarse.key(i)), style=rank_style(coarse.key(i)))
         names = "" if picture.names == ("place",) else f" {coarse.place_text(part)},"
         more = ", …" if count > len(ranks) else ""
@@ -222,7 +222,7 @@ def _character(i: int) -> str:
 def _bar(size: int, most: int) -> Text:
     eighths = round(8 * _BAR * size / most) if most else 0
     bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
-    return Text((bar or "▏").ljust(1), style="dodger_blue1")
+    return Text.assemble((bar or "▏", "cornflower_blue"))
 
 
 def _memory(scene: Scene) -> RenderableType:
@@ -251,7 +251,7 @@ def _memory_rows(held: RankBytes, most: int) -> Iterator[tuple[RenderableType, .
 def _reshard(reshard: Reshard) -> RenderableType:
     lines: list[RenderableType] = []
     for texts, steps in zip(zip(reshard.texts, reshard.texts[1:], strict=False), reshard.routes, strict=True):
-        lines.append(Text(" -> ".join(texts), style="bold").append(f"   {reshard.name}", style="dim"))
+        lines.append(Text.assemble((" -> ".join(texts), "bold")).append(f"   {reshard.name}", style="dim"))
         if not steps:
             lines.append(Text("nothing moves: both say the same"))
         for step in steps:

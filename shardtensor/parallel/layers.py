@@ -38,6 +38,7 @@ class LayerFlow:
         sums_bias: the same for the bias.
         start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
         adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
+        adds_bias: this rank adds it; one of the ranks does where what leaves is an addend still.
         is_transposed: the weight is ``(in, out)``.
         product: all of a linear layer's work in one Function; None where there is no such form.
     """
@@ -48,6 +49,7 @@ class LayerFlow:
     sums_bias: Group | None = None
     start: int | None = None
     adds_bias_last: bool = False
+    adds_bias: bool = True
     is_transposed: bool = False
     product: Product | None = None
 
@@ -135,7 +137,11 @@ class LinearFlow(Flowing):
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
         y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
-        return y + bias if flow.adds_bias_last and bias is not None else y
+        if not flow.adds_bias_last or bias is None:
+            return y
+        if not flow.adds_bias:  # zeros, by way of the bias: its gradient is summed by all
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool), 0)
+        return y + bias
 
 
 class ParallelLinear(LinearFlow, nn.Linear):
@@ -148,6 +154,8 @@ class ParallelEmbedding(Flowing, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, input)
         flow = self.flow
+        if isinstance(self, _OwnForward):
+            self.is_met = True
         table = _summed(self, "weight")
         assert table is not None
         ids = moved(input, flow.enter)
@@ -155,6 +163,24 @@ class ParallelEmbedding(Flowing, nn.Embedding):
             return moved(look_up(ids, table, self.padding_idx), flow.leave)
         _refuse_strays(ids, self.num_embeddings, flow.sums)
         return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
+
+
+class _OwnForward:
+    """A forward that a subclass of an embedding has written: it has to call that of its base, which is parallel."""
+
+    is_met: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        module.is_met = False
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not module.__dict__.pop("is_met"):
+            raise RuleError(
+                f"{module.flow_of.__name__}: its forward does not call that of nn.Embedding, which looks the rows up",
+                {"weight": f"cut over ranks: {tuple(module.weight.shape)}"},
+                "let it call super().forward(input); or keep this embedding whole in the plan",
+            )
+        return y
 
 
 class ParallelLayerNorm(Flowing, nn.LayerNorm):
@@ -221,13 +247,17 @@ _LAYERS: dict[type[nn.Module], type[Flowing]] = {
 def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
     """The parallel layer that stands for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
 
-    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs.
+    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs,
+    and so do embeddings, whose own forward (one that scales, say) calls the parallel one in place of torch's.
     """
     if cls not in _LAYERS and not issubclass(cls, Flowing):
         kind = kind_named(cls.__name__)
         base = LinearFlow if cls.__name__ == "Conv1D" else ParallelNorm if kind and kind.name == "norm" else None
         if base is not None:
             _LAYERS[cls] = type(f"Parallel{cls.__name__}", (base, cls), {"__reduce_ex__": _reduced})
+        elif issubclass(cls, nn.Embedding):
+            bases = (_OwnForward, cls, ParallelEmbedding)
+            _LAYERS[cls] = type(f"Parallel{cls.__name__}", bases, {"__reduce_ex__": _reduced})
     return _LAYERS.get(cls)
 
 

@@ -86,21 +86,28 @@ def starred(path: str) -> str:
 
 
 def describe(collectives: Iterable[Collective]) -> str:
-    """Collectives as lines of a table: forward, backward, optimizer, each with its bytes.
+    """Collectives as lines of a table: when, how often, over which axes, how many bytes, where and why.
 
     Example:
         >>> from shardtensor.plan.collective import all_reduce
         >>> print(describe([all_reduce("forward", ("tp",), 4, 512, 2, dtype="bfloat16", where="mlp", why="sum")]))
-        forward   1 x all_reduce  tp=4  1.0 KiB  mlp: sum
+        forward  1 x all_reduce  tp=4  1.0 KiB  mlp: sum
     """
-    rows = []
-    for each in collectives:
-        times = f"{each.count} x {each.kind}"
-        over = f"{'*'.join(each.axes)}={each.group_size}"
-        rows.append((each.phase, times, over, say_bytes(each.bytes), f"{each.where or 'the model'}: {each.why}"))
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    rows = [
+        (
+            each.phase,
+            f"{each.count} x {each.kind}",
+            f"{'*'.join(each.axes)}={each.group_size}",
+            say_bytes(each.bytes),
+            f"{each.where or 'the model'}: {each.why}",
+        )
+        for each in collectives
+    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     lines = []
-    for row in rows:
-        cells = [row[0].ljust(9), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3].rjust(widths[3]), row[4]]
-        lines.append("  ".join(cells).replace(f"{row[0].ljust(9)}  ", f"{row[0].ljust(9)} ", 1).rstrip())
+    for *cells, last in rows:
+        shown = [
+            f"{cell:>{w}}" if i == 3 else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join([*shown, last]))
     return "\n".join(lines)

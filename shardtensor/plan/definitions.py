@@ -117,9 +117,17 @@ class Definitions:
             raise Poisoned
 
     def let(self, node: Node) -> None:
+        """Define a name; files that are read together may each define one, as long as its value is the same."""
         token, said = node.children
+        source = self.plan.evaluator.source
         with self._defining(token):
-            self.define(token, Binding(self.plan.evaluator.value(said), said, self.plan.evaluator.source))
+            value = self.plan.evaluator.value(said)
+            before = self.plan.scope.names.get(str(token))
+            if before is not None and before.node is not None and not before.is_param:
+                is_other_file = self._places[str(token)].source is not source
+                if is_other_file and type(before.value) is type(value) and before.value == value:
+                    return
+            self.define(token, Binding(value, said, source))
 
     def style(self, node: Node) -> None:
         token, *needed, block = node.children

@@ -50,7 +50,11 @@ def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
         raise SpecError(
             "nothing says which tensors the model has",
             {"looked for": ", ".join(map(_beside, files)) or "dims lines"},
-            ["give --safetensors model.safetensors.index.json", "give --module package.module:function"],
+            [
+                'include the lines of a family, as in `include "llama.dims.shard"`',
+                "give --safetensors model.safetensors.index.json",
+                "give --module package.module:function",
+            ],
             code="E301",
         )
     return Model(_tensors(lines, _dtype(plan)), source=config_source, config=plan.config)

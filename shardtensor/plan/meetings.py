@@ -67,14 +67,22 @@ class Meetings:
     def streams(self) -> dict[str, str]:
         """Axes along which some `out` deals values out on a dim that is not the last, with the path of the first."""
         found: dict[str, str] = {}
+        for (axis, _), path in self.dealt.items():
+            found.setdefault(axis, path)
+        return found
+
+    @cached_property
+    def dealt(self) -> dict[tuple[str, int], str]:
+        """Axes and dims along which some `out` deals values out, dims that are not the last, with the path of the
+        first."""
+        found: dict[tuple[str, int], str] = {}
         for path, stated in self.modules.stated.items():
             for flow in stated.outs.values():
                 before = set(cut_axes(flow.before))
                 for dim, cut in cuts(flow.after).items():
-                    if dim != -1:
-                        for axis in cut.axes:
-                            if axis not in before:
-                                found.setdefault(axis, path)
+                    for axis in cut.axes if dim != -1 else ():
+                        if axis not in before:
+                            found.setdefault((axis, dim), path)
         return found
 
     def gathers(self, path: str) -> set[str]:

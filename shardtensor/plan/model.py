@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -82,6 +83,14 @@ class Model:
     @cached_property
     def by_name(self) -> Mapping[str, TensorInfo]:
         return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def dtype(self) -> str:
+        """That most elements of its parameters have."""
+        sizes = Counter({"float32": 0})
+        for tensor in self.tensors:
+            sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
+        return sizes.most_common(1)[0][0]
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Files:
                     return self._opened(at, path.as_posix() if at == path else _label(at))
                 except (UnicodeDecodeError, OSError) as error:
                     raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
-        known = sorted(at.stem for at in PACKAGED.glob("*.shard"))
+        known = sorted(at.stem for at in PACKAGED.glob("*.shard") if not at.stem.endswith(".dims"))
         facts = {"looked for": str(path), "packaged": ", ".join(known) or "(none)"}
         raise SpecError(
             "there is no such plan", facts, nearest(str(path), known) or "give the path of a file", code="E003"

@@ -75,6 +75,7 @@ class Summary:
         rank_bytes: parameters, gradients, optimizer and buffers: of the rank with the least and the one with the most.
         groups: the process groups that are made.
         tokens: of the one sample of each data rank, for which `traffic` is counted.
+        dtype: that values are taken to have there.
         traffic: what the collectives of a training step bring to a rank.
         fallbacks: where an ``else`` side was taken, and which.
         passing: by parameter, the values that pass for this model and world, the others as they are.
@@ -90,6 +91,7 @@ class Summary:
     rank_bytes: Mapping[str, tuple[int, int]]
     groups: tuple[Group, ...]
     tokens: int
+    dtype: str
     traffic: tuple[Traffic, ...]
     fallbacks: tuple[tuple[str, str], ...]
     passing: Mapping[str, tuple[int, ...]]
@@ -124,6 +126,7 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
         },
         _groups(resolved, own),
         tokens,
+        resolved.model.dtype,
         _traffic(resolved, tokens),
         tuple(fallbacks.items()),
         passing_values(path, resolved.model, config=plan.config, world=plan.world, params=params),
@@ -142,7 +145,7 @@ def _layouts(own: list[Placed]) -> tuple[LayoutShare, ...]:
 
 def _traffic(resolved: Resolved, tokens: int) -> tuple[Traffic, ...]:
     found: dict[tuple[str, str, str], list[int]] = {}
-    for each in step_collectives(resolved, batch=1, seq=tokens):
+    for each in step_collectives(resolved, batch=1, seq=tokens, dtype=resolved.model.dtype):
         over = f"{'*'.join(each.axes)}={each.group_size}"
         counts = found.setdefault((each.phase, each.kind, over), [0, 0])
         counts[0] += each.count

@@ -105,13 +105,18 @@ class Moves:
         return length
 
     def _piece(self, length: int, cut: Cut, axes: Names, ends: dict[Names, tuple[int, ...]]) -> int:
-        index, count = 0, 1
-        for axis in axes:
-            index, count = index * self._sizes[axis] + self._place[axis], count * self._sizes[axis]
+        index, count = self.place(axes), self.size(axes)
         known = ends.get(axes, cut.sizes)
         if known is not None:
             return known[index]
         return balanced(length, count, 1).size(index) if cut.balanced else length // count
+
+    def place(self, axes: Names) -> int:
+        """This rank's place among those along some axes, major first."""
+        index = 0
+        for axis in axes:
+            index = index * self._sizes[axis] + self._place[axis]
+        return index
 
     def size(self, axes: Names) -> int:
         return math.prod(self._sizes[axis] for axis in axes)

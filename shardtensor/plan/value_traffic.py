@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from shardtensor.plan.collective import Collective, all_reduce
+from shardtensor.plan.expert_traffic import ExpertTraffic
 from shardtensor.plan.flow import changes, cuts
 from shardtensor.plan.givers import Givers
 from shardtensor.plan.gradients import Flows
@@ -14,6 +15,7 @@ from shardtensor.plan.layer_flows import LayerWork
 from shardtensor.plan.model import BYTES
 from shardtensor.plan.modules import Layer, Names
 from shardtensor.plan.value_moves import Moves
+from shardtensor.plan.value_shapes import Shapes
 
 _LOSSES = "float32"
 
@@ -39,9 +41,10 @@ class ValueTraffic:
 
     def __init__(self, flows: Flows, batch: int, seq: int, dtype: str, rank: int) -> None:
         self._flows, self._modules = flows, flows.modules
-        self._batch, self._seq, self._dtype = batch, seq, dtype
+        self._dtype, self._shapes = dtype, Shapes(flows, batch, seq, rank)
         self._rank, self._moves = rank, Moves(self._modules, dtype, rank)
         self._first_trained = self._find_first_trained()
+        self._tables = self._find_tables()
         self._found = [self._module(path) for path in self._order()]
 
     def forward(self) -> Iterator[Collective]:
@@ -76,13 +79,13 @@ class ValueTraffic:
     def _order(self) -> list[str]:
         modules = self._modules
         told = {*(path for path, stated in modules.stated.items() if stated.ins or stated.outs), *self._flows.works}
-        tables = self._tables()
-        told = (told - {*tables.values()}) | {*tables}  # a table under several names runs under the others
+        told = (told - {*self._tables.values()}) | {*self._tables}  # a table under several names runs under the others
+        told |= {*self._shapes.dealings}
         places = modules.places
-        known = [path for path in modules.resolved.model.paths if path in told]
+        known = [path for path in modules.resolved.model.paths if path in told and self._shapes.is_here(path)]
         return sorted(known, key=lambda path: _tree_place(path, places))
 
-    def _tables(self) -> dict[str, str]:
+    def _find_tables(self) -> dict[str, str]:
         """Embeddings whose table is tied to another embedding's, with the path of that one."""
         found = {}
         for path, layer in self._modules.layers.items():
@@ -112,27 +115,28 @@ class ValueTraffic:
     # -- what one module sends ----------------------------------------------------------------------------------------
 
     def _module(self, path: str) -> _Module:
-        tables = self._tables()
-        work = self._flows.works.get(path) or self._flows.works.get(tables.get(path, path))
+        work = self._flows.works.get(path) or self._flows.works.get(self._tables.get(path, path))
         if work is not None:
             return self._layer(self._modules.layers[path], work)
         stated = self._modules.stated[path]
         enter: list[tuple[list[Collective], list[Collective]]] = []
         addends = self._flows.meetings.addends.get(path, ())
-        width = self._width_into(path)
         for name, flow in stated.ins.items():
-            last = self._last_of(path, name, width)
-            if last is None:
-                continue
-            steps = changes(flow, addends)
-            shape = (self._batch * self._seq, last) if self._is_of_tokens(path) else (self._batch, self._seq, last)
-            enter.append(self._moves.of_value(path, flow, steps, shape, {}, self._asks(path), name or "its input"))
+            shape = self._shapes.into(path, name)
+            if shape is not None:
+                steps, asks = changes(flow, addends), self._asks(path)
+                enter.append(self._moves.of_value(path, flow, steps, shape, {}, asks, name or "its input"))
         leave: list[tuple[list[Collective], list[Collective]]] = []
+        dealing = self._shapes.dealings.get(path)
+        if dealing is not None:
+            index = self._moves.place(dealing.axes)
+            size, tokens, width = self._moves.size(dealing.axes), self._shapes.tokens, self._shapes.hidden
+            experts = ExpertTraffic(dealing, self._modules, size, index, tokens, width, self._dtype)
+            enter.append(([experts.counts(), experts.rows("forward", False)], [experts.rows("backward", True)]))
+            leave.append(([experts.rows("forward", True)], [experts.rows("backward", False)]))
         for name, flow in stated.outs.items():
-            shape = (self._batch, self._seq, self._width_out_of(path, width))
-            leave.append(
-                self._moves.of_value(path, flow, changes(flow), shape, {}, True, f"result {name}" if name else "it")
-            )
+            what = f"result {name}" if name else "it"
+            leave.append(self._moves.of_value(path, flow, changes(flow), self._shapes.out_of(path), {}, True, what))
         return _Module(path, _both(enter), _both(leave))
 
     def _layer(self, layer: Layer, work: LayerWork) -> _Module:
@@ -141,12 +145,12 @@ class ValueTraffic:
         ends = {"in": self._pieces(layer, "in"), "out": self._pieces(layer, "out" if kind == "linear" else "embed")}
         enter: tuple[list[Collective], list[Collective]] = ([], [])
         if into:
-            shape = (self._batch, self._seq, layer.width(into))
+            shape = self._shapes.with_last(path, layer.width(into))
             asks = self._asks(path)
             enter = self._moves.of_value(path, work.came, work.enter, shape, ends["in"], asks, "its input")
             if work.sums_beside and asks and "bias" in layer.params:
                 enter = enter[0], [self._with_bias(each, layer) for each in enter[1]]
-        shape = (self._batch, self._seq, layer.width(out))
+        shape = self._shapes.with_last(path, layer.width(out))
         leave = self._moves.of_value(
             path, work.leaves, work.leave, shape, ends["out"], layer.trains or self._asks(path), "it"
         )
@@ -189,44 +193,6 @@ class ValueTraffic:
         cut = layout.dims[layer.kind.dims["weight"].index(dim)]  # type: ignore[attr-defined]
         return {axes: tuple(cut.pieces.size(i) for i in range(self._moves.size(axes)))}
 
-    # -- widths -------------------------------------------------------------------------------------------------------
-
-    def _width_into(self, path: str) -> int:
-        """The last dim of what enters a module: that of the first layer in it which takes it."""
-        served = self._flows.meetings.served.get(path, [])
-        for layer in served:
-            return layer.width("in" if layer.kind.name == "linear" else "embed")
-        return self._hidden
-
-    def _width_out_of(self, path: str, into: int) -> int:
-        last = [layer for layer in self._modules.layers.values() if _holds(path, layer.path)]
-        made = [layer for layer in last if layer.kind.name == "linear" and layer.stated.out is not None]
-        return made[-1].width("out") if made else into
-
-    @property
-    def _hidden(self) -> int:
-        """The width of values between modules."""
-        for kind, dim in (("embedding", "embed"), ("norm", "embed"), ("linear", "in")):
-            for layer in self._modules.layers.values():
-                if layer.kind.name == kind:
-                    return layer.width(dim)
-        return 0
-
-    def _last_of(self, path: str, name: str, width: int) -> int | None:
-        """The last dim of an argument; None for one that sends nothing: no gradient, or no value."""
-        if not name:
-            return width
-        if name == "top_k_weights":
-            hooks = self._modules.stated[path].passing.uses
-            found = next((hook.kwargs.get("top_k") for hook, _ in hooks if "top_k" in hook.kwargs), None)
-            return int(found) if found is not None else None
-        is_cross = any(word in path.lower() for word in ("cross", "encdec", "encoder_attn"))
-        return width if is_cross and ("states" in name or "encoder" in name) else None
-
-    def _is_of_tokens(self, path: str) -> bool:
-        """Whether samples and tokens are one dim, as for experts."""
-        return path != "" and any(hook.name != "cross_entropy" for hook, _ in self._modules.stated[path].passing.uses)
-
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def _losses(self) -> Iterator[Collective]:
@@ -237,7 +203,7 @@ class ValueTraffic:
             out = modules.stated[path].out
             assert out is not None
             axes = tuple(axis for cut in cuts(out.after).values() for axis in cut.axes)
-            rows = self._batch * self._seq
+            rows = self._shapes.tokens
             yield self._moves.sum("forward", axes, rows, dtype, path, "the loss: largest logits")
             yield self._moves.sum("forward", axes, 2 * rows, dtype, path, "the loss: sums and logits of targets")
 

@@ -150,7 +150,7 @@ class Binder:
 
 def addend_axes(module: nn.Module, stated: Stated, tensors: Tensors) -> Axes:
     """The axes along which a layer leaves the gradient of its input as an addend."""
-    if layer_class(type(module)) is None or type(module) is nn.Embedding:
+    if layer_class(type(module)) is None or isinstance(module, nn.Embedding):
         return ()
     declared = stated.out.addends if stated.out is not None else ()
     if "out" not in (dim_names(module, "weight") or ()):
@@ -167,7 +167,7 @@ def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Bind
     Raises:
         PlanError: the flows contradict the layer's tensors.
     """
-    kind = kind_named(type(module).__name__)
+    kind = kind_named("Embedding" if isinstance(module, nn.Embedding) else type(module).__name__)
     assert kind is not None, "a layer that has a parallel one is of a known kind"
     if stated.others:
         raise PlanError(f"a layer has one result, no `out {next(iter(stated.others))}`", fix="write `out` alone")
@@ -196,12 +196,15 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
     leave = changes(attrs.evolve(leaves, addends=()))
     stream = tuple(axis for dim, cut in cuts(came.after).items() if dim != -1 for axis in cut.axes)
     sums = union(stream, leaves.addends)
-    start, sums_bias = None, sums
+    start, sums_bias, adds_bias = None, sums, True
     if module.bias is not None:
         bias_axes = tensors.cut(module, "bias", "out")
         if in_axes:
             left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
-            sums_bias = union(left, leaves.addends)
+            kept = partial_axes(leaves.after)
+            sums_bias = union(left, kept, leaves.addends)
+            team = binder.team(kept)
+            adds_bias = team is None or team.index == 0
         if bias_axes and bias_axes != out_axes:
             raise PlanError(
                 "the bias is cut over other axes than the weight",
@@ -227,6 +230,7 @@ def _linear(module: Any, stated: Stated, tensors: Tensors, binder: Binder, is_in
         sums_bias=binder.team(sums_bias),
         start=start,
         adds_bias_last=bool(in_axes),
+        adds_bias=adds_bias,
         is_transposed=type(module).__name__ == "Conv1D",
     )
     if start is not None and isinstance(flow.enter[0] if flow.enter else None, SumGradient) and sums_bias == out_axes:

@@ -40,7 +40,7 @@ dims fc2.weight (out = 8, in = 12)
 """
 
 CLEAN = """\
-{path} is right for 4 ranks (dp=1, tp=4): 2 tensors of config.json, 192 parameters
+{path} is right for 4 ranks (dp=1, tp=4): 2 tensors, 192 parameters
 
 layout     tensors  bytes
   [tp, -]        1  384 B
@@ -55,9 +55,9 @@ bytes of a rank      least   most
 process groups along  ranks  groups
   tp                      4       1
 
-a step of 4,096 tokens a data rank  calls  received
-  forward all_reduce over tp=4          1  96.0 KiB
-  backward all_reduce over tp=4         1  96.0 KiB
+a step of 4,096 tokens a data rank, float32  calls   received
+  forward all_reduce over tp=4                   1  192.0 KiB
+  backward all_reduce over tp=4                  1  192.0 KiB
 
 values that pass for this model and world
   tp  1, 2, 4

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import BertModel
 from family_plans import FAMILIES, SPECS, plan_for
 from torch import nn
 
@@ -16,6 +15,7 @@ from shardtensor.plan.folding import folded
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.numeric import check_numeric
+from shardtensor.sharding.tiny.bert import BertModel
 
 SHIPPED: list[tuple[str, str, int, dict[str, Any]]] = [
     ("mlp", "mlp", 2, {}),
@@ -100,10 +100,35 @@ def test_a_sum_that_is_made_twice_is_told_with_its_number():
 
 def test_a_count_that_is_left_out_is_told_as_what_stops_the_module():
     (found,) = found_after("bert", "bert", 2, "local num_attention_heads: [tp] if fits else replicate", "")
-    assert found.fault.startswith("the module does not run so: RuntimeError")
+    assert found.fault.startswith("`encoder.layer.0.attention.self` does not run so: RuntimeError")
+    assert found.origin.text == "[tp unit(hd)] if fits else replicate", (
+        "what the block of that module says of the other count"
+    )
     assert found.fix == "an attribute that counts may want a `local`, or a value an `in` or `out`"
+
+
+def test_a_layer_that_does_not_run_is_told_at_its_own_line():
+    (found,) = found_after("bert", "bert", 2, "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate")
+    assert found.origin.text == "rowwise(tp)", "the layer that takes what is not cut"
 
 
 def test_what_resolve_refuses_is_told_and_nothing_runs():
     plan = Plan.from_rules({"encoder": "replicate"}, "tp=2")
     assert {each.code for each in check_numeric(plan, BertModel) if each.severity == "error"} == {"E301"}
+
+
+STORED = """shard 1
+include "std/styles.shard"
+mesh (rep = {rep}, dp = {dp}, tp = {tp})
+data rep*dp
+fc1: colwise(tp)
+fc2: rowwise(tp)
+store **: flat(dp)
+"""
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 1, 1)], ids=str)
+def test_what_is_stored_on_axes_of_one_rank_trains_as_the_dense_module(sizes):
+    rep, dp, tp = sizes
+    plan = load_plan(STORED.format(rep=rep, dp=dp, tp=tp), world=rep * dp * tp)
+    assert check_numeric(plan, FAMILIES["mlp"].make) == ()

@@ -218,6 +218,7 @@ store **: flat(dp) by blocks.*
 STACKS = {
     "stored": (2, {}, {}),
     "stored, several copies": (4, {"copies": 2}, {}),
+    "stored, one rank to a copy": (2, {"copies": 2}, {}),
     "stored and tensor parallel": (4, {"tp": 2}, {}),
     "stored, a small table": (2, {}, {"words": 16}),
     "stored, two blocks": (2, {}, {"blocks": 2}),

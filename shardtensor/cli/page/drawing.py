@@ -19,6 +19,7 @@ _LINE = 64
 _LEFT, _TOP, _RIGHT, _BOTTOM = 72, 40, 12, 14
 _GAP = 16
 _TICKS = 9
+_WORDS = 4  # of one part, where it has several boxes
 
 
 @attrs.frozen
@@ -112,25 +113,16 @@ def drawing(picture: Picture, plane: Plane, names: Sequence[str] | None, labels:
 def thumbnail(picture: Picture, plane: Plane | None, wide: float = 52, tall: float = 34) -> Markup:
     """The same in little, without words."""
     found: list[Markup] = []
-    if plane is not None and plane.down is None:
-        tall = 10
     if plane is not None:
-        frame = frame_of(plane, wide, tall, 10, 14)
+        frame = frame_of(plane, wide, tall if plane.down is not None else 10, 10, 14)
         width, height = frame.size
         for i, part in enumerate(picture.parts):
             for rect in plane.rects(part.boxes):
                 left, top, w, h = frame.place(rect)
-                found.append(
-                    el(
-                        "rect",
-                        x=px(left + (wide - width) / 2),
-                        y=px(top + (34 - height) / 2),
-                        width=px(w),
-                        height=px(h),
-                        class_=_fill(picture, i),
-                    )
-                )
-    return el("svg", *found, class_="mini", viewBox=f"0 0 {px(wide)} 34", width=px(wide), height=34, aria_hidden="true")
+                x, y = px(left + (wide - width) / 2), px(top + (tall - height) / 2)
+                found.append(el("rect", x=x, y=y, width=px(w), height=px(h), class_=_fill(picture, i)))
+    box = f"0 0 {px(wide)} {px(tall)}"
+    return el("svg", *found, class_="mini", viewBox=box, width=px(wide), height=px(tall), aria_hidden="true")
 
 
 def _fill(picture: Picture, index: int) -> str:
@@ -141,9 +133,9 @@ def _part(picture: Picture, index: int, part: Part, frame: Frame, label: str) ->
     rects = [frame.place(rect) for rect in frame.plane.rects(part.boxes)]
     drawn = [el("rect", x=px(x), y=px(y), width=px(max(w, 0.5)), height=px(max(h, 0.5))) for x, y, w, h in rects]
     word = picture.label(part) if picture.axes else "whole"
-    big = max(rects, key=lambda r: min(r[2], 90) * min(r[3], 40), default=None)
-    if big is not None and big[2] >= 6.6 * len(word) + 6 and big[3] >= 13:
-        drawn.append(el("text", word, x=px(big[0] + big[2] / 2), y=px(big[1] + big[3] / 2), class_="word"))
+    for x, y, w, h in sorted(rects, key=lambda r: -r[2] * r[3])[:_WORDS]:
+        if w >= 6.6 * len(word) + 6 and h >= 13:
+            drawn.append(el("text", word, x=px(x + w / 2), y=px(y + h / 2), class_="word"))
     return el("g", *drawn, class_=f"part {_fill(picture, index)}", data_p=index, role="img", aria_label=label)
 
 

@@ -24,6 +24,7 @@ _GUTTER = 190
 _NAME = 64
 _GAP = 14
 _LISTED = 56
+_DRAWN = 256  # messages
 
 
 def reshards(found: Sequence[Reshard]) -> Markup | str:
@@ -53,7 +54,7 @@ def _reshard(reshard: Reshard) -> Markup:
 
 
 def _step(step: Step, number: int, item: int) -> Markup:
-    team = team_of(step, limit=256)
+    team = team_of(step, limit=_DRAWN)
     head = el("h4", el("span", str(number), class_="step"), *_said(step, item))
     notes = []
     if team.teams > 1:
@@ -62,7 +63,10 @@ def _step(step: Step, number: int, item: int) -> Markup:
         notes.append(f"the first {ROWS} of {len(team.members):,} ranks; grey comes from the others")
     if step.op:
         notes.append("an addend comes from every rank of the team")
-    drawn = _drawing(step, team)
+    svg = step_drawing(step)
+    drawn = el("p", "Its boxes cannot be drawn on one plane.", class_="note")
+    if svg is not None:
+        drawn = el("div", svg, class_="scroll")
     listed = _listed(team, item)
     return el("div", head, el("p", *(el("span", note) for note in notes), class_="facts"), drawn, listed, class_="move")
 
@@ -72,13 +76,15 @@ def _said(step: Step, item: int) -> list[Markup]:
     return [el("code", kind), *(el("span", word) for word in rest.strip().split("   ") if word)]
 
 
-def _drawing(step: Step, team: Team) -> Markup:
+def step_drawing(step: Step) -> Markup | None:
+    """What the ranks of a team hold before and after a step, with a line for every message between them."""
+    team = team_of(step, limit=_DRAWN)
     shown = team.members[:ROWS]
     boxes = [box for layout in (step.source, step.target) for rank in shown for box in layout.boxes(rank)]
     boxes += [message.box for message in team.messages]
     plane = plane_of(step.source.shape, boxes)
     if plane is None or len(plane.titles) > 1:
-        return el("p", "Its boxes cannot be drawn on one plane.", class_="note")
+        return None
     frame = frame_of(plane, _WIDE, _TALL, 34, 34)
     if plane.down is None:
         frame = frame_of(plane, _WIDE, 22)
@@ -102,7 +108,7 @@ def _drawing(step: Step, team: Team) -> Markup:
         )
     found += _lines(team, frame, plane, row_of, right, tall)
     width, height = right + frame.width + _NAME, len(shown) * tall
-    svg = el(
+    return el(
         "svg",
         *found,
         class_="moves",
@@ -112,7 +118,6 @@ def _drawing(step: Step, team: Team) -> Markup:
         role="img",
         aria_label=f"{len(team.messages)} messages between {len(team.members)} ranks; listed below",
     )
-    return el("div", svg, class_="scroll")
 
 
 def _after(step: Step, team: Team, rank: int, shown: Sequence[int]) -> list[tuple[Box, int | None]]:

@@ -1,0 +1,136 @@
+"""The command ``shardtensor show``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardtensor.cli.main import main
+from shardtensor.cli.scene import scene_of_spec
+from shardtensor.cli.show_text import print_scene
+from shardtensor.mesh import read_mesh
+
+MODELS = Path(__file__).parents[1] / "plan" / "models"
+
+
+def show(capsys, *words):
+    status = main(["show", *map(str, words)])
+    return status, capsys.readouterr()
+
+
+def test_one_spec(capsys):
+    status, said = show(capsys, "[tp, -]", "--shape", "8x6", "--mesh", "dp=2, tp=4")
+    assert status == 0
+    assert (
+        said.out
+        == """\
+[tp, -]   8 × 6
+8 ranks = dp 2 × tp 4
+
+       tp 0 1 2 3
+  dp 0    0 1 2 3
+  1       4 5 6 7
+
+000000            [tp, -]   8 × 6 float32
+111111            a rank holds 2 × 6, 48 B; 2 copies, along dp
+222222            0 tp 0, ranks 0, 4  1 tp 1, ranks 1, 5  2 tp 2, ranks 2, 6  3 tp 3, ranks 3, 7
+333333
+"""
+    )
+
+
+def test_the_way_to_another_layout(capsys):
+    status, said = show(capsys, "[tp, -]", "--shape", "4x4", "--mesh", "tp=2", "--to", "[-, tp]", "--to", "[-, tp]")
+    assert status == 0
+    assert (
+        said.out.partition("\n\n[tp, -] -> ")[2]
+        == """\
+[-, tp]
+all_to_all over tp=2   16 B received by each rank
+  0000     0011  1 → 0  [2:4, 0:2]  16 B
+  0000  →        0 → 1  [0:2, 2:4]  16 B
+  1111
+  1111
+[-, tp] -> [-, tp]
+nothing moves: both say the same
+"""
+    )
+
+
+def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys):
+    _, said = show(capsys, "[tp*dp]", "--shape", "8", "--mesh", "dp=2, tp=2")
+    assert "00221133  " in said.out
+    assert "2 tp 0, dp 1, rank 2" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "fault"),
+    [
+        (["[tp, -]", "--shape", "8x6"], 2, "give --mesh, too"),
+        (["[tp, -]", "--mesh", "tp=2"], 2, "give --shape, too"),
+        (["[tp, -", "--shape", "8x6", "--mesh", "tp=2"], 1, "expected `,` or `]`"),
+        (["[tp, -]", "--shape", "7x6", "--mesh", "tp=2"], 1, "7 elements of dim 0 cannot be cut evenly over tp=2"),
+        (["[tp, -]", "--shape", "8x6", "--mesh", "tp=2", "--to", "[ep, -]"], 1, "no mesh axis is called `ep`"),
+        (["no_such_plan", "--world", "2"], 1, "there is no such plan"),
+    ],
+)
+def test_faults(capsys, words, status, fault):
+    found, said = show(capsys, *words)
+    assert found == status
+    assert fault in said.err
+    assert said.out == ""
+
+
+def test_a_plan_of_a_real_model(capsys):
+    config = MODELS / "llama3-8b" / "config.json"
+    status, said = show(capsys, "llama_2d", "--model", config, "--world", "64")
+    assert status == 0
+    assert "64 ranks = dp 8 × tp 8 (kvg 8 × kvr 1)   samples differ along dp" in said.out
+    assert "model.layers.{0..31}.mlp.{gate_proj,up_proj}.weight  64 tensors" in said.out
+    assert "a rank holds 1792 × 4096, 14.0 MiB; 8 copies, along dp" in said.out
+    status, said = show(capsys, "llama_2d", "--model", config, "--world", "64", "--tensor", "**.k_proj")
+    assert "k_proj" in said.out
+    assert "q_proj" not in said.out
+    status, said = show(capsys, "llama_2d", "--model", config, "--world", "64", "--tensor", "nothing")
+    assert (status, said.err) == (1, "shardtensor show: no tensor is called `nothing`\n")
+
+
+def test_the_page_of_a_large_model_is_small(capsys, tmp_path):
+    out = tmp_path / "page.html"
+    config = MODELS / "llama3.1-405b" / "config.json"
+    status, said = show(capsys, "llama_2d", "--model", config, "--world", "16384", "--html", out)
+    assert status == 0
+    assert said.out.startswith(f"{out}: ")
+    assert out.stat().st_size < 300_000
+
+
+def test_experts_that_lie_alike_are_drawn_once(capsys):
+    config = MODELS / "mixtral-8x7b-file" / "config.json"
+    _, said = show(capsys, "mixtral", "--set", "published=true", "--model", config, "--world", "8")
+    assert said.out.count("only(ep, 0)") == 2
+    assert "only(ep, 1)" not in said.out
+    assert "ep 1 alike: model.layers.{0..31}.block_sparse_moe.experts.{2..3}.{w1,w3}.weight" in said.out
+
+
+def test_colours_only_where_there_are_some():
+    scene = scene_of_spec("[tp, -]", (4, 4), read_mesh("tp=2"))
+    plain, coloured = StringIO(), StringIO()
+    print_scene(scene, Console(file=plain, width=100, force_terminal=True, no_color=True, highlight=False))
+    print_scene(scene, Console(file=coloured, width=100, force_terminal=True, color_system="256", highlight=False))
+    assert "38;5" not in plain.getvalue()
+    assert "48;5;69m0" in coloured.getvalue()
+
+
+def test_torch_is_not_imported(tmp_path):
+    config = MODELS / "llama3-8b" / "config.json"
+    words = ["show", "llama", "--model", str(config), "--world", "8", "--html", str(tmp_path / "page.html")]
+    program = (
+        "import sys; from shardtensor.cli.main import main\n"
+        f"assert main({words!r}) == 0 and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -1,0 +1,193 @@
+"""Pictures of layouts: parts cover every element once, and hold what their ranks hold."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from shardtensor.cli.maps import draw_boxes
+from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
+from shardtensor.cli.moves import team_of
+from shardtensor.cli.picture import picture_of
+from shardtensor.cli.plane import Plane, plane_of
+from shardtensor.cli.scene import device_of, scene_of_spec
+from shardtensor.layout.bind import bind
+from shardtensor.layout.box import Box
+from shardtensor.layout.route import route
+from shardtensor.mesh import read_mesh
+from shardtensor.plan.axes import Axes
+from shardtensor.spec.parse import parse_spec
+
+CASES = [
+    ("replicate", (4, 6), "tp=4"),
+    ("[tp, -]", (8, 6), "dp=2, tp=4"),
+    ("[-, tp balanced]", (3, 7), "tp=4"),
+    ("[tp balanced]", (2,), "tp=5"),
+    ("[dp, tp]", (6, 8), "dp=3, tp=4"),
+    ("[tp*dp, -]", (16, 2), "dp=2, tp=4"),
+    ("[tp blocks(3), -]", (24, 5), "dp=2, tp=4"),
+    ("[tp blocks(2), dp]", (8, 6), "dp=3, tp=2"),
+    ("[dp, ep, tp]", (4, 4, 6), "dp=2, ep=2, tp=3"),
+    ("[-, -, tp]", (2, 3, 8), "tp=2"),
+    ("flat(dp)", (5, 4, 3), "dp=7"),
+    ("[tp, -] flat(dp)", (6, 5), "dp=4, tp=3"),
+    ("[-, tp blocks(3)] flat(dp)", (4, 12), "dp=3, tp=2"),
+    ("[tp, -] only(ep, 1)", (8, 3), "ep=2, tp=2"),
+    ("[tp pad(8), -]", (13, 2), "tp=4"),
+    ('chunk(dim=0, placements=["rank:2/cuda:0", "rank:0/cuda:1"])', (5, 2), "4"),
+    ('grid(splits=(2, 2), placements=["rank:0-3/cuda:0-3"])', (5, 4), "4"),
+    ('enum([0:5, 0:4] @ "rank:0/cuda:0", [5:9, 0:2] @ "rank:2/cpu", [5:9, 2:4] @ "rank:0/cuda:0")', (9, 4), "3"),
+    ("replicate", (), "tp=2"),
+    ("[tp, -]", (0, 3), "tp=2"),
+]
+
+
+def layout_of(text, shape, mesh):
+    return bind(parse_spec(text), shape, read_mesh(int(mesh) if mesh.isdecimal() else mesh))
+
+
+def cells(boxes):
+    return [
+        at for box in boxes for at in product(*(range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)))
+    ]
+
+
+@pytest.mark.parametrize(("text", "shape", "mesh"), CASES)
+@pytest.mark.parametrize("limit", [1, 2, 5, 64])
+def test_parts_cover_each_element_once_and_ranks_find_theirs(text, shape, mesh, limit):
+    layout = layout_of(text, shape, mesh)
+    picture = picture_of(layout, limit)
+    drawn = cells([box for part in picture.parts for box in part.boxes])
+    assert sorted(drawn) == list(product(*map(range, shape)))
+    holders = {rank: i for i, part in enumerate(picture.parts) for rank in picture.ranks(part, 10**6)[0]}
+    for rank in layout.ranks:
+        assert picture.part_of(rank) == holders[rank]
+        part = picture.parts[holders[rank]]
+        assert set(cells(layout.boxes(rank))) <= set(cells(part.boxes))
+        assert part.least <= layout.numel(rank) <= part.most
+        if part.places == 1:
+            assert cells(part.boxes) == cells(layout.boxes(rank))
+    for part in picture.parts:
+        ranks, count = picture.ranks(part, 10**6)
+        assert len(ranks) == count
+        assert part.rank in ranks
+    outside = set(read_mesh(int(mesh) if mesh.isdecimal() else mesh).ranks) - set(layout.ranks)
+    assert all(picture.part_of(rank) is None for rank in outside)
+
+
+@pytest.mark.parametrize(("text", "shape", "mesh"), CASES)
+def test_rectangles_fill_the_planes_that_are_drawn(text, shape, mesh):
+    picture = picture_of(layout_of(text, shape, mesh))
+    plane = plane_of(shape, [box for part in picture.parts for box in part.boxes])
+    assert plane is not None
+    drawn = [
+        (rect.plane, y, x)
+        for part in picture.parts
+        for rect in plane.rects(part.boxes)
+        for y in range(rect.top, rect.bottom)
+        for x in range(rect.left, rect.right)
+    ]
+    assert len(drawn) == len(set(drawn)) == (len(plane.titles) * plane.height * plane.width if math.prod(shape) else 0)
+
+
+def test_ranges_that_end_inside_every_dim_are_drawn_in_one_line():
+    shape = (2, 4, 5, 8)
+    picture = picture_of(layout_of("flat(dp)", shape, "dp=3"))
+    plane = plane_of(shape, [box for part in picture.parts for box in part.boxes])
+    assert (plane.across, plane.width) == (-1, 320)
+    spans = [rect for part in picture.parts for rect in plane.rects(part.boxes)]
+    assert [(rect.left, rect.right) for rect in spans] == [(0, 107), (107, 214), (214, 320)]
+
+
+def test_boxes_too_fine_for_a_line_are_not_drawn():
+    # The cuts of three dims do not line up, so that there is no row of planes for them.
+    boxes = [Box((i % 3, i, i % 7, 0), (64, 64, 64, 2)) for i in range(40)]
+    assert plane_of((128, 128, 128, 4), boxes) is None
+
+
+def test_a_large_world_takes_a_few_parts():
+    layout = layout_of("[tp*dp, -] ", (1 << 20, 8), "dp=2048, tp=8")
+    picture = picture_of(layout, 64)
+    assert len(picture.parts) == 64
+    assert picture.merged == 256
+    assert picture.place_text(picture.parts[1]) == "tp 0, dp 256 to 511"
+    assert picture.ranks(picture.parts[1], 2) == ((2048, 2056), 256)
+
+
+def test_factors_are_told_as_the_axis_that_they_make():
+    made_of = {"tp": ("kvg", "kvr")}
+    mesh = read_mesh("dp=2, kvg=2, kvr=2")
+    whole = picture_of(bind(parse_spec("[kvg*kvr, -]"), (8, 2), mesh), made_of=made_of)
+    assert [whole.place_text(part) for part in whole.parts] == ["tp 0", "tp 1", "tp 2", "tp 3"]
+    part = picture_of(bind(parse_spec("[kvg, -]"), (8, 2), mesh), made_of=made_of)
+    assert [part.place_text(each) for each in part.parts] == ["kvg 0", "kvg 1"]
+    assert mesh_text(Axes(mesh, made_of)) == "dp 2 × tp 4 (kvg 2 × kvr 2)"
+    assert mesh_rows(Axes(mesh, made_of)).across == ("kvg", "kvr")
+    alone = Axes(read_mesh("dp=2, kvg=4, kvr=1"), made_of)
+    assert mesh_rows(alone).across == ("tp",)
+
+
+def test_a_mesh_shows_its_first_ranks_and_its_last():
+    rows = mesh_rows(Axes(read_mesh("dp=2048, tp=8")))
+    assert rows.rows[0] == ("dp 0", tuple(range(8)))
+    assert rows.rows[-2] == ("", (None,) * 8)
+    assert rows.rows[-1] == ("2047", tuple(range(16376, 16384)))
+
+
+def test_devices_are_those_that_the_spec_names():
+    text = 'enum([0:5] @ "rank:0/cuda:3", [5:9] @ "rank:2/cpu")'
+    assert [device_of(parse_spec(text))(rank) for rank in range(3)] == ["cuda:3", "", "cpu"]
+    chunks = parse_spec('chunk(dim=0, placements=["rank:1/cuda:0", "rank:0/cuda:1"])')
+    assert device_of(chunks)(0) == "cuda:1"
+    assert device_of(parse_spec("[tp, -]"))(0) == ""
+
+
+MOVES = [("[tp, -]", "[-, tp]"), ("[tp, -]", "replicate"), ("[dp, tp]", "[tp, dp]"), ("[tp, -] flat(dp)", "[tp, -]")]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_messages_bring_each_rank_what_it_lacks(before, after):
+    one, other = (layout_of(text, (16, 16), "dp=2, tp=4") for text in (before, after))
+    (step,) = route(one, other)
+    team = team_of(step)
+    assert team.is_all
+    assert team.teams * len(team.members) == 8
+    for rank in team.members:
+        come = cells([message.box for message in team.messages if message.taker == rank])
+        own = set(cells(one.boxes(rank)))
+        assert len(come) == step.received(rank) == step.transfer(rank).received
+        assert sorted(come) == sorted(set(cells(other.boxes(rank))) - own)
+    for message in team.messages:
+        assert set(cells([message.box])) <= set(cells(one.boxes(message.giver)))
+
+
+def test_addends_come_from_every_rank_of_the_team():
+    one, other = (layout_of(text, (4, 4), "tp=4") for text in ("replicate partial(tp)", "[tp, -]"))
+    (step,) = route(one, other)
+    team = team_of(step)
+    assert {(m.giver, m.taker) for m in team.messages} == {(a, b) for a in range(4) for b in range(4) if a != b}
+    assert all(message.box == other.boxes(message.taker)[0] for message in team.messages)
+
+
+def test_of_a_large_team_some_messages_are_listed():
+    scene = scene_of_spec("[tp]", (1 << 14,), read_mesh("tp=16384"), to=["replicate"])
+    team = team_of(scene.reshards[0].routes[0][0])
+    assert len(team.messages) == 64
+    assert not team.is_all
+
+
+def test_cells_of_a_map_may_be_named():
+    copies = [[Box((0, 0), (1, 2))], [Box((0, 0), (1, 2))]]
+    assert draw_boxes((1, 2), copies, whole="·").plain == "··"
+    assert (
+        draw_boxes((4, 2), [[Box((0, 0), (1, 2))], [Box((1, 0), (1, 2))]], missing=" ", lines=4).plain
+        == "00\n11\n  \n  "
+    )
+
+
+def test_planes_beside_one_another_have_their_intervals():
+    picture = picture_of(layout_of("[dp, ep, tp]", (4, 4, 6), "dp=2, ep=2, tp=3"))
+    plane = plane_of((4, 4, 6), [box for part in picture.parts for box in part.boxes])
+    assert plane == Plane((4, 4, 6), 1, 2, (0,), 4, 6, (((0, 2),), ((2, 4),)))

@@ -1,0 +1,48 @@
+"""A bias is added once, wherever the sum is made: also where a row-parallel product leaves as addends."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardtensor as st
+
+FC1 = {"weight": "[tp, -]", "bias": "[tp]", "in": "replicate", "out": "[..., tp]"}
+
+
+class Around(nn.Module):
+    """The sum is made by the module around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+def adds_once(stream: str) -> None:
+    torch.manual_seed(0)
+    dense = Around().double()
+    module = copy.deepcopy(dense)
+    fc2 = {"weight": "[-, tp]", "in": "[..., tp]", "out": "partial(tp)"}
+    out = "partial(tp) -> replicate" if stream == "replicate" else f"partial(tp) -> {stream}"
+    st.shard_module(module, {"mlp": {"0": FC1, "2": fc2, "out": out}, "out": f"{stream} -> replicate"})
+    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, wanted = module(x), dense(x)
+    torch.testing.assert_close(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for name, param in dense.named_parameters():
+        grad = module.get_parameter(name).grad
+        grad = grad.full_tensor() if isinstance(grad, st.ShardedTensor) else grad
+        torch.testing.assert_close(grad, param.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("stream", ["replicate", "[-, tp, ...]"])
+def test_a_bias_of_addends_is_added_once(world, stream):
+    world(adds_once, 2, stream=stream)
