@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import FULL
 from rich.console import Console
 
 from shardtensor.cli.demo.launch import _judge
@@ -25,7 +26,7 @@ def _demo(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3] if FULL else [2])
 def test_the_demo_agrees_with_the_dense_run(world, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, that is the question. " * 200)

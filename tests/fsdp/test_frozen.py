@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from fsdp.twins import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from harness import FULL
 from torch import nn
 
 import shardtensor as st
@@ -43,7 +44,7 @@ PARTS: dict[str, Callable[[nn.Module], Iterable[torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 3] if FULL else [3])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("when", ["before", "after", "later"])
 def test_frozen(world: int, part: str, when: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp.twins import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from harness import FULL
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -79,9 +80,15 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "state_dict": lambda m: [v.mul_(0.9) for v in m.state_dict().values()] and None,
 }
 
+BETWEEN = [("at once", True), ("after a forward", None), ("after an eval", True)]
+if FULL:
+    BETWEEN += [("at once", None), ("after a forward", True), ("after an eval", None)]
 
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("name", WRITES)
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(4, name) for name in WRITES] + [(1, name) for name in WRITES if FULL or name in ("fused SGD", "add_", "data =")],
+)
 def test_a_write_shows_in_the_next_forward(world: int, name: str) -> None:
     write = WRITES[name]
 
@@ -106,8 +113,7 @@ def test_a_write_shows_in_the_next_forward(world: int, name: str) -> None:
     st.simulate(world, body)
 
 
-@pytest.mark.parametrize("reshard", [True, None])
-@pytest.mark.parametrize("again", ["at once", "after a forward", "after an eval"])
+@pytest.mark.parametrize(("again", "reshard"), BETWEEN)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_between_forward_and_backward(name: str, again: str, reshard: bool | None) -> None:
     """A backward gives the gradient at the values of its forward, or an error on all ranks: no third thing."""

@@ -20,6 +20,10 @@ from harness import worker
 
 GRACE_S = 5.0  # for the other ranks, once one has failed
 
+# Loaded once, in the process that all ranks are forked from, so that ranks that ended are replaced in no time.
+# torch._dynamo is what the first optimizer would load. What that process cannot import, each rank loads itself.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardtensor.ops", "shardtensor.fsdp"]
+
 
 class RankFailed(AssertionError):
     """A body failed on a rank, or did not return."""
@@ -82,9 +86,10 @@ class Pool:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self._end_processes()
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read when a child loads torch
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded; with threads of its own nothing can be forked
         try:
             for rank in range(self.ranks):
                 ours, theirs = context.Pipe()

@@ -71,6 +71,7 @@ def set_device(device_type: str, rank: int = 0) -> None:
 def serve(rank: int, device_type: str, pipe: Any, stack_file: str) -> None:
     """Run jobs until the pipe closes."""
     set_device(device_type, rank)
+    gc.freeze()  # of what is loaded, which all ranks share, nothing is ever free
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
