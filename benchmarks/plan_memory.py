@@ -1,10 +1,12 @@
-"""The bytes that a plan names beside those that a rank comes to allocate: parameters, gradients, optimizer, buffers.
+"""The bytes that a plan names beside those that a rank comes to allocate: parameters, gradients, optimizer.
 
 One rank of a world whose other ranks are only counted, so one GPU (or the CPU) is enough for a plan of any size; with
---real every rank is a process of its own, on a GPU each. On a GPU the numbers are differences of what the allocator
-says is in use, which rounds each tensor up to 512 bytes; on the CPU they are the bytes of storages.
+--real every rank is a process of its own, on a GPU each where there are GPUs. On a GPU the numbers are differences of
+what the allocator says is in use, which rounds each tensor up to 512 bytes; on the CPU they are the bytes of storages.
 
-    python benchmarks/plan_memory.py [--plan llama_2d] [--world 8] [--rank 3] [--set tp=2] [--layers 4] [--hidden 512]
+    python benchmarks/plan_memory.py [--world 8] [--rank 3] [--layers 4] [--hidden 512] [--dtype bfloat16]
+    python benchmarks/plan_memory.py --plan llama_2d --set tp=2
+    python benchmarks/plan_memory.py --real [--world 2]
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from shardtensor.plan.loading import load_plan
 from shardtensor.plan.memory import rank_bytes
 from shardtensor.plan.resolve import resolve
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sim.counting_group import CountingGroup
 
 LINE = 512  # bytes; what CUDA's allocator rounds up to
 
@@ -155,59 +156,72 @@ def measured(args: argparse.Namespace, device: torch.device, plan: Any) -> dict[
     return held
 
 
-def run(device: torch.device, args: argparse.Namespace) -> None:
-    """One rank: compare, and on the first print and write."""
-    plan = load_plan(args.plan, config=config_of(args), world=args.world, **settings(args))
-    rank = dist.get_rank() if dist.is_initialized() else args.rank
+def compared(name: str, params: dict[str, Any], device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One rank, one plan: a row for each kind of tensor."""
+    plan = load_plan(name, config=config_of(args), world=args.world, **params)
     with torch.device("meta"):
         model = model_info(Llama(config_of(args)).to(getattr(torch, args.dtype)))
     resolved = resolve(plan, model)
     if resolved.errors:
         raise SystemExit("\n\n".join(map(str, resolved.errors)))
-    said = rank_bytes(resolved, rank)
-    if dist.is_initialized():
-        found = measured(args, device, plan)
+    if args.real:
+        rank, found = dist.get_rank(), measured(args, device, plan)
     else:
-        CountingGroup.device_type = device.type
-        mesh = ", ".join(f"{name}={size}" for name, size in plan.axes.mesh.axes)
-        found = st.count_bytes(mesh, lambda: measured(args, device, plan), rank=rank).result
+        rank, mesh = args.rank, ", ".join(f"{axis}={size}" for axis, size in plan.axes.mesh.axes)
+        counted = st.count_bytes(mesh, measured, args, device, plan, rank=rank, device_type=device.type)
+        found = counted.result
+    said = rank_bytes(resolved, rank)
     slack = said.tensors * LINE if device.type == "cuda" else 0
-    table = [
+    return [
         {
-            "of": name,
-            "allocated": found[name],
-            "said": getattr(said, name),
-            "difference": found[name] - getattr(said, name),
+            "plan": f"{name} {plan.axes.mesh}",
+            "rank": rank,
+            "of": kind,
+            "by plan": getattr(said, kind),
+            "allocated": found[kind],
+            "difference": found[kind] - getattr(said, kind),
             "allowed": slack,
-            "agrees": "yes" if 0 <= found[name] - getattr(said, name) <= slack else "NO",
+            "agrees": "yes" if 0 <= found[kind] - getattr(said, kind) <= slack else "NO",
         }
-        for name in ("parameters", "gradients", "optimizer")
+        for kind in ("parameters", "gradients", "optimizer")
     ]
-    if rank == args.rank:
-        facts = {"plan": args.plan, "world": args.world, "rank": rank, "mesh": str(plan.axes.mesh)}
-        write("plan_memory" + ("_gpu" if device.type == "cuda" else ""), table, **facts)
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return dict(pair.split("=", 1) for pair in args.set)
+def run(device: torch.device, args: argparse.Namespace) -> None:
+    """One rank: compare for each plan, and on one of them print and write."""
+    table = [row for name, params in plans(args) for row in compared(name, params, device, args)]
+    if not args.real or dist.get_rank() == args.rank:
+        write("plan_memory" + ("_gpu" if device.type == "cuda" else ""), table, world=args.world, real=args.real)
+
+
+def plans(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Those asked for; else tensor parallel, that with fully sharded, and fully sharded alone."""
+    if args.plan:
+        return [(args.plan, dict(pair.split("=", 1) for pair in args.set))]
+    half = args.world // 2 if args.world % 2 == 0 and args.world > 2 else args.world
+    return [("llama", {"tp": args.world}), ("llama_2d", {"tp": half}), ("fsdp", {})]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", default="llama_2d")
-    parser.add_argument("--world", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--plan", help="one plan (default: llama, llama_2d and fsdp)")
+    parser.add_argument("--set", action="append", default=[], help="a parameter of --plan, such as tp=2")
+    parser.add_argument("--world", type=int, help="ranks (default 8; with --real as many as there are GPUs, or 2)")
+    parser.add_argument("--rank", type=int, default=0, help="the one that is told of")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--real", action="store_true", help="a process, and a GPU, for each rank")
     args = parser.parse_args()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    args.world = args.world or ((min(gpus, 8) or 2) if args.real else 8)
+    if args.real and 0 < gpus < args.world:
+        raise SystemExit(f"--real takes a GPU for each of {args.world} ranks and here are {gpus}; give --world {gpus}")
     if args.real:
         spawn(run, args)
     else:
-        run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args)
+        run(torch.device("cuda" if gpus else "cpu"), args)
 
 
 if __name__ == "__main__":

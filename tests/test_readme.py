@@ -16,7 +16,7 @@ from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED = PROGRAMS
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS = PROGRAMS
 
 
 def _run(program: str) -> dict:
@@ -186,6 +186,21 @@ def _table(heading: str) -> list[str]:
     return [cell for row in rows.splitlines()[2:] for cell in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
+def planned() -> None:
+    torch.manual_seed(0)
+    names = _run(PLANS)
+    dense = shardtensor.unshard_module(names["model"])
+    x = torch.ones(2, 64, device=device())
+    torch.testing.assert_close(names["y"], dense(x))
+    assert names["same"].axes == names["plan"].axes
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_module_sharded_by_a_plan_gives_the_dense_result(world, size):
+    world(planned, size)
+
+
 @pytest.mark.parametrize("text", _table("text"))
 def test_every_text_of_the_table_is_a_spec(text):
     spec = shardtensor.parse_spec(text)
@@ -210,6 +225,6 @@ def test_code_for_torchs_module_finds_its_names_here():
         exec(f"from shardtensor{theirs[0]} import {theirs[1]}")
 
 
-@pytest.mark.parametrize("options", re.findall(r"`shardtensor ((?:demo|ops)[^`]*)`", README))
+@pytest.mark.parametrize("options", re.findall(r"`shardtensor ((?:demo|ops|check|plan|show|import|fmt)[^`]*)`", README))
 def test_every_command_has_these_options(options):
     assert _parser().parse_args(options.split()).command == options.split()[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -21,9 +20,12 @@ from shardtensor.cost.curve import Curve
 from shardtensor.cost.profile import KINDS, Profile, read_profile
 from shardtensor.cost.seconds import received_share
 
-_ROUNDS = 7
+_ROUNDS = 12
 _ROUND_S = 0.02
-_SIZES = {"cuda": [1 << n for n in range(16, 30, 2)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a whole
+_WARM_S = 0.1
+_MOST_CALLS = 200
+_SIZES = {"cuda": [1 << n for n in range(16, 30)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a whole
+_CYCLES_PER_S = 2e9  # of a GPU, at most
 
 
 def calibrate(out: Path) -> int:
@@ -80,7 +82,7 @@ def measure_profile(ranks_per_node: int) -> Profile:
     node = [r for r in world.ranks if r // ranks_per_node == world.rank // ranks_per_node]
     within = _curves(world.subgroup(node) if len(node) < world.size else world, world)
     across = [r for r in world.ranks if r % ranks_per_node == world.rank % ranks_per_node]
-    base = read_profile(_nearest())
+    base = read_profile(nearest())
     between: Mapping[str, Curve] = base.between
     if len(across) > 1:
         between = _curves(world.subgroup(across), world)
@@ -99,7 +101,7 @@ def measure_profile(ranks_per_node: int) -> Profile:
 
 
 def measure(kind: str, whole_bytes: int, group: Group) -> tuple[float, float]:
-    """Measure one collective: many calls, each after the other. All members call it.
+    """Measure one collective: many calls, each after the other, at the pace of the devices. All members call it.
 
     Args:
         kind: one of `KINDS`.
@@ -107,15 +109,23 @@ def measure(kind: str, whole_bytes: int, group: Group) -> tuple[float, float]:
             reduce-scatter, what one rank sends in an all-to-all, its own part included.
 
     Returns:
-        the bytes that a rank receives, and the seconds of one call on the slowest rank: the median of some rounds.
+        the bytes that a rank receives, and the seconds of one call on the slowest rank: of some rounds the lower
+        quartile, for whatever else a machine does makes a round longer.
     """
     call, received = _call(kind, whole_bytes, group)
+    return received, _settled(call, group)
+
+
+def _settled(call: Callable[[], Any], group: Group) -> float:
+    """Seconds of one call, when connections are made and clocks are up."""
     for _ in range(3):
         call()
-    calls = 1
-    calls = max(1, min(int(_ROUND_S / _slowest(_timed(call, calls, group), group)), 200))
-    times = [_slowest(_timed(call, calls, group), group) for _ in range(_ROUNDS)]
-    return received, statistics.median(times)
+    first = _slowest(_timed(call, 3, group), group)  # alike on all ranks, as are the numbers of calls that follow
+    calls = max(1, min(int(_ROUND_S / first), _MOST_CALLS))
+    for _ in range(max(1, int(_WARM_S / (first * calls)))):
+        _timed(call, calls, group)
+    times = sorted(_slowest(_timed(call, calls, group), group) for _ in range(_ROUNDS))
+    return times[len(times) // 4]
 
 
 def _call(kind: str, whole_bytes: int, group: Group) -> tuple[Callable[[], Any], float]:
@@ -136,23 +146,37 @@ def _call(kind: str, whole_bytes: int, group: Group) -> tuple[Callable[[], Any],
 
 
 def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
+    """Seconds of one of some calls."""
     group.barrier()
-    _wait(group)
+    if group.device_type == "cuda":
+        return _timed_on_gpu(call, calls)
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    _wait(group)
     return (time.perf_counter() - start) / calls
+
+
+def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
+    """By the clock of the GPU, which waits until the host has told it all: how fast the host is does not matter."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    told = time.perf_counter()
+    call()
+    once_s = time.perf_counter() - told
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(_CYCLES_PER_S * 1.5 * once_s * (calls + 2)))
+    call()  # which brings the ranks together
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
 
 
 def _slowest(seconds: float, group: Group) -> float:
     told = torch.tensor([seconds], dtype=torch.float64, device=group.device_type)
     return float(group.all_reduce(told, "max"))
-
-
-def _wait(group: Group) -> None:
-    if group.device_type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _curves(group: Group, world: Group) -> dict[str, Curve]:
@@ -179,7 +203,7 @@ def _growing(times: list[float]) -> list[float]:
     return list(accumulate(reversed(times), min))[::-1]
 
 
-def _nearest() -> str:
+def nearest() -> str:
     """The packaged profile that this machine is like."""
     if not torch.cuda.is_available():
         return "cpu"
@@ -196,6 +220,5 @@ def _product_rate(group: Group) -> tuple[str, float]:
     def call() -> None:
         torch.mm(a, a, out=out)
 
-    _timed(call, 3, group)
-    seconds = statistics.median(_slowest(_timed(call, 5, group), group) for _ in range(_ROUNDS))
+    seconds = _settled(call, group)
     return str(dtype).removeprefix("torch."), 2 * side**3 / seconds

@@ -49,8 +49,9 @@ def run(options: argparse.Namespace) -> int:
     """Run ``shardtensor check``; returns the exit status."""
     from shardtensor.plan.folding import folded
 
+    ran = ""
     try:
-        findings, summary = _checked(options)
+        findings, summary, ran = _checked(options)
     except ShardTensorError as error:
         if not (isinstance(error, SpecError) and error.findings):  # of no plan: a file that is not there, say
             _fail(options, str(error))
@@ -59,12 +60,12 @@ def run(options: argparse.Namespace) -> int:
     findings = folded(findings)
     bad = ("error", "warning") if options.strict else ("error",)
     failed = any(finding.severity in bad for finding in findings)
-    _print(options, findings, summary)
+    _print(options, findings, summary, ran)
     return FAILS if failed else 0
 
 
-def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
-    """The findings, and the summary when none of them is an error."""
+def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
+    """The findings, the summary when none of them is an error, and what ran."""
     from shardtensor.cli.model_source import model_of
     from shardtensor.plan.checking import check_plan
     from shardtensor.plan.loading import read_config
@@ -77,31 +78,50 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
     model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     resolved = resolve(plan, model)
-    findings = check_plan(resolved)
-    if options.numeric and not any(finding.severity == "error" for finding in findings):
-        findings = (*findings, *_numeric(options))
-    if any(finding.severity == "error" for finding in findings):
-        return findings, None
-    return findings, summarize(resolved, options.plan, params)
+    findings, ran = check_plan(resolved), ""
+    if options.numeric and not _errors(findings):
+        found, ran = _numeric(options, resolved)
+        findings = (*findings, *found)
+    return findings, None if _errors(findings) else summarize(resolved, options.plan, params), ran
 
 
-def _numeric(options: argparse.Namespace) -> Sequence[Any]:
-    """What one step of a small model shows to be wrong; nothing when gradients are right."""
+def _errors(findings: Sequence[Any]) -> list[Any]:
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], str]:
+    """What one step of a small model shows to be wrong, nothing when gradients are right; and what ran."""
     from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 
-    if options.module is None:
-        fix = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
-        raise SpecError("--numeric runs a module, and none is given", fix=fix, code="E303")
-    make, params = builder_of(options.module), dict(options.set)
-    return check_numeric(options.plan, make, config=options.model, world=options.world, params=params)
+    if options.module is not None:
+        make, plan, said = builder_of(options.module), resolved.plan, f"{options.module} on {options.world:,} ranks"
+    else:
+        from shardtensor.sharding.tiny.model import tiny_model
+
+        tiny = tiny_model(options.plan, resolved, dict(options.set))
+        make, plan, said = tiny.make, tiny.plan, tiny.said
+    with _bar() as bar:
+        task = bar.add_task(f"one step of {said.partition(' (')[0]}", total=None)
+        found = check_numeric(plan, make, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    return found, said
 
 
-def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -> None:
+def _bar() -> Any:
+    """A bar on a terminal; it leaves nothing behind."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
     from shardtensor.plan.report import github_report, json_report
 
     if options.format == "json":
-        print(json_report(findings, **({} if summary is None else {"summary": summary.as_dict()})))
+        more = {"summary": None if summary is None else summary.as_dict(), "numeric": ran}
+        print(json_report(findings, **{key: value for key, value in more.items() if value}))
     elif options.format == "github":
         print(github_report(findings), end="\n" if findings else "")
     else:
@@ -110,6 +130,9 @@ def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any) -
         print_findings(findings)
         if summary is not None:
             print_summary(summary)
+        if ran:
+            told = "every gradient is the dense one" if summary is not None else "what ran"
+            print(f"\n{told}: {ran}")
 
 
 def _fail(options: argparse.Namespace, text: str) -> None:

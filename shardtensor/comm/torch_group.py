@@ -205,7 +205,7 @@ class TorchGroup(Parted):
         if self.rank not in ranks:
             return OutsideGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank)
+            return LoneGroup(self.rank, device_type=self.device_type)
         if len(ranks) == self.size:
             return self
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))

@@ -5,7 +5,8 @@ What is gathered then is this rank's part, and modules compute with it as they d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from itertools import combinations
 from typing import Any
 
@@ -61,16 +62,16 @@ class Inner:
         for joint in _joint_groups(group, mesh):
             grid = joint.mesh
             assert grid is not None
-            cutting = {grid.names[i] for i in layout.parting_axes} if joint is group else set()
-            axes = _axes_of(grid, domain.shard, cutting)
-            cut_axes = (grid.names if joint is group else _axes_of(grid, group)) if axes else None
+            cut = {grid.names[i] for i in layout.parting_axes} if joint is group else set()
+            axes = _axes_of(grid, domain.shard, cut)
+            cut_axes = (grid.names if joint is group else _axes_of(grid, group, {*axes})) if axes else None
             if not axes or not cut_axes:
                 continue
             if joint is group and (layout.grid != grid.sizes or layout.ranks != grid.ranks):
                 raise _refusal(name, param, "is not sharded over all of its mesh")
             if len(axes) > 1:
                 raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
-            if cutting & set(axes):
+            if cut & set(axes):
                 raise _refusal(name, param, f"is cut over the data axis {axes[0]} already")
             if any(layout.numel(rank) != layout.numel(group.rank) for rank in layout.ranks):
                 raise _uneven(name, param)
@@ -105,22 +106,20 @@ def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
         yield world
 
 
-def _axes_of(grid: Mesh, team: Group, last: Collection[str] = ()) -> tuple[str, ...] | None:
+def _axes_of(grid: Mesh, team: Group, others: AbstractSet[str]) -> tuple[str, ...] | None:
     """The axes of a grid along which the ranks of a group lie, in its order; the last ones that fit.
 
-    Args:
-        last: axes taken only where no others fit: a rank alone lies along every axis of size 1.
+    A rank alone lies along every axis of one rank: those in `others`, which stand for something else, come last.
     """
-    numbers = range(len(grid.names))
-    found = None
+    second, numbers = None, range(len(grid.names))
     for count in numbers:
         for axes in reversed(list(combinations(numbers, count + 1))):
             if grid.ranks_along(team.rank, axes) == tuple(team.ranks):
                 names = tuple(grid.names[i] for i in axes)
-                if not set(names) & set(last):
+                if not others & {*names}:
                     return names
-                found = found or names
-    return found
+                second = second or names
+    return second
 
 
 def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:

@@ -154,6 +154,8 @@ class ParallelEmbedding(Flowing, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, input)
         flow = self.flow
+        if isinstance(self, _OwnForward):
+            self.is_met = True
         table = _summed(self, "weight")
         assert table is not None
         ids = moved(input, flow.enter)
@@ -161,6 +163,24 @@ class ParallelEmbedding(Flowing, nn.Embedding):
             return moved(look_up(ids, table, self.padding_idx), flow.leave)
         _refuse_strays(ids, self.num_embeddings, flow.sums)
         return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
+
+
+class _OwnForward:
+    """A forward that a subclass of an embedding has written: it has to call that of its base, which is parallel."""
+
+    is_met: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        module.is_met = False
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not module.__dict__.pop("is_met"):
+            raise RuleError(
+                f"{module.flow_of.__name__}: its forward does not call that of nn.Embedding, which looks the rows up",
+                {"weight": f"cut over ranks: {tuple(module.weight.shape)}"},
+                "let it call super().forward(input); or keep this embedding whole in the plan",
+            )
+        return y
 
 
 class ParallelLayerNorm(Flowing, nn.LayerNorm):
@@ -227,13 +247,17 @@ _LAYERS: dict[type[nn.Module], type[Flowing]] = {
 def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
     """The parallel layer that stands for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
 
-    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs.
+    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs,
+    and so do embeddings, whose own forward (one that scales, say) calls the parallel one in place of torch's.
     """
     if cls not in _LAYERS and not issubclass(cls, Flowing):
         kind = kind_named(cls.__name__)
         base = LinearFlow if cls.__name__ == "Conv1D" else ParallelNorm if kind and kind.name == "norm" else None
         if base is not None:
             _LAYERS[cls] = type(f"Parallel{cls.__name__}", (base, cls), {"__reduce_ex__": _reduced})
+        elif issubclass(cls, nn.Embedding):
+            bases = (_OwnForward, cls, ParallelEmbedding)
+            _LAYERS[cls] = type(f"Parallel{cls.__name__}", bases, {"__reduce_ex__": _reduced})
     return _LAYERS.get(cls)
 
 

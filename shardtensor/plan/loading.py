@@ -63,8 +63,11 @@ def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
 
 
 def _ranks() -> int:
-    """Of the process group, where torch is in use; a plan alone does not import it."""
+    """Of the process group, or of a simulated world; a plan alone imports neither them nor torch."""
     import sys
 
-    distributed = sys.modules.get("torch.distributed")
+    groups, distributed = (sys.modules.get(name) for name in ("shardtensor.comm.process_group", "torch.distributed"))
+    if groups is not None:
+        place = groups.world_place()
+        return 1 if place is None else place[1]
     return distributed.get_world_size() if distributed is not None and distributed.is_initialized() else 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
+from shardtensor.spec.parser_cache import parser_by
 from shardtensor.spec.syntax import IN_WORDS, check_depth, grammar, open_bracket, parse_with
 
 if TYPE_CHECKING:
@@ -62,11 +63,8 @@ class _Lines:
 
 @cache
 def _parser() -> Lark:
-    from lark import Lark
-
     text = grammar() + files("shardtensor.plan").joinpath("grammar.lark").read_text(encoding="utf-8")
-    options: dict[str, Any] = {"parser": "lalr", "propagate_positions": True, "maybe_placeholders": False}
-    return Lark(text, start=["plan", "value"], postlex=_Lines(), **options)
+    return parser_by(text, ("plan", "value"), _Lines())
 
 
 def parse_plan(source: Source) -> Tree:

@@ -38,14 +38,16 @@ class Shapes:
 
     def is_here(self, path: str) -> bool:
         """Whether this rank has a module: experts that are modules each are on some ranks only."""
-        if self.dealing_around(path) is None:
-            return True
-        return any(
-            placed.layout.numel(self._rank)
-            for owner, params in self._modules.owned.items()
-            if owner == path or is_below(owner, path)
-            for placed in params.values()
-        )
+        return self.dealing_around(path) is None or path in self._held
+
+    @cached_property
+    def _held(self) -> set[str]:
+        """The modules in which this rank holds something."""
+        found: set[str] = set()
+        for owner, params in self._modules.owned.items():
+            if any(placed.layout.numel(self._rank) for placed in params.values()):
+                found |= {owner, *around(owner)}
+        return found
 
     def with_last(self, path: str, last: int) -> tuple[int, ...]:
         """The shape of a value of this width in a module: samples and tokens are one dim for experts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import attrs
 
@@ -45,6 +44,7 @@ class ValueTraffic:
         self._dtype, self._shapes = dtype, Shapes(flows, batch, seq, rank)
         self._rank, self._moves = rank, Moves(self._modules, dtype, rank)
         self._first_trained = self._find_first_trained()
+        self._tables = self._find_tables()
         self._found = [self._module(path) for path in self._order()]
 
     def forward(self) -> Iterator[Collective]:
@@ -79,15 +79,13 @@ class ValueTraffic:
     def _order(self) -> list[str]:
         modules = self._modules
         told = {*(path for path, stated in modules.stated.items() if stated.ins or stated.outs), *self._flows.works}
-        tables = self._tables
-        told = (told - {*tables.values()}) | {*tables}  # a table under several names runs under the others
+        told = (told - {*self._tables.values()}) | {*self._tables}  # a table under several names runs under the others
         told |= {*self._shapes.dealings}
         places = modules.places
         known = [path for path in modules.resolved.model.paths if path in told and self._shapes.is_here(path)]
         return sorted(known, key=lambda path: _tree_place(path, places))
 
-    @cached_property
-    def _tables(self) -> dict[str, str]:
+    def _find_tables(self) -> dict[str, str]:
         """Embeddings whose table is tied to another embedding's, with the path of that one."""
         found = {}
         for path, layer in self._modules.layers.items():

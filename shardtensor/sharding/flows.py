@@ -150,7 +150,7 @@ class Binder:
 
 def addend_axes(module: nn.Module, stated: Stated, tensors: Tensors) -> Axes:
     """The axes along which a layer leaves the gradient of its input as an addend."""
-    if layer_class(type(module)) is None or type(module) is nn.Embedding:
+    if layer_class(type(module)) is None or isinstance(module, nn.Embedding):
         return ()
     declared = stated.out.addends if stated.out is not None else ()
     if "out" not in (dim_names(module, "weight") or ()):
@@ -167,7 +167,7 @@ def layer_flow(module: nn.Module, stated: Stated, tensors: Tensors, binder: Bind
     Raises:
         PlanError: the flows contradict the layer's tensors.
     """
-    kind = kind_named(type(module).__name__)
+    kind = kind_named("Embedding" if isinstance(module, nn.Embedding) else type(module).__name__)
     assert kind is not None, "a layer that has a parallel one is of a known kind"
     if stated.others:
         raise PlanError(f"a layer has one result, no `out {next(iter(stated.others))}`", fix="write `out` alone")

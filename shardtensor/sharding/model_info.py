@@ -65,7 +65,8 @@ def _module(module: nn.Module) -> ModuleInfo:
         for name, value in vars(module).items()
         if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_")
     }
-    return ModuleInfo(type(module).__name__, tuple(each.name for each in arguments if each.kind in named)[1:], counts)
+    name = "Embedding" if isinstance(module, nn.Embedding) else type(module).__name__
+    return ModuleInfo(name, tuple(each.name for each in arguments if each.kind in named)[1:], counts)
 
 
 def _config(module: nn.Module) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ What no reading of a plan can find, a sum that is forgotten or done twice, shows
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from shardtensor.plan.resolved import Resolved
 from shardtensor.sharding.example_step import example_step
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
+from shardtensor.sharding.stopped import Stopped, said_of, stopped_in
 from shardtensor.sim.simulate import simulate
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 from shardtensor.tensor.steps import take
 
 Step = Callable[[nn.Module, int], torch.Tensor]
+Progress = Callable[[int, int], object]
 
 TOLERANCE = 1e-4
 """Relative; models that compute in float64 agree to 1e-12, but some of their code rounds to float32 on the way."""
@@ -56,6 +59,7 @@ def check_numeric(
     world: int | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Finding, ...]:
     """Run one training step of a module as a plan says, on ranks in this process, and compare every gradient.
 
@@ -65,6 +69,7 @@ def check_numeric(
             sample) -> loss``, the loss of the samples of that number. Without a step one is made up: `example_step`.
         config, world, params: as of `load_plan`.
         seed: of the module's values.
+        progress: is told how many of how many steps are done: the dense one, and those of each rank.
 
     Returns:
         what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,
@@ -96,19 +101,33 @@ def check_numeric(
     dense = copy.deepcopy(module)
     want = torch.stack([step(dense, sample) for sample in range(samples)]).mean()
     want.backward()
+    done, total = itertools.count(1), 1 + 3 * plan.world
+
+    def tell() -> None:
+        progress(next(done), total)
+
+    tell()
     try:
-        found = simulate(plan.world, _one_rank, module, plan, step, dense, data)
+        found = simulate(plan.world, _one_rank, module, plan, step, dense, data, tell)
     except Exception as error:
-        return (_not_run(error, plan),)
+        return (_not_run(error, resolved),)
     return _findings(resolved, want.item(), found)
 
 
-def _one_rank(module: nn.Module, plan: Plan, step: Step, dense: nn.Module, data: list[int]) -> Any:
+def _one_rank(
+    module: nn.Module, plan: Plan, step: Step, dense: nn.Module, data: list[int], tell: Callable[[], None]
+) -> Any:
     rank = as_group().rank
     module = shard_module(copy.deepcopy(module), plan)
+    tell()
     sample = plan.axes.mesh.ranks_along(rank, data).index(rank)
-    loss = step(module, sample)
-    loss.backward()
+    try:
+        loss = step(module, sample)
+        tell()
+        loss.backward()
+        tell()
+    except Exception as error:
+        raise stopped_in(error, module) from error
     compared = {}
     for (name, param), other in zip(module.named_parameters(), dense.parameters(), strict=True):
         if other.grad is not None and param.requires_grad:
@@ -136,7 +155,7 @@ def _findings(resolved: Resolved, want: float, found: list[tuple[float, dict[str
     if abs(got - want) > TOLERANCE * max(abs(want), 1e-6):
         why = f"one rank computes {want:.6g}, the mean over {len(found)} ranks is {got:.6g}"
         fix = "a value is counted twice, or a part is taken for the whole: look at the flows of the last layers"
-        findings.append(Finding("E405", "the loss is not the dense one", _first_origin(resolved.plan), why, fix))
+        findings.append(Finding("E405", "the loss is not the dense one", said_of(resolved, ""), why, fix))
     scale = max((each.want for _, compared in found for each in compared.values()), default=0.0)
     wrong = []
     for name in found[0][1]:
@@ -188,14 +207,17 @@ def _fix(fault: str) -> str:
     return "addends are not summed, or are met by copies: see how values enter and leave the modules around it"
 
 
-def _not_run(error: Exception, plan: Plan) -> Finding:
+def _not_run(error: BaseException, resolved: Resolved) -> Finding:
     """What stopped a rank: a refusal of this library's, or the module's own code on parts of values."""
+    path = ""
+    if isinstance(error, Stopped):
+        assert error.__cause__ is not None
+        path, error = error.path, error.__cause__
     fault, *facts = str(error).splitlines() or [""]
     if isinstance(error, ShardTensorError):
-        return Finding("E405", fault, _first_origin(plan), "\n       ".join(line.strip() for line in facts))
+        origin = said_of(resolved, path, str(error))
+        return Finding("E405", fault, origin, "\n       ".join(line.strip() for line in facts), tensor=path)
+    where = f"`{path}` does not run so" if path else "the module does not run so"
     fix = "an attribute that counts may want a `local`, or a value an `in` or `out`"
-    return Finding("E405", f"the module does not run so: {type(error).__name__}: {fault}", _first_origin(plan), "", fix)
-
-
-def _first_origin(plan: Plan) -> Any:
-    return next((line.origin for line in plan.lines if line.origin is not None), None)
+    fault = f"{where}: {type(error).__name__}: {fault}"
+    return Finding("E405", fault, said_of(resolved, path), "its code meets parts of values", fix, tensor=path)

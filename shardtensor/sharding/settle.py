@@ -190,7 +190,7 @@ def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensor
     none = Tensors()
     for other in _served(path, stated) if stated[path].ins else ():
         module = root.get_submodule(other)
-        if layer_class(type(module)) is not None and type(module) is not nn.Embedding:  # ids have no gradient
+        if layer_class(type(module)) is not None and not isinstance(module, nn.Embedding):  # ids have no gradient
             found[other] = addend_axes(module, stated[other], tensors.get(other, none))
     if len({frozenset(axes) for axes in found.values()}) > 1:
         raise PlanError(

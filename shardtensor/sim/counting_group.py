@@ -25,11 +25,9 @@ class CountingGroup(Parted):
     parts to make them even.
     """
 
-    device_type = "cpu"
-
-    def __init__(self, rank: int, ranks: Ranks, count: Count) -> None:
+    def __init__(self, rank: int, ranks: Ranks, count: Count, device_type: str = "cpu") -> None:
         super().__init__()
-        self.rank, self.ranks, self.count = rank, ranks, count
+        self.rank, self.ranks, self.count, self.device_type = rank, ranks, count, device_type
         self.size = len(ranks)
         self.index = ranks.index(rank)
         self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
@@ -107,11 +105,13 @@ class CountingGroup(Parted):
         if self.rank not in ranks:
             return OutsideGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank)
-        return self if len(ranks) == self.size else CountingGroup(self.rank, as_ranks(ranks), self.count)
+            return LoneGroup(self.rank, device_type=self.device_type)
+        if len(ranks) == self.size:
+            return self
+        return CountingGroup(self.rank, as_ranks(ranks), self.count, self.device_type)
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        group = CountingGroup(self.rank, self.ranks, self.count)
+        group = CountingGroup(self.rank, self.ranks, self.count, self.device_type)
         group._seen(self, mesh, axes)
         return group
 

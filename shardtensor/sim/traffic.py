@@ -73,7 +73,14 @@ class Traffic:
         return "\n".join(lines)
 
 
-def count_bytes(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any) -> Traffic:
+def count_bytes(
+    mesh: str | int | Mesh,
+    fn: Callable[..., Any],
+    *args: Any,
+    rank: int = 0,
+    device_type: str = "cpu",
+    **kwargs: Any,
+) -> Traffic:
     """Run ``fn(*args, **kwargs)`` as one rank of a world whose other ranks are not there; count what it would move.
 
     Nothing is sent, so worlds of 16,384 ranks cost what one process costs; with tensors on ``torch.device("meta")``
@@ -84,6 +91,7 @@ def count_bytes(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, rank
         mesh: the axes and their sizes, ``"dp=64, tp=256"``, or a number of ranks.
         fn: what the rank runs, such as one training step. Inside, None as a process group means this world.
         rank: which rank to be.
+        device_type: ``"cuda"`` for a world of GPUs, which brings what is sharded to the current one, as NCCL's does.
         args, kwargs: what `fn` is called with.
 
     Returns:
@@ -108,7 +116,10 @@ def count_bytes(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, rank
     if axes.coordinate(rank) is None:
         raise LayoutError(f"the mesh has no rank {rank}", {"mesh": axes, "ranks": f"0 to {axes.size - 1}"})
     tally = _Tally(axes)
-    group: Group = LoneGroup(rank) if axes.size == 1 else CountingGroup(rank, axes.ranks, tally.count)
+    if axes.size == 1:
+        group: Group = LoneGroup(rank, device_type=device_type)
+    else:
+        group = CountingGroup(rank, axes.ranks, tally.count, device_type)
     if len(axes.axes) > 1:
         group = group.on_mesh(axes, {})
     before = ProcessState.capture()

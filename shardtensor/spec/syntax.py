@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
+from shardtensor.spec.parser_cache import parser_by
 
 if TYPE_CHECKING:
     from lark import Lark, Tree
@@ -45,9 +46,7 @@ def grammar() -> str:
 
 @cache
 def _parser() -> Lark:
-    from lark import Lark
-
-    return Lark(grammar(), start="spec", parser="lalr", propagate_positions=True, maybe_placeholders=False)
+    return parser_by(grammar(), ("spec",))
 
 
 def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:

@@ -16,6 +16,7 @@ def quick(monkeypatch):
     """Small messages and short rounds."""
     monkeypatch.setattr(calibrate, "_SIZES", {"cpu": [1 << 10, 1 << 12]})
     monkeypatch.setattr(calibrate, "_ROUND_S", 1e-4)
+    monkeypatch.setattr(calibrate, "_WARM_S", 1e-4)
     monkeypatch.setattr(calibrate, "_ROUNDS", 3)
 
 

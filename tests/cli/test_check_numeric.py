@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -75,9 +76,37 @@ def test_a_sum_that_is_made_twice_fails_at_the_line_of_the_parameter(capsys, tmp
     assert "    4 | scale: replicate\n" in text
 
 
-def test_a_module_has_to_be_given(capsys, tmp_path):
-    path = tmp_path / "block.shard"
-    path.write_text("shard 1\nparam tp = world\nmesh (tp)\ndims scale (embed = 8)\nscale: [tp]\n")
-    assert main(["check", str(path), "--world", "4", "--numeric"]) in (1, 2)
+LLAMA = {
+    "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def check_shipped(capsys, tmp_path, *args: str) -> tuple[int, str]:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = main(["check", *args, "--model", str(tmp_path / "config.json"), "--numeric"])
     said = capsys.readouterr()
-    assert "--numeric runs a module, and none is given" in said.out + said.err
+    return code, said.out + said.err
+
+
+def test_a_large_model_on_many_ranks_runs_as_a_tiny_one_on_few(capsys, tmp_path):
+    code, text = check_shipped(capsys, tmp_path, "llama", "--world", "4096", "--set", "tp=2", "--set", "sp=true")
+    assert code == 0
+    last = text.splitlines()[-1]
+    assert last.startswith("every gradient is the dense one: a tiny Llama (num_attention_heads 32, ")
+    assert last.endswith("on 4 ranks (dp=2, kvg=2, kvr=1) in place of 4,096 (dp=2048, kvg=2, kvr=1)")
+
+
+def test_json_tells_what_ran(capsys, tmp_path):
+    code, text = check_shipped(capsys, tmp_path, "fsdp", "--world", "4", "--format", "json")
+    assert code == 0
+    assert json.loads(text)["numeric"].endswith("on 2 ranks (rep=1, dp=2) in place of 4 (rep=1, dp=4)")
+
+
+def test_a_model_of_no_family_wants_its_own_small_one(capsys, tmp_path):
+    dims = ["scale (embed = 8)", *(f"block.{x}.weight (out = 8, in = 8)" for x in ("up", "down"))]
+    lines = [f"dims {each}\n" for each in (*dims, *(f"block.{x}.bias (out = 8)" for x in ("up", "down")))]
+    code, text = check(capsys, tmp_path, "}\n" + "".join(lines) + "block {")
+    assert code == 2
+    assert "no tiny model has tensors of such names" in text
+    assert "give --module PKG:FN; FN() makes a small one of the same names" in text

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness import device, every_size
 
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.errors import RuleError
 
 # Elements of each rank, as much of it as there are ranks: equal, uneven, one without, one with all, nobody with any.
@@ -183,7 +184,7 @@ def check_devices() -> None:
     assert same(group.all_reduce(torch.ones(2)), torch.full((2,), float(group.size)))
     counts = [1, 2, 3, 4][: group.size]
     assert same(group.all_gather(torch.ones(counts[group.index]), counts), torch.ones(sum(counts)))
-    assert group.device_type == device().type
+    assert group.device_type == group.subgroup([group.rank]).device_type == device().type
     assert group.exchange(bytes([group.index, 255])) == [bytes([r, 255]) for r in range(group.size)]
     assert group.exchange_objects("x" * group.index) == ["x" * r for r in range(group.size)]
     group.barrier()
@@ -212,3 +213,9 @@ def check_gloo_moves_what_stands_on_a_gpu() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_gloo_moves_what_stands_on_a_gpu(gpu_world, size):
     gpu_world(check_gloo_moves_what_stands_on_a_gpu, size)
+
+
+def test_a_rank_that_is_alone_along_an_axis_keeps_its_kind_of_device():
+    group = object.__new__(TorchGroup)
+    group.rank, group.size, group.device_type = 2, 4, "cuda"
+    assert group._make_subgroup((2,)).device_type == "cuda"

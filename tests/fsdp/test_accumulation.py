@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fsdp.counted_flats import counted
+from fsdp.twins import both_backward, ids_of, loss_of, same_gradients, same_values, twins
+from harness import device
 from torch import nn
-from twins import batches, both_backward, counted, loss_of, same_grads, same_values, twins
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -31,7 +33,7 @@ def _accumulate(syncs):
             counts.append(seen["reduce"])
             if not any(syncs[: micro + 1]):
                 assert all(p.grad is None for p in model.parameters())
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -65,7 +67,7 @@ def _by_unit():
     assert {name.split(".")[1] for name in waits if name.startswith("blocks")} == {"1"}
     model.set_requires_gradient_sync(True)
     both_backward(dense, model, 1)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim
@@ -89,18 +91,18 @@ def _used_before():
             return sum(self.layers[i](x).sum() for i in picks)
 
     model.load_state_dict(dense.state_dict())
-    dense, model = Two(dense), Two(model)
+    dense, model = Two(dense).to(device()), Two(model).to(device())
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     group = as_group()
-    x = torch.arange(3.0 * group.size).view(group.size, 3)
+    x = torch.arange(3.0 * group.size, device=device()).view(group.size, 3)
     for flag, picks in ((False, [0, 1]), (True, [0]), (False, [1]), (True, [0])):
         model.set_requires_gradient_sync(flag)
         model(x[group.index : group.index + 1], picks).backward()
         (dense(x, picks) / group.size).backward()
         if flag:
-            same_grads(dense, model)
+            same_gradients(dense, model)
 
 
 @sim
@@ -111,7 +113,7 @@ def test_what_waits_is_not_forgotten(world, size):
 
 def _hybrid(steps):
     mesh = as_group().on_mesh(Mesh((("rep", 2), ("dp", 2))), {})
-    dense, model = twins(mesh)
+    dense, model = twins(mesh=mesh)
     counts = []
     for step in range(2):
         for micro, (syncs, reduces) in enumerate(steps):
@@ -120,7 +122,7 @@ def _hybrid(steps):
             with counted(model) as seen:
                 both_backward(dense, model, 10 * step + micro)
             counts.append((seen["reduce"], seen["sum over copies"]))
-        same_grads(dense, model)
+        same_gradients(dense, model)
         dense.zero_grad()
         model.zero_grad()
     return counts
@@ -144,16 +146,16 @@ def test_copies_are_summed_last(world, steps):
 
 def _held_wide():
     """In bfloat16 256 + 1 + 1 is 256; kept in float32 it is 258."""
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False, device=device())
     with torch.no_grad():
         model.weight.fill_(1.0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mp_policy=policy)
     for value in (256.0, 1.0, 1.0):
         model.set_requires_gradient_sync(False)
-        model(torch.full((1, 1), value)).sum().backward()
+        model(torch.full((1, 1), value, device=device())).sum().backward()
     model.set_requires_gradient_sync(True)
-    model(torch.zeros(1, 1)).sum().backward()
+    model(torch.zeros(1, 1, device=device())).sum().backward()
     return model.weight.grad.full_tensor().item()
 
 
@@ -170,7 +172,7 @@ def _factor(factor):
     model.set_reduce_scatter_divide_factor(factor)
     model.set_force_sum_reduction_for_comms(True)
     both_backward(dense, model)
-    same_grads(dense, model, as_group().size / factor)
+    same_gradients(dense, model, factor=as_group().size / factor)
     with pytest.raises(LayoutError, match="divided by 0"):
         model.set_gradient_divide_factor(0)
 
@@ -184,7 +186,7 @@ def test_divide_factor(world, size):
 def _hooked(copies):
     size = as_group().size
     mesh = as_group().on_mesh(Mesh((("rep", 2), ("dp", size // 2))), {}) if copies else None
-    dense, model = twins(mesh)
+    dense, model = twins(mesh=mesh)
     seen = []
 
     def double(grad):
@@ -196,8 +198,8 @@ def _hooked(copies):
             module.set_all_reduce_hook(double)
     both_backward(dense, model)
     both_backward(dense, model, 1)
-    same_grads(dense, model, 2)
-    assert seen == [(torch.float32, 1)] * 8
+    same_gradients(dense, model, factor=2)
+    assert seen == [(torch.float64, 1)] * 8
     if copies:
         with pytest.raises(LayoutError, match="stream"):
             model.set_all_reduce_hook(double, stream=object())
@@ -214,8 +216,8 @@ def _no_copies():
     dense, model = twins()
     model.set_requires_all_reduce(False)
     both_backward(dense, model)
-    same_grads(dense, model)
-    assert torch.isfinite(loss_of(model, batches(0)[1]))
+    same_gradients(dense, model)
+    assert torch.isfinite(loss_of(model(ids_of(0)[1])))
 
 
 @sim

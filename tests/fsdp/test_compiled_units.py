@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from fsdp.dense_twin import Block
+from fsdp.twins import Block
+from harness import device
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
@@ -18,7 +19,7 @@ def steps(way: str) -> None:
     torch._dynamo.reset()
     group = as_group()
     torch.manual_seed(0)
-    dense = torch.nn.Sequential(*(Block(4) for _ in range(2)))
+    dense = torch.nn.Sequential(*(Block(4) for _ in range(2))).to(device())
     model = copy.deepcopy(dense)
     for i, block in enumerate(model):
         if way == "in place, before":
@@ -31,7 +32,7 @@ def steps(way: str) -> None:
     fully_shard(model)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, dense))
     for step in range(4):
-        x = torch.randn(SIZE * 2, 4, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(SIZE * 2, 4, generator=torch.Generator().manual_seed(step)).to(device())
         torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile")
         try:
             model(x[2 * group.index : 2 * group.index + 2]).pow(2).mean().backward()

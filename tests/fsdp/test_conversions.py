@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_twin import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from fsdp.twins import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
 from harness import FULL
 from torch import nn
 from torch.distributed.tensor import Shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from harness import device
 from torch import nn
 
 from shardtensor.fsdp import fully_shard
@@ -10,14 +11,14 @@ from shardtensor.fsdp import fully_shard
 
 def model():
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(device())
     for layer in layers:
         fully_shard(layer)
     return fully_shard(layers)
 
 
 def step(layers, dtype):
-    layers(torch.ones(2, 256, dtype=dtype)).sum().backward()
+    layers(torch.ones(2, 256, dtype=dtype, device=device())).sum().backward()
     layers.zero_grad()
 
 

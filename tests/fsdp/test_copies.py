@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from dense_twin import WORLDS, Net, backward, ids_of, loss_of, same_values, shard, train, twins
+from fsdp.twins import WORLDS, Net, backward, ids_of, loss_of, same_values, shard, train, twins
 from torch import nn
 
 import shardtensor as st

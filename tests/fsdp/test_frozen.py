@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from dense_twin import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from fsdp.twins import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
 from torch import nn
 
 import shardtensor as st

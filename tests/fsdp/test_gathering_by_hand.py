@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fsdp.counted_flats import counted
+from fsdp.twins import Net, both_backward, ids_of, loss_of, same_gradients, same_values, twins
+from harness import device
 from torch import nn
-from twins import Net, batches, both_backward, counted, loss_of, same_grads, same_values, twins
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -28,7 +30,7 @@ def _trains(change, steps=3):
         with counted(model) as seen:
             both_backward(dense, model, step)
         gathers.append(seen["gather"])
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -68,7 +70,7 @@ def _near_only():
         with counted(model) as seen:
             both_backward(dense, model, step)
         assert seen["gather"] == UNITS
-        same_grads(dense, model)
+        same_gradients(dense, model)
     parts = [block._fsdp_unit.near for block in model.blocks]
     rank = as_group().rank
     assert [list(part.group.ranks) for part in parts] == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 3
@@ -83,9 +85,9 @@ def test_backward_gathers_from_near_ranks(world):
 
 def _near_of_copies():
     mesh = as_group().on_mesh(Mesh((("rep", 2), ("dp", 4))), {})
-    dense, model = twins(mesh, reshard_after_forward=2)
+    dense, model = twins(mesh=mesh, reshard_after_forward=2)
     both_backward(dense, model)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim
@@ -105,18 +107,18 @@ def _unsharded():
         assert all(a is b for a, b in zip(shells, model.parameters(), strict=True))
         assert all(isinstance(p, st.ShardedTensor) for p in model.parameters())
         with counted(model) as seen:
-            loss = loss_of(model, batches(1)[1])
+            loss = loss_of(model(ids_of(1)[1]))
         assert seen["gather"] == UNITS - 2
         loss.backward()
-        loss_of(dense, batches(1)[0]).backward()
-        same_grads(dense, model)
+        loss_of(dense(ids_of(1)[0])).backward()
+        same_gradients(dense, model)
     with counted(model) as seen:  # it was for one forward
-        loss_of(model, batches(1)[1])
+        loss_of(model(ids_of(1)[1]))
     assert seen["gather"] == UNITS
     model.blocks[0].unshard()
     model.blocks[0].reshard()
     with counted(model) as seen:
-        loss_of(model, batches(1)[1])
+        loss_of(model(ids_of(1)[1]))
     assert seen["gather"] == UNITS
 
 
@@ -131,7 +133,7 @@ def _before_first():
         block.unshard(async_op=True)
     model.unshard()
     both_backward(dense, model)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim
@@ -169,7 +171,7 @@ def _written(write):
     dense.zero_grad()
     model.zero_grad()
     both_backward(dense, model, 1)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim
@@ -189,11 +191,11 @@ class Early(Net):
 
 
 def _early():
-    dense, model = twins(module=Early, reshard_after_forward=True)
+    dense, model = twins(make=Early, reshard_after_forward=True)
     for step in range(3):
         with counted(model) as seen:
             both_backward(dense, model, step)
-        same_grads(dense, model)
+        same_gradients(dense, model)
     return seen["gather"]
 
 
@@ -213,14 +215,14 @@ def _kept():
             with counted(model) as seen:
                 both_backward(dense, model, 10 * step + micro)
             counts.append(seen["gather"])
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad()
     model.set_reshard_after_backward(True)
     for step in range(2):
         both_backward(dense, model, step)
-    same_grads(dense, model)
+    same_gradients(dense, model)
     return counts
 
 
@@ -236,20 +238,20 @@ def _changed():
         model.set_reshard_after_forward(value)
         with counted(model) as seen:
             both_backward(dense, model, step)
-        same_grads(dense, model)
+        same_gradients(dense, model)
         assert seen["gather"] == UNITS if not value else seen["gather"] > UNITS
     with pytest.raises(LayoutError, match="True or False"):
         model.set_reshard_after_forward(2)
     model.set_reshard_after_forward(False)
-    ids, mine = batches(5)
-    loss = loss_of(model, mine)
+    ids, mine = ids_of(5)
+    loss = loss_of(model(mine))
     model.set_reshard_after_forward(True)
-    other = loss_of(model, mine)  # the memory of the first is not taken away
+    other = loss_of(model(mine))  # the memory of the first is not taken away
     (loss + other).backward()
-    (2 * loss_of(dense, ids)).backward()
-    same_grads(dense, model)
+    (2 * loss_of(dense(ids))).backward()
+    same_gradients(dense, model)
     both_backward(dense, model, 6)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim
@@ -284,11 +286,11 @@ def _other_paths():
     _prefetch(model)
     rank = as_group().rank
     for step in range(3):
-        loss_of(model, batches(step)[1]).backward()
+        loss_of(model(ids_of(step)[1])).backward()
         kept = model.blocks
         if step:
             model.blocks = nn.ModuleList([kept[0], kept[2]] if rank == 0 else [kept[0], kept[1], kept[2]])
-        loss_of(model, batches(step)[1]).backward()
+        loss_of(model(ids_of(step)[1])).backward()
         model.blocks = kept
     return [p.grad is not None for p in model.parameters()]
 
@@ -310,7 +312,7 @@ class Tables(nn.Module):
 
 def _lookups():
     torch.manual_seed(0)
-    dense, model = Tables(), Tables()
+    dense, model = Tables().to(device()), Tables().to(device())
     model.load_state_dict(dense.state_dict())
     for child in model.children():
         fully_shard(child, reshard_after_forward=True)
@@ -319,7 +321,7 @@ def _lookups():
     for step in range(3):
         with counted(model) as seen:
             both_backward(dense, model, step)
-        same_grads(dense, model)
+        same_gradients(dense, model)
     return seen["gather"]
 
 
@@ -330,14 +332,14 @@ def test_lookups_are_not_gathered_again(world):
 
 def _stale(write):
     _, model = twins(reshard_after_forward=True)
-    loss = loss_of(model, batches(0)[1])
+    loss = loss_of(model(ids_of(0)[1]))
     with torch.no_grad():
         model.blocks[0].up.weight.add_(1)
     if write == "no grad":
         with torch.no_grad():
-            loss_of(model, batches(0)[1])
+            loss_of(model(ids_of(0)[1]))
     elif write == "again":
-        loss_of(model, batches(0)[1])
+        loss_of(model(ids_of(0)[1]))
     with pytest.raises(RuleError, match="written"):
         loss.backward()
     model.zero_grad()
@@ -345,7 +347,7 @@ def _stale(write):
     with torch.no_grad():
         dense.blocks[0].up.weight.add_(1)
     both_backward(dense, model, 1)
-    same_grads(dense, model)
+    same_gradients(dense, model)
 
 
 @sim

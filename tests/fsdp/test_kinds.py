@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_twin import WORLDS, same_gradients, same_values
+from fsdp.twins import WORLDS, same_gradients, same_values
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 

@@ -258,3 +258,18 @@ def tied():
 @sim
 def test_ties_stay(world):
     world(tied, 4)
+
+
+@sim
+def test_axes_of_one_rank_are_told_apart(world):
+    """On a mesh where the data axis and one that a weight is cut over have one rank each."""
+
+    def body():
+        mesh = grid(("dp", 1), ("a", as_group().size), ("b", 1))
+        oracle = mlp()
+        module = st.shard_module(copy.deepcopy(oracle), {"0.weight": "[a*b, -]", "0.bias": "[a*b]"}, process_group=mesh)
+        fully_shard(module, mesh=mesh.axis("dp"))
+        x = torch.ones(2, 5, device=device())
+        torch.testing.assert_close(module(x), oracle(x))
+
+    world(body, 2)

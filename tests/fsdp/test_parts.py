@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp.dense_twin import WORLDS, Net, shard
+from fsdp.twins import WORLDS, Net, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from fsdp.counted_flats import counted
+from fsdp.twins import LOCAL, Block, Net, both_backward, ids_of, loss_of, same_gradients, same_values, twins
+from harness import device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import LOCAL, Block, Net, batches, both_backward, counted, loss_of, same_grads, same_values, twins
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -19,8 +21,8 @@ worlds = pytest.mark.parametrize("size", [1, 2, 3])
 
 
 def _case_b30(form):
-    model = nn.Linear(2, 2, bias=False)
-    x1, x2 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
+    model = nn.Linear(2, 2, bias=False, device=device())
+    x1, x2 = (torch.tensor([row], device=device()) for row in ([1.0, 2.0], [3.0, 4.0]))
 
     class Twice(nn.Module):
         def __init__(self):
@@ -55,12 +57,12 @@ def test_two_forwards_before_one_backward(world, form):
 def _retained():
     dense, model = twins(reshard_after_forward=True)
     for step in range(2):
-        ids, mine = batches(step)
+        ids, mine = ids_of(step)
         for m, part in ((dense, ids), (model, mine)):
-            loss = loss_of(m, part)
+            loss = loss_of(m(part))
             loss.backward(retain_graph=True)
             (2 * loss).backward()
-        same_grads(dense, model)
+        same_gradients(dense, model)
 
 
 @sim
@@ -74,14 +76,14 @@ def _between(mode):
     opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (dense, model)]
     for step in range(3):
         with mode():
-            ids, mine = batches(step + 50)
+            ids, mine = ids_of(step + 50)
             group = as_group()
             expected = dense.eval()(ids)[group.index * LOCAL :][:LOCAL]
             torch.testing.assert_close(model.eval()(mine), expected, rtol=1e-5, atol=1e-5)
         dense.train()
         model.train()
         both_backward(dense, model, step)
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad(set_to_none=step % 2 == 0)
@@ -133,18 +135,18 @@ def _checkpointed(kind, reentrant, reshard):
                 block.__class__, block.reentrant = Partly, reentrant
         return net
 
-    dense, model = twins(module=make, reshard_after_forward=reshard)
+    dense, model = twins(make=make, reshard_after_forward=reshard)
     opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (dense, model)]
     for step in range(3):
-        ids, mine = batches(step)
+        ids, mine = ids_of(step)
         for m, part in ((dense, ids), (model, mine)):
             if kind == "all":
                 m.embed.weight.requires_grad_()
-                loss = checkpoint(loss_of, m, part, use_reentrant=False)
+                loss = checkpoint(lambda ids, m=m: loss_of(m(ids)), part, use_reentrant=False)
             else:
-                loss = loss_of(m, part)
+                loss = loss_of(m(part))
             loss.backward()
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -176,7 +178,7 @@ class Deep(nn.Module):
 
 def _deep(reshard):
     torch.manual_seed(0)
-    dense = Deep()
+    dense = Deep().to(device())
     model = copy.deepcopy(dense)
     for outer in model.blocks:
         fully_shard(outer[1][0], reshard_after_forward=reshard)
@@ -188,7 +190,7 @@ def _deep(reshard):
         with counted(model) as seen:
             both_backward(dense, model, step)
         assert seen["reduce"] == 7
-        same_grads(dense, model)
+        same_gradients(dense, model)
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -227,12 +229,12 @@ def _broken(where, reset):
             block.__class__ = Trips
         return net
 
-    dense, model = twins(module=make, reshard_after_forward=True)
+    dense, model = twins(make=make, reshard_after_forward=True)
     both_backward(dense, model)
     for at in range(3):
         model.blocks[at].fails = where
         with pytest.raises(ArithmeticError, match=where):
-            loss_of(model, batches(at)[1]).backward()
+            loss_of(model(ids_of(at)[1])).backward()
         model.blocks[at].fails = ""
         assert all(isinstance(p, st.ShardedTensor) for p in model.parameters())
         if reset:
@@ -241,7 +243,7 @@ def _broken(where, reset):
         model.zero_grad()
         for step in range(2):
             both_backward(dense, model, step)
-            same_grads(dense, model)
+            same_gradients(dense, model)
 
 
 @both
@@ -257,9 +259,9 @@ def _backward_after_broken():
     both_backward(dense, model)
     dense.zero_grad()
     model.zero_grad()
-    ids, mine = batches(1)
-    good = loss_of(model, mine)
-    bad = loss_of(model, mine)
+    ids, mine = ids_of(1)
+    good = loss_of(model(mine))
+    bad = loss_of(model(mine))
     bad.register_hook(lambda grad: None)
     bad_graph = bad * 1
 
@@ -273,8 +275,8 @@ def _backward_after_broken():
     handle.remove()
     model.zero_grad()
     good.backward()
-    loss_of(dense, ids).backward()
-    same_grads(dense, model)
+    loss_of(dense(ids)).backward()
+    same_gradients(dense, model)
     assert x is model.embed.weight._local
 
 
@@ -287,7 +289,7 @@ def test_a_backward_after_a_broken_one(world, size):
 class Encoded(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder, self.decoder = Net(2), nn.Linear(7, 3)
+        self.encoder, self.decoder = Net(depth=2), nn.Linear(7, 3)
 
     def forward(self, ids):
         return self.decoder(self.encoder(ids))
@@ -295,7 +297,7 @@ class Encoded(nn.Module):
 
 def _inner(order):
     torch.manual_seed(0)
-    dense = Encoded()
+    dense = Encoded().to(device())
     model = copy.deepcopy(dense)
     for block in model.encoder.blocks:
         fully_shard(block)
@@ -303,15 +305,15 @@ def _inner(order):
     fully_shard(model.decoder)
     fully_shard(model)
     for step, called in enumerate(order):
-        for m, part in zip((dense, model), batches(step), strict=True):
-            loss_of(m.encoder if called == "inner" else m, part).backward()
-        same_grads(dense, model)
+        for m, part in zip((dense, model), ids_of(step), strict=True):
+            loss_of((m.encoder if called == "inner" else m)(part)).backward()
+        same_gradients(dense, model)
         dense.zero_grad()
         model.zero_grad()
-    ids, mine = batches(9)
+    ids, mine = ids_of(9)
     for m, part in ((dense, ids), (model, mine)):
-        (loss_of(m.encoder, part) + loss_of(m, part)).backward()
-    same_grads(dense, model)
+        (loss_of(m.encoder(part)) + loss_of(m(part))).backward()
+    same_gradients(dense, model)
 
 
 @sim
@@ -329,16 +331,16 @@ class Generates(Net):
 
 
 def _other_method():
-    dense, model = twins(module=Generates)
+    dense, model = twins(make=Generates)
     register_fsdp_forward_method(model, "generate")
     register_fsdp_forward_method(nn.Linear(1, 1), "nothing")
     share_comm_ctx([model, model.blocks[0]])
     assert model.generate.__name__ == "generate" and "way through" in model.generate.__doc__
     for step in range(3):
-        ids, mine = batches(step)
+        ids, mine = ids_of(step)
         for m, part in ((dense, ids), (model, mine)):
-            (m.generate(part, scale=2.0).logsumexp(-1).mean() + loss_of(m, part)).backward()
-        same_grads(dense, model)
+            (m.generate(part, scale=2.0).logsumexp(-1).mean() + loss_of(m(part))).backward()
+        same_gradients(dense, model)
     for wrong in ("no_such", "blocks_"):
         with pytest.raises(ValueError, match="has no method"):
             register_fsdp_forward_method(model, wrong)
@@ -353,7 +355,7 @@ def test_forward_methods(world, size):
 
 
 def _methods_of_all():
-    model = fully_shard(nn.Linear(2, 2))
+    model = fully_shard(nn.Linear(2, 2, device=device()))
     assert isinstance(model, FSDPModule)
     event = torch.Event() if torch.cuda.is_available() else None
     model.set_post_optim_event(event)
@@ -361,7 +363,7 @@ def _methods_of_all():
     model.set_reduce_scatter_unused_params(True)
     model.set_separate_reduce_scatter_group()
     model.set_allocate_memory_from_process_group_for_comm(False)
-    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2, device=device())).sum().backward()
     for wrong, error in ((True, TypeError), (1.5, TypeError), (0, ValueError)):
         with pytest.raises(error):
             model.set_reduce_scatter_max_input_buffers(wrong)

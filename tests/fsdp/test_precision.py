@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from fsdp.twins import LOCAL, both_backward, ids_of, loss_of, same_gradients, twins
+from harness import device
 from torch import nn
-from twins import LOCAL, batches, both_backward, loss_of, same_grads, twins
 
+import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -31,8 +33,9 @@ class Told(nn.Module):
 
 
 def _met(policy):
-    module = fully_shard(Told(), mp_policy=policy)
-    out = module(torch.ones(2, 3), torch.ones(2, dtype=torch.int64), more={"y": torch.ones(1, dtype=torch.float64)})
+    module = fully_shard(Told().to(device()), mp_policy=policy)
+    mask, y = torch.ones(2, dtype=torch.int64, device=device()), torch.ones(1, dtype=torch.float64, device=device())
+    out = module(torch.ones(2, 3, device=device()), mask, more={"y": y})
     out["out"].float().sum().backward()
     weight = module.linear.weight
     assert module.table.dtype == torch.float64
@@ -62,11 +65,11 @@ def test_dtypes(world, size, policy, met):
 def _by_hand(param_dtype, reduce_dtype, own_dtype):
     """The gradient is the mean, in the dtype of reductions, of those that a cast copy of the module has."""
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(own_dtype)
+    dense = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device(), own_dtype)
     model = fully_shard(
         copy.deepcopy(dense), mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     )
-    group, x = as_group(), torch.randn(as_group().size, 4, 6)
+    group, x = as_group(), torch.randn(as_group().size, 4, 6).to(device())
     for _ in range(2):  # the second adds up
         model(x[group.index].to(own_dtype)).float().pow(2).sum().backward()
     compute = param_dtype or own_dtype
@@ -105,11 +108,11 @@ def test_reduction_dtype(world, size, param, reduce, own):
 
 def _large(factor):
     """Addends of 40000 in float16: their mean is one, their sum is none."""
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False, device=device())
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=FP16))
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    model(torch.full((1, 1), 40000.0)).sum().backward()
+    model(torch.full((1, 1), 40000.0, device=device())).sum().backward()
     return model.weight.grad.full_tensor().item()
 
 
@@ -125,7 +128,7 @@ def _trained(policy, tolerance):
     opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (dense, model)]
     for step in range(3):
         both_backward(dense, model, step)
-        same_grads(dense, model, tolerance=tolerance)
+        same_gradients(dense, model, tolerance=tolerance)
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -142,17 +145,17 @@ def test_training_in_bfloat16(world):
 def _two_policies():
     """An inner unit of another policy casts what the outer one gives it, and back."""
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(device())
     model = copy.deepcopy(dense)
     inner = fully_shard(model[0], mp_policy=MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32))
     fully_shard(model)
     assert inner is model[0]
-    x = torch.randn(as_group().size * LOCAL, 3)
+    x = torch.randn(as_group().size * LOCAL, 3).to(device())
     out = model(x[as_group().index * LOCAL :][:LOCAL])
     assert out.dtype == FP32
     out.pow(2).mean().backward()
     dense(x).pow(2).mean().backward()
-    same_grads(dense, model, tolerance=3e-2)
+    same_gradients(dense, model, tolerance=3e-2)
 
 
 @sim
@@ -164,25 +167,24 @@ def _offloaded():
     """On the CPU there is nothing to offload."""
     dense, model = twins(offload_policy=CPUOffloadPolicy())
     both_backward(dense, model)
-    same_grads(dense, model)
+    same_gradients(dense, model)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
-@sim
-def test_offload_on_the_cpu(world):
-    world(_offloaded, 2)
+def test_offload_on_the_cpu():
+    st.simulate(2, _offloaded)
 
 
 def _scaled(fails):
     """A gradient scaler's steps are the dense ones, and skip where any rank has a gradient that is not finite."""
     dense, model = twins()
     opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (dense, model)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in opts]
+    scalers = [torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=2) for _ in opts]
     group = as_group()
     for step in range(4):
-        ids, mine = batches(step)
+        ids, mine = ids_of(step)
         for m, part, opt, scaler in zip((dense, model), (ids, mine), opts, scalers, strict=True):
-            loss = loss_of(m, part)
+            loss = loss_of(m(part))
             if step == fails and (m is dense or group.rank == group.size - 1):
                 loss = loss * float("inf")
             scaler.scale(loss).backward()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_twin import WORLDS, Net, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from fsdp.twins import WORLDS, Net, backward, ids_of, loss_of, net, same_values, shard, train, twins
 from torch import nn
 
 import shardtensor as st

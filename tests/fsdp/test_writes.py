@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_twin import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
+from fsdp.twins import WORLDS, backward, ids_of, loss_of, net, same_values, shard, train, twins
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -1,120 +1,134 @@
-"""A small model twice: dense, for the whole batch, and fully sharded, for this rank's part of it."""
+"""A dense model beside its fully sharded copy: the oracle of the tests in this folder."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from harness import device
+from harness import FULL, device
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.unit import units_in
 
-LOCAL = 2  # samples of a rank
+WORLDS = [1, 2, 3, 4] if FULL else [1, 3]
+"""Sizes of worlds that tests run in."""
+
+LOCAL = 2
+"""Samples of a rank."""
 
 
 class Block(nn.Module):
+    """A residual block of uneven sizes."""
+
     def __init__(self, width: int = 5) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.calls = 0
+        self.up = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(width)
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """An embedding, blocks, a head; none of the sizes is a multiple of a number of ranks."""
+    """Blocks between an embedding and a head, which may be one tensor."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, width: int = 5, depth: int = 3, *, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(5, 7, bias=False)
+        self.embed = nn.Embedding(7, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 7, bias=False)
+        self.register_buffer("scale", torch.tensor(0.5))
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.scale
 
 
-def twins(mesh=None, module=None, **options):
-    """The dense one and the sharded one: each block a unit, and the whole."""
-    torch.manual_seed(0)
-    dense = (Net() if module is None else module()).to(device())
-    model = copy.deepcopy(dense)
+def net(seed: int = 0, *, make: Callable[..., nn.Module] = Net, **options: Any) -> Any:
+    """A model with the same values on every rank, of float64; `options` are those of `make`."""
+    torch.manual_seed(seed)
+    return make(**options).double().to(device())
+
+
+def shard(model: Any, **options: Any) -> Any:
+    """Each block a unit, and the rest one; `options` are those of `fully_shard`."""
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return dense, fully_shard(model, mesh=mesh, **options)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
-def batches(step: int, group=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch, whole and this rank's part."""
-    group = group or as_group()
-    ids = torch.randint(0, 7, (group.size * LOCAL, 3), generator=torch.Generator().manual_seed(step)).to(device())
-    return ids, ids[group.index * LOCAL :][:LOCAL]
+def twins(make: Callable[..., nn.Module] = Net, *, tied: bool = False, **options: Any) -> tuple[Any, Any]:
+    """A dense model and a fully sharded copy; `options` are those of `fully_shard`."""
+    dense = net(make=make, **({"tied": True} if tied else {}))
+    return dense, shard(copy.deepcopy(dense), **options)
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids).float().logsumexp(-1).pow(2).mean()
+def ids_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch of a step, and this rank's part of it."""
+    group = as_group()
+    whole = torch.randint(0, 7, (group.size * LOCAL, 3), generator=torch.Generator().manual_seed(step)).to(device())
+    return whole, whole[group.index * LOCAL :][:LOCAL]
 
 
-def both_backward(dense: nn.Module, model: nn.Module, step: int = 0) -> None:
-    ids, mine = batches(step)
-    loss_of(dense, ids).backward()
-    loss_of(model, mine).backward()
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """A loss that depends on every element."""
+    return output.double().logsumexp(-1).pow(2).mean()
 
 
-def same_grads(dense: nn.Module, model: nn.Module, factor: float = 1.0, tolerance: float = 1e-5) -> None:
-    for (name, p), (_, q) in zip(dense.named_parameters(), model.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            got = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
+def both_backward(dense: nn.Module, sharded: nn.Module, step: int = 0) -> None:
+    """One forward and backward of both."""
+    whole, part = ids_of(step)
+    loss_of(dense(whole)).backward()
+    loss_of(sharded(part)).backward()
+
+
+def backward(dense: nn.Module, sharded: nn.Module, step: int = 0) -> None:
+    """The same, and a comparison of the gradients."""
+    both_backward(dense, sharded, step)
+    same_gradients(dense, sharded)
+
+
+def train(dense: nn.Module, sharded: nn.Module, optimizers: Iterable[Any], steps: int = 2, first: int = 0) -> None:
+    """Steps of both, and a comparison after each."""
+    optimizers = list(optimizers)
+    for step in range(first, first + steps):
+        backward(dense, sharded, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_values(dense, sharded)
+
+
+def same_gradients(dense: nn.Module, sharded: nn.Module, tolerance: float = 1e-5, factor: float = 1.0) -> None:
+    """Demand gradients equal to `factor` times the dense ones, and None where they are."""
+    _compare(dense, sharded, lambda p: p.grad, tolerance, factor)
+
+
+def same_values(dense: nn.Module, sharded: nn.Module, tolerance: float = 1e-5) -> None:
+    """Demand parameters equal to the dense ones, under the same names."""
+    _compare(dense, sharded, lambda p: p.detach(), tolerance)
+
+
+def _compare(
+    dense: nn.Module, sharded: nn.Module, of: Callable[[Any], Any], tolerance: float, factor: float = 1.0
+) -> None:
+    pairs = zip(dense.named_parameters(), sharded.named_parameters(), strict=True)
+    for (name, one), (other_name, other) in pairs:
+        assert name == other_name
+        want, found = of(one), of(other)
+        assert (want is None) == (found is None), (name, want, found)
+        if want is not None:
+            want = want if factor == 1 else want * factor
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            assert found.dtype == want.dtype, (name, found.dtype)
             torch.testing.assert_close(
-                got, p.grad * factor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+                found, want, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
             )
-
-
-def same_values(dense: nn.Module, model: nn.Module) -> None:
-    for (name, p), (_, q) in zip(dense.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(
-            q.full_tensor(), p, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-@contextmanager
-def counted(model: nn.Module) -> Iterator[Counter]:
-    """Count what a model's flats send: gathers from all ranks, reductions, and sums over copies."""
-    counts: Counter = Counter()
-    flats: list[Flat] = [flat for _, unit in units_in(model) for flat in unit.flats]
-
-    def told(name, function):
-        def call(*args, **kwargs):
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for flat in flats:
-        flat.gather, flat.reduce = told("gather", flat.gather), told("reduce", flat.reduce)
-        finish, carry = flat.carry.finish, flat.carry
-        if carry.replicate is not None:
-            carry.finish = lambda *args, of=finish: _told_of_sum(counts, of(*args))
-    try:
-        yield counts
-    finally:
-        for flat in flats:
-            del flat.gather, flat.reduce
-            vars(flat.carry).pop("finish", None)
-
-
-def _told_of_sum(counts, scale):
-    counts["sum over copies"] += scale is not None
-    return scale

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from recorded_models import NAMES, config_path, recorded
+from recorded_models import FROM_DIMS, MORE_WORLDS, OTHERS, case_id, config_path, recorded, resolved_for
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.checking import check_plan
@@ -17,78 +17,21 @@ from shardtensor.plan.loading import load_plan
 from shardtensor.plan.model import Model
 from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.safetensors_shapes import with_dim_names
 from shardtensor.plan.sources import PACKAGED
-
-# plan, recorded model, world, parameters
-FROM_DIMS = [
-    ("llama", "llama2-7b", 8, {}),
-    ("llama", "llama3-8b", 16, {"tp": 8}),
-    ("llama", "llama3.1-405b", 16, {"tp": 16}),
-    ("llama", "mistral-7b", 8, {"tp": 4}),
-    ("llama", "qwen2-7b", 4, {"tp": 4}),
-    ("llama", "qwen2-0.5b", 2, {"tp": 2}),
-    ("llama_2d", "llama3-8b", 16, {}),
-    ("fsdp", "llama3-8b", 8, {}),
-    ("gpt2", "gpt2", 4, {}),
-    ("bert", "bert-base", 4, {}),
-    ("bert", "minilm", 4, {}),
-    ("t5", "t5-small", 4, {}),
-    ("t5", "flan-t5-small", 2, {}),
-    ("mixtral", "mixtral-8x7b", 8, {}),
-    ("mixtral", "mixtral-8x7b-file", 16, {"published": True}),
-    ("vit", "vit-base", 4, {}),
-    ("vit", "vit-base-file", 4, {"published": True}),
-]
-"""Where config.json alone is enough."""
-
-OTHERS = [
-    ("bert", "bert-base-mlm", 4, {}),
-    ("gpt2", "gpt2-file", 4, {}),
-    ("vit", "vit-base-classifier", 4, {}),
-    *(("fsdp", name, 4, {}) for name in NAMES if name != "llama3-8b"),
-]
-"""Whose tensors come from a file or a module."""
-
-MORE_WORLDS = [
-    ("llama", "llama3-8b", 16, {"tp": 16, "sp": True}),  # kv heads on two ranks each
-    ("llama", "llama3-8b", 8, {"tp": 8, "sp": True}),
-    ("llama", "llama3-8b", 4, {"tp": 1}),
-    ("llama", "llama3.1-405b", 16_384, {"tp": 8, "sp": True}),
-    ("llama_2d", "llama3.1-405b", 64, {"tp": 16}),
-    ("gpt2", "gpt2", 12, {}),
-    ("bert", "minilm", 8, {}),  # heads do not divide: the written fallback
-    ("mixtral", "mixtral-8x7b", 64, {"tp": 8, "ep": 8}),
-    ("fsdp", "mixtral-8x7b", 64, {"copies": 2}),
-]
-
-
-def _id(value: object) -> str | None:
-    if isinstance(value, dict):
-        return ",".join(f"{key}={found}" for key, found in value.items()) or "-"
-    return None
-
-
-def _resolved(plan: str, model: str, world: int, params: dict[str, object], *, from_dims: bool = False) -> Resolved:
-    read = load_plan(plan, config=config_path(model), world=world, **params)
-    real = recorded(model)
-    if not real.modules and plan != "fsdp":  # from a file, which knows no names of dims
-        real = with_dim_names(real, model_from_dims(read))
-    return resolve(read, model_from_dims(read) if from_dims else real)
 
 
 def _alarms(resolved: Resolved) -> list[str]:
     return [str(finding) for finding in check_plan(resolved) if finding.severity != "note"]
 
 
-@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS, ids=_id)
+@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS, ids=case_id)
 def test_dims_are_exactly_the_tensors_of_the_model(plan, model, world, params):
     found = model_from_dims(load_plan(plan, config=config_path(model), world=world, **params))
     real = recorded(model)
     assert {t.name: (t.dtype, t.shape) for t in found.tensors} == {t.name: (t.dtype, t.shape) for t in real.tensors}
 
 
-@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS, ids=_id)
+@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS, ids=case_id)
 def test_dims_have_the_names_that_layers_of_the_class_give_them(plan, model, world, params):
     found = model_from_dims(load_plan(plan, config=config_path(model), world=world, **params))
     for tensor in recorded(model).tensors:
@@ -97,30 +40,30 @@ def test_dims_have_the_names_that_layers_of_the_class_give_them(plan, model, wor
 
 
 @pytest.mark.parametrize("from_dims", [True, False], ids=["dims", "module"])
-@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS + MORE_WORLDS, ids=_id)
+@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS + MORE_WORLDS, ids=case_id)
 def test_every_tensor_has_its_line_and_nothing_is_wrong(plan, model, world, params, from_dims):
     if from_dims and (plan, model) == ("fsdp", "mixtral-8x7b"):
         pytest.skip("fsdp.dims.shard names the tensors of a Llama")
-    resolved = _resolved(plan, model, world, params, from_dims=from_dims)
+    resolved = resolved_for(plan, model, world, params, from_dims=from_dims)
     assert not _alarms(resolved)
     assert set(resolved.tensors) == set(resolved.model.by_name)
     assert all(placed.line is not None or placed.tied_to for placed in resolved.tensors.values())
 
 
-@pytest.mark.parametrize(("plan", "model", "world", "params"), OTHERS, ids=_id)
+@pytest.mark.parametrize(("plan", "model", "world", "params"), OTHERS, ids=case_id)
 def test_plans_fit_other_classes_and_published_files(plan, model, world, params):
-    resolved = _resolved(plan, model, world, params)
+    resolved = resolved_for(plan, model, world, params)
     assert not _alarms(resolved)
     assert set(resolved.tensors) == set(recorded(model).by_name)
 
 
-@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS + OTHERS, ids=_id)
+@pytest.mark.parametrize(("plan", "model", "world", "params"), FROM_DIMS + OTHERS, ids=case_id)
 def test_what_a_plan_names_of_code_is_there(plan, model, world, params):
     """Attributes after `local` and arguments after `in`, against the recorded classes; `resolve` asks the same."""
     if not recorded(model).modules:
         pytest.skip("a file has no classes")
     asked = 0
-    for path, passing in _resolved(plan, model, world, params).modules.items():
+    for path, passing in resolved_for(plan, model, world, params).modules.items():
         module = recorded(model).modules[path]
         assert set(passing.locals) <= set(module.counts), path
         assert {name for name in passing.ins if name} <= set(module.arguments), path
@@ -155,7 +98,7 @@ def test_uneven_heads_are_dealt_whole():
 
 
 def test_grouped_heads_lie_on_the_ranks_that_use_them():
-    resolved = _resolved("llama", "llama3-8b", 16, {"tp": 16})
+    resolved = resolved_for("llama", "llama3-8b", 16, {"tp": 16})
     keys = resolved.tensors["model.layers.3.self_attn.k_proj.weight"].layout
     query = resolved.tensors["model.layers.3.self_attn.q_proj.weight"].layout
     for rank in range(16):
@@ -164,7 +107,7 @@ def test_grouped_heads_lie_on_the_ranks_that_use_them():
 
 
 def test_a_tied_head_takes_the_layout_of_the_embedding():
-    placed = _resolved("llama", "qwen2-0.5b", 2, {"tp": 2}).tensors["lm_head.weight"]
+    placed = resolved_for("llama", "qwen2-0.5b", 2, {"tp": 2}).tensors["lm_head.weight"]
     assert placed.tied_to == "model.embed_tokens.weight"
 
 

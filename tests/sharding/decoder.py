@@ -56,10 +56,12 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, heads: int = 4, kv_heads: int = 4, hidden: int = 16, words: int = 16, bias: bool = True) -> None:
+    def __init__(
+        self, heads: int = 4, kv_heads: int = 4, hidden: int = 16, words: int = 16, bias: bool = True, layers: int = 2
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, WIDTH, padding_idx=1)
-        self.layers = nn.ModuleList(Layer(heads, kv_heads, hidden, bias) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(heads, kv_heads, hidden, bias) for _ in range(layers))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, words, bias=False)
 

@@ -10,22 +10,20 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
-from families import (
-    MLP,
-    BertModel,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    T5ForConditionalGeneration,
-    Uneven,
-    ViTForImageClassification,
-    Vocab,
-    mixtral,
-)
 from torch import nn
 
 import shardtensor
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
+from shardtensor.sharding.tiny.bert import BertModel
+from shardtensor.sharding.tiny.gpt2 import GPT2LMHeadModel
+from shardtensor.sharding.tiny.llama import LlamaForCausalLM
+from shardtensor.sharding.tiny.mixtral import mixtral
+from shardtensor.sharding.tiny.mlp import MLP
+from shardtensor.sharding.tiny.t5 import T5ForConditionalGeneration
+from shardtensor.sharding.tiny.uneven import Uneven
+from shardtensor.sharding.tiny.vit import ViTForImageClassification
+from shardtensor.sharding.tiny.vocab import Vocab
 
 SPECS = Path(shardtensor.__file__).parent.parent / "specs"
 
@@ -70,6 +68,11 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
+def pooled(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    x, first = model(ids)
+    return (x.mean(1) + first).square().mean()
+
+
 _LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "hidden_size": 8}
 _TIED = _LLAMA | {"tie_word_embeddings": True}
 _MIXTRAL = _LLAMA | {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -80,8 +83,8 @@ FAMILIES = {
     "llama": Family(LlamaForCausalLM, _ids, own_loss, _LLAMA),
     "llama_tied": Family(lambda: LlamaForCausalLM(tied=True, bias=True, vocab=128), _ids, own_loss, _TIED),
     "gpt2": Family(GPT2LMHeadModel, _ids, outer_loss, {"n_head": 4, "n_embd": 16}),
-    "bert": Family(BertModel, _ids, square, _BERT),
-    "bert_two_heads": Family(lambda: BertModel(heads=2), _ids, square, _BERT | {"num_attention_heads": 2}),
+    "bert": Family(BertModel, _ids, pooled, _BERT),
+    "bert_two_heads": Family(lambda: BertModel(heads=2), _ids, pooled, _BERT | {"num_attention_heads": 2}),
     "t5": Family(T5ForConditionalGeneration, _ids, outer_loss, {"num_heads": 4, "d_kv": 4}),
     "mixtral": Family(lambda: mixtral(stacked=False), _ids, own_loss, _MIXTRAL),
     "mixtral_stacked": Family(lambda: mixtral(stacked=True), _ids, own_loss, _MIXTRAL),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import LlamaForCausalLM
 from family_plans import FAMILIES, plan_for
 from torch import nn
 
@@ -23,6 +22,7 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolve import resolve
 from shardtensor.sharding.hooks import register_hook
 from shardtensor.sharding.model_info import model_info
+from shardtensor.sharding.tiny.llama import LlamaForCausalLM
 
 both = pytest.mark.worlds("sim", "gloo")
 sim = pytest.mark.worlds("sim")

@@ -141,3 +141,13 @@ def test_the_caller_is_as_before():
     st.count_bytes(4, lambda: (torch.rand(3), st.rand("[tp]", 8)))
     assert torch.equal(torch.get_rng_state(), state)
     assert as_group().size == 1
+
+
+def test_a_world_of_gpus_is_one_along_every_axis():
+    def device_types() -> list[str]:
+        group = as_group()
+        return [each.device_type for each in (group, group.axis("dp"), group.axis("tp"), group.axis("dp", "tp"))]
+
+    for mesh in ("dp=1, tp=4", "dp=2, tp=4", "dp=1, tp=1"):
+        assert st.count_bytes(mesh, device_types, device_type="cuda").result == ["cuda"] * 4
+        assert st.count_bytes(mesh, device_types).result == ["cpu"] * 4

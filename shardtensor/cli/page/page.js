@@ -139,7 +139,7 @@
         row.parentElement.hidden = !fits;
         count += fits;
       });
-      all(".tree details").reverse().forEach((node) => { node.parentElement.hidden = !node.querySelector("li:not([hidden]) > .row"); });
+      all(".tree details").reverse().forEach((node) => { node.parentElement.hidden = !node.querySelector("li:not([hidden]) > .row"); if (word) node.open = true; });
       status.textContent = word ? `${count} of ${rows.length}` : "";
     });
   }

@@ -13,7 +13,7 @@ from shardtensor.cli.page.reshards import reshards
 from shardtensor.cli.page.tree import search_box, tree
 from shardtensor.cli.scene import Scene
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.memory import plan_bytes
+from shardtensor.plan.memory import PlanBytes, plan_bytes
 from shardtensor.plan.units import own_tensors
 
 
@@ -28,6 +28,7 @@ def page(scene: Scene) -> str:
         (True, False)
     """
     is_plan = scene.resolved is not None
+    held = None if scene.resolved is None or scene.resolved.errors else plan_bytes(scene.resolved)
     rows = mesh_rows(scene.axes)
     style = Markup(packaged("drawing.css") + packaged("page.css") + colours.rules())
     head = el(
@@ -50,13 +51,13 @@ def page(scene: Scene) -> str:
     left = el("nav", search_box(), tree(scene), aria_label="tensors") if is_plan else ""
     start = next((i for i, shown in enumerate(scene.shown) if shown.picture.axes), 0)
     kind = "spread" if is_plan else "single"
-    parts: list[Markup | str] = [_header(scene), el("main", left, stage, class_=kind, data_start=start)]
+    parts: list[Markup | str] = [_header(scene, held), el("main", left, stage, class_=kind, data_start=start)]
     resolved = scene.resolved
     if resolved is not None and resolved.errors:
         parts.append(sections.findings(resolved))
     parts.append(reshards(scene.reshards))
-    if resolved is not None and not resolved.errors:
-        parts += [sections.memory(resolved), sections.units(resolved), sections.collectives(resolved)]
+    if resolved is not None and held is not None:
+        parts += [sections.memory(resolved, held), sections.units(resolved), sections.collectives(resolved)]
         parts.append(sections.findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
@@ -64,7 +65,7 @@ def page(scene: Scene) -> str:
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
 
 
-def _header(scene: Scene) -> Markup:
+def _header(scene: Scene, held: PlanBytes | None) -> Markup:
     world = scene.axes.mesh.size
     facts = [(f"{world:,}", f"rank{'s' * (world != 1)}", "" if scene.axes.mesh.is_unnamed else mesh_text(scene.axes))]
     if scene.resolved is not None:
@@ -75,9 +76,8 @@ def _header(scene: Scene) -> Markup:
         of = "" if drawn == len(scene.resolved.tensors) else f"{drawn:,} of them "
         layouts = len(scene.shown)
         facts.append((f"{len(own):,}", "tensors", f"{of}in {layouts:,} layout{'s' * (layouts != 1)}"))
-        if not scene.resolved.errors:
-            found = plan_bytes(scene.resolved)
-            facts.append((say_bytes(found.most.total), "a rank", "parameters, gradients, adamw, gathered units"))
+        if held is not None:
+            facts.append((say_bytes(held.most.total), "a rank", "parameters, gradients, adamw, gathered units"))
     cells = [el("div", el("dt", what), el("dd", number, el("small", more))) for number, what, more in facts]
     kind = None if scene.resolved is not None else "spec long" if len(scene.title) > 48 else "spec"
     return el("header", el("h1", scene.title, class_=kind), el("p", scene.subject, class_="subject"), el("dl", *cells))

@@ -10,7 +10,7 @@ from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.brief import brief_names, skeleton
-from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
+from shardtensor.plan.memory import PlanBytes, RankBytes, rank_bytes
 from shardtensor.plan.model import BYTES
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.units import Flat, GatherUnit, gather_units
@@ -27,9 +27,8 @@ _LANE = 20
 _RANGES = 64
 
 
-def memory(resolved: Resolved) -> Markup:
+def memory(resolved: Resolved, found: PlanBytes) -> Markup:
     """Bars of what a rank holds: of each where they are few and differ, else of the least and the most."""
-    found = plan_bytes(resolved)
     world = resolved.plan.axes.mesh.size
     rows: list[tuple[str, RankBytes]]
     if say_bytes(found.least.total) == say_bytes(found.most.total):

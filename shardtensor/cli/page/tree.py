@@ -18,6 +18,8 @@ _SEGMENT = re.compile(r"(?:\{[^{}]*\}|[^.{}])+")
 _MINI = 16
 """Parts of a picture in little."""
 
+_OPEN = 4  # of many modules side by side, as experts are
+
 
 @attrs.define
 class Node:
@@ -69,7 +71,7 @@ def _node(node: Node, depth: int, scene: Scene, most: int, minis: list[Markup]) 
     items = []
     for last, pattern, number in node.rows:
         items.append(el("li", _row(last, pattern, number, scene.shown[number], most, minis[number])))
-    for word, child in node.children.items():
+    for place, (word, child) in enumerate(node.children.items()):
         name, below, deep = word, child, depth + 1
         flow = _flows(scene.resolved, below, deep)
         while not flow and not below.rows and len(below.children) == 1:
@@ -81,8 +83,9 @@ def _node(node: Node, depth: int, scene: Scene, most: int, minis: list[Markup]) 
             row = _row(f"{name}.{last}", pattern, number, scene.shown[number], most, minis[number], flow)
             items.append(el("li", row))
             continue
+        is_open = "" if place < _OPEN or len(node.children) <= 2 * _OPEN else None
         summary = el("summary", el("code", broken(name)), _passing(flow))
-        items.append(el("li", el("details", summary, _node(below, deep, scene, most, minis), open="")))
+        items.append(el("li", el("details", summary, _node(below, deep, scene, most, minis), open=is_open)))
     return el("ul", *items)
 
 

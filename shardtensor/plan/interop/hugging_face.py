@@ -96,7 +96,9 @@ def plan_text_from_hf(
     heads = _whole_heads(kept, config or {})
     rules: dict[str, list[str]] = {}
     for entry in entries:
-        rules.setdefault(entry.pattern, []).append(_with_unit(entry.rule) if entry.pattern in heads else entry.rule)
+        rule = _with_unit(entry.rule) if entry.pattern in heads else entry.rule
+        rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
+        rules.setdefault(entry.pattern, []).append(rule)
         if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
             owner = entry.pattern.rpartition(".")[0]
             rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
@@ -156,7 +158,9 @@ def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | N
     Without a model, tensors are told by the words of the modules that hold them, and by their names.
     """
     if model is not None:
-        return next((len(tensor.shape) for tensor in model.tensors if _starred(tensor.name) == pattern), None)
+        found = next((len(tensor.shape) for tensor in model.tensors if _starred(tensor.name) == pattern), None)
+        if found is not None or any(_starred(path) == pattern for path in model.paths):
+            return found  # what the model does not have at all is told as without one
     owner, _, name = pattern.rpartition(".")
     word = plan.get(owner, "")
     if word not in OWNERS or plan[pattern] not in (
@@ -184,9 +188,7 @@ def _takes_weights(pattern: str, model: Model) -> bool:
 
 def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
     """The projections of attention that are cut, where the configuration tells how long every head is."""
-    if "num_attention_heads" not in config or not {"head_dim", "hidden_size"} & set(config):
-        return frozenset()
-    if any(config.get(key) is not None for key in _ODD_HEADS):
+    if not _head_dim(config) or any(config.get(key) is not None for key in _ODD_HEADS):
         return frozenset()
     wanted = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
@@ -198,6 +200,20 @@ def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozense
     )
 
 
+def _head_dim(config: Mapping[str, Any]) -> str:
+    """How long a head is, in the language; empty where the configuration does not tell."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if heads and width and width % heads == 0:
+        return "config.head_dim ?? config.hidden_size / config.num_attention_heads"
+    return "config.head_dim" if config.get("head_dim") else ""
+
+
+def _key(config: Mapping[str, Any], name: str) -> str:
+    """A key of the configuration, in the language; of models of several parts, of that for text."""
+    part = next((key for key, value in config.items() if isinstance(value, Mapping) and name in value), "")
+    return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
+
+
 def _with_unit(rule: str) -> str:
     return rule.replace("(tp)", "(tp, unit=hd)")
 
@@ -207,8 +223,7 @@ def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config
     lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
     lines += ["param tp = world"] if not ep_plan else ["param tp = 1", "param ep = world / tp"]
     if heads:
-        width = "config.hidden_size / config.num_attention_heads"
-        lines.append(f"let hd = config.head_dim ?? {width}" if "hidden_size" in config else "let hd = config.head_dim")
+        lines.append(f"let hd = {_head_dim(config)}")
     lines += (
         ["mesh (dp = world / (ep * tp), ep, tp)", "data dp*ep"]
         if ep_plan

@@ -1,0 +1,47 @@
+"""How small the sizes of a model may become, so that a plan says of the tiny one what it says of the real one."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+PAD = 128
+"""Rows to whose multiples plans pad vocabularies."""
+
+
+@attrs.frozen
+class Sizes:
+    """Sizes of a tiny model. Numbers of heads and of experts stay as they are.
+
+    Attributes:
+        ranks: of the world; a cut is over a divisor of it.
+        head: elements of a head, at most.
+        layers: how many.
+
+    Example:
+        >>> sizes = Sizes(ranks=8)
+        >>> sizes.width(14336), sizes.width(14340), sizes.vocab(50257)
+        (32, 36, 209)
+    """
+
+    ranks: int
+    head: int = 2
+    layers: int = 2
+
+    def width(self, real: int) -> int:
+        """A small size that leaves the remainder of the real one, whatever divisor of the world divides it."""
+        return _congruent(real, 2 * self.ranks * self.head)
+
+    def vocab(self, real: int) -> int:
+        """The same for rows that may be padded: the last rank holds as much padding as of the real one."""
+        return _congruent(real, math.lcm(PAD, self.ranks))
+
+    @property
+    def positions(self) -> int:
+        """As many as the longest sequence of a step has."""
+        return max(16, 2 * self.ranks)
+
+
+def _congruent(real: int, modulus: int) -> int:
+    return min(real, real % modulus + modulus)
