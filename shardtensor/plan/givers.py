@@ -91,6 +91,7 @@ class Givers:
         for path, name, is_hooked in self._escaped:
             if not is_hooked and path not in self._broken:
                 yield self._told(path, name)
+        yield from self._without_heads()
         yield from self._not_given()
         yield from self._not_made()
 
@@ -172,7 +173,8 @@ class Givers:
     def _heads_of_losses(self) -> frozenset[str]:
         """The linear layers whose logits a loss may take: with its hook, or else in a module that has it. Those in
         modules that are alike, such as layers, only where there are no others."""
-        found, inner = set(), set()
+        found: set[str] = set()
+        inner: set[str] = set()
         for path, layer in self._modules.layers.items():
             flow = layer.stated.out
             if layer.kind.name != "linear" or flow is None:
@@ -182,6 +184,25 @@ class Givers:
             elif any("cross_entropy" in self._hooks(above, flow) for above in around(path)):
                 (inner if self._is_alike(path) else found).add(path)
         return frozenset(found or inner)
+
+    def _without_heads(self) -> Iterator[Finding]:
+        """Losses that should take cut logits where nothing leaves such."""
+        for at, stated in self._modules.stated.items():
+            line = next((line for hook, line in stated.passing.uses if hook.name == "cross_entropy"), None)
+            below = (path for path, layer in self._modules.layers.items() if layer.kind.name == "linear")
+            outs = (
+                self._modules.stated[p].passing.outs
+                for p in below
+                if p in self._modules.stated and (p == at or is_below(p, at))
+            )
+            if line is None or any(last_cut(flow.after) for each in outs for flow, _ in each.values()):
+                continue
+            yield Finding(
+                "E403", "this loss finds no head that leaves its logits cut", line.origin,
+                "it takes logits whose classes are cut over ranks, from a linear layer "
+                + ("that is" if at in self._modules.layers else "below") + " here with such an `out`",
+                "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook", (), at,
+            )  # fmt: skip
 
     def _is_alike(self, path: str) -> bool:
         """Whether a module is one of several alike, or in one."""
@@ -250,7 +271,8 @@ class Givers:
             stated = self._modules.stated.get(above)
             if stated is None:
                 continue
-            if stated.passing.uses or any(cut <= self._parts(flow.after) for flow in stated.ins.values()):
+            feeds = any(hook.name != "cross_entropy" for hook, _ in stated.passing.uses)
+            if feeds or any(cut <= self._parts(flow.after) for flow in stated.ins.values()):
                 return True
             if stated.ins:
                 return False

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import attrs
 
 from shardtensor.layout.layout import CutLayout, FlatLayout
+from shardtensor.plan.expert_flows import expert_findings
 from shardtensor.plan.finding import Finding
 from shardtensor.plan.flow import cut_axes, union
 from shardtensor.plan.givers import Givers
@@ -57,6 +58,7 @@ def flows_of(resolved: Resolved) -> Flows:
     findings += meetings.findings(givers.to_hooks)
     findings += givers.findings()
     findings += Streams(modules, meetings).findings()
+    findings += expert_findings(modules)
     return Flows(modules, works, meetings, tuple(findings))
 
 

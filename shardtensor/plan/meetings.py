@@ -110,6 +110,8 @@ class Meetings:
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
+        yield from self._summed_otherwise()
+        yield from self._among_plain_values()
         yield from self._of_another_width()
         yield from self._forgotten(to_hooks)
 
@@ -225,6 +227,59 @@ class Meetings:
                     f"it would be counted {modules.times(addends)} times",
                     f"drop `in` here, or {of}", style_note(_origin(line), "flow"), path,
                 )  # fmt: skip
+
+    def _summed_otherwise(self) -> Iterator[Finding]:
+        """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
+        modules = self.modules
+        for path, addends in self.addends.items():
+            parent, _, number = path.rpartition(".")
+            if not addends or not number.isdecimal():
+                continue
+            other = f"{parent}.{int(number) + 1}".lstrip(".")
+            if other not in modules.places:
+                other = f"{parent}.{int(number) - 1}".lstrip(".")
+            if other not in modules.places or modules.stated.get(other, Stated()).ins:
+                continue
+            line = modules.stated[path].line("in")
+            first = self.served[path][0]
+            holder = first.path.rpartition(".")[0]
+            yield Finding(
+                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(addends)}",
+                _origin(line),
+                f"{first.path} leaves its own to it; in {other}, which has no `in`, the same layer sums for itself: "
+                "what stands between them, a norm or a residual, would get one rank's addend here",
+                f"say how values enter `{holder if holder != path else first.path}`: `in: replicate` there",
+                style_note(_origin(line), "flow"), path,
+            )  # fmt: skip
+
+    def _among_plain_values(self) -> Iterator[Finding]:
+        """Norms and tables that are cut and give ShardedTensors, in one of several modules alike where plain values
+        pass (E403). Products may: a pair of them gives whole values again."""
+        modules = self.modules
+        told = {layer.path for path, layers in self.served.items() if self.addends.get(path) for layer in layers}
+        products = {
+            above for path, layer in modules.layers.items()
+            if layer.kind.name == "linear" and layer.is_cut and not layer.has_flow for above in around(path)
+        }  # fmt: skip
+        plain = {
+            above: path
+            for path, stated in modules.stated.items() if stated.ins
+            for above in (path, *around(path)) if above.rpartition(".")[2].isdecimal()
+        }  # fmt: skip
+        for path, layer in modules.layers.items():
+            block = next((above for above in around(path) if above in plain), None)
+            if layer.kind.name not in ("norm", "embedding") or not layer.is_cut or layer.loose or layer.has_flow:
+                continue
+            if block is None or path in told or block in products:
+                continue
+            line = next((placed.line for placed in layer.params.values() if not placed.layout.is_replicated), None)
+            yield Finding(
+                "E403", f"`{path}` is cut, and the plan does not say how values pass it", _origin(line),
+                f"it gives a ShardedTensor then, and modules near it take plain values, such as `{plain[block]}`",
+                "keep it whole: `replicate`" if layer.kind.name == "norm"
+                else "say it: `colwise(...)` or `rowwise(...)`, or `in` and `out` in its block",
+                style_note(_origin(line), "layout"), path,
+            )  # fmt: skip
 
     def _has_copies_before(self, path: str, above: str, axes: Names) -> bool:
         """Whether a module in `above` that stands before `path` leaves copies, which it may take."""

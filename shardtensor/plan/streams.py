@@ -33,7 +33,7 @@ class Streams:
             takers = list(self._takers(axis))
             makers = list(self._makers(axis))
             for path in takers:
-                if not self._hears(path, makers):
+                if not self._hears(path, makers, axis):
                     yield self._takes_whole(path, axis)
             for path in makers:
                 if self._leaves(path, axis) and not self._is_heard(path, takers):
@@ -91,11 +91,17 @@ class Streams:
     def _gathers(self) -> dict[str, set[str]]:
         return {path: self._meetings.gathers(path) for path in (*self._modules.stated, *self._modules.layers)}
 
-    def _hears(self, path: str, makers: Sequence[str]) -> bool:
+    def _hears(self, path: str, makers: Sequence[str], axis: str) -> bool:
         """Whether a module that takes whole values may get one of those that are left so."""
         block = _block(path)
         if not block:
-            return bool(makers)
+            dealing, places = self._last_before(path, axis), self._modules.places
+            return any(  # of layers that deal values out, and of what stands after them
+                not dealing
+                or (_block(other) and skeleton(_block(other)) == skeleton(dealing))
+                or places.get(other, 0) > places.get(dealing, 0)
+                for other in makers
+            )
         if path != block and any(skeleton(_block(other)) == skeleton(block) for other in makers):
             return True
         number = int(block.rpartition(".")[2])
@@ -103,6 +109,17 @@ class Streams:
         is_first = f"{block.rpartition('.')[0]}.{number - 1}".lstrip(".") not in self._modules.places
         is_open = path == block or entering is None or not entering.ins
         return is_first and is_open and any(not _block(other) for other in makers)
+
+    def _last_before(self, path: str, axis: str) -> str:
+        """The last layer before a module, one of several alike, in which values are dealt out; empty without one."""
+        places = self._modules.places
+        here = places.get(path, 0)
+        found = {
+            _block(other): None
+            for other, stated in self._modules.stated.items()
+            if places.get(other, 0) < here and any(axis in cut_axes(flow.after) for flow in stated.outs.values())
+        }
+        return max(filter(None, found), key=lambda block: places.get(block, 0), default="")
 
     def _leaves(self, path: str, axis: str) -> bool:
         """Whether what a module makes goes beyond those around it that gather."""

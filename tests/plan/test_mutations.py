@@ -50,6 +50,12 @@ GATE, DOWN = "{gate,up}_proj: colwise(tp)", "down_proj:      rowwise(tp, to=stre
 NORMS = "{input,post_attention}_layernorm: along(stream)"
 
 
+GPT2 = {"plan": "gpt2", "model": "gpt2", "world": 4}
+BERT = {"plan": "bert", "model": "minilm", "world": 4}
+T5 = {"plan": "t5", "model": "t5-small", "world": 4}
+MIXTRAL = {"plan": "mixtral", "model": "mixtral-8x7b"}
+
+
 def block(name: str, *entries: str) -> str:
     return "\n".join([f"{name} {{", *entries, "}"])
 
@@ -158,6 +164,90 @@ MUTATIONS = {
     "the wrong dim is cut": Mutation(OUT, row("o_proj", weight="[out: tp]"), "E402", "in: [..., tp]"),
     "a row product stays whole": Mutation(DOWN, "down_proj: replicate", "E401", "down_proj: replicate"),
     "logits leave cut, and no loss takes them": Mutation("use cross_entropy()\n", "", "E403", "lm_head: vocab_head"),
+    "attention ends in a column product": Mutation(OUT, "o_proj: colwise(tp, unit=hd)", "E403", "o_proj: colwise("),
+    "attention ends in a column product, beside a stream": Mutation(
+        OUT, "o_proj: colwise(tp, unit=hd)", "E403", "o_proj: colwise(", params=SP
+    ),
+    "attention of GPT-2 ends in a column product": Mutation(
+        "c_proj: rowwise(tp, unit=hd)", "c_proj: colwise(tp, unit=hd)", "E403", "c_attn: colwise(", **GPT2
+    ),
+    "attention of T5 ends in a column product": Mutation(
+        "o:       rowwise(tp, unit=dkv)", "o: colwise(tp)", "E403", "{q,k,v}: colwise(", **T5
+    ),
+    "attention of experts' layers ends in a column product": Mutation(
+        "o_proj:       rowwise(tp, unit=hd)", "o_proj: colwise(tp, unit=hd)", "E403", "o_proj: colwise(", **MIXTRAL
+    ),
+    "the mlp of GPT-2 begins with a row product": Mutation(
+        "mlp.c_fc:   colwise(tp)", "mlp.c_fc: rowwise(tp)", "E403", "mlp.c_fc: rowwise(", **GPT2
+    ),
+    "the mlp of GPT-2 begins whole": Mutation(
+        "mlp.c_fc:   colwise(tp)", "mlp.c_fc: replicate", "E403", "mlp.c_proj: rowwise(", **GPT2
+    ),
+    "the attention of GPT-2 begins whole": Mutation(
+        "c_attn: colwise(tp, unit=hd, blocks=3) ", "c_attn: replicate ", "E403", "c_proj: rowwise(tp, unit", **GPT2
+    ),
+    "a row product leaves cut features": Mutation(
+        OUT, row("o_proj", out="partial(tp) -> [..., tp]"), "E403", "partial(tp) -> [..., tp]"
+    ),
+    "a row product takes whole values": Mutation(
+        OUT, row("o_proj", **{"in": "replicate -> [..., tp]"}), "E403", "q_proj:     colwise("
+    ),
+    "only one product of two is cut": Mutation(
+        "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate", "E403", " output.dense:", **BERT
+    ),
+    "a table is cut by features": Mutation(
+        "embed_tokens: vocab_embedding(tp, pad=64)",
+        block("embed_tokens", "weight: [embed: tp]", "out: [..., tp]"),
+        "E403",
+        "out: [..., tp]",
+    ),
+    "the head is a row product": Mutation(
+        "lm_head: vocab_head(tp, pad=64, from=stream)", "lm_head: rowwise(tp)", "E403", "lm_head: rowwise("
+    ),
+    "a loss has no cut head": Mutation(
+        "optional lm_head: vocab_head(tp, pad=64)", "optional lm_head: replicate", "E403", "use cross_entropy()", **GPT2
+    ),
+    "the last norm takes copies": Mutation(
+        "    norm: along(stream)", "    norm: along(replicate)", "E403", "norm: along(replicate)", params=SP
+    ),
+    "a sum is dealt out along another dim": Mutation(
+        OUT, OUT.replace("stream", "[tp, ...]"), "E403", "to=[tp, ...]", params=SP
+    ),
+    "a stream is gathered along another dim": Mutation(
+        "in: stream -> replicate\n            q_proj",
+        "in: [tp, ...] -> replicate\n            q_proj",
+        "E403",
+        "in: [tp, ...]",
+        params=SP,
+    ),
+    "the attention does not say how values enter": Mutation(
+        "in: stream -> replicate\n            q_proj", "q_proj", "E401", "in: replicate -> stream"
+    ),
+    "norms are cut among plain values": Mutation(
+        "ln_{1,2}: replicate", "ln_{1,2}: [tp]", "E403", "ln_{1,2}: [tp]", **GPT2
+    ),
+    "a table of positions passes a ShardedTensor": Mutation(
+        "                out:    [..., tp]\n", "", "E403", "weight: [-, tp]", **T5
+    ),
+    # -- experts
+    "routing weights meet addends": Mutation(
+        "in top_k_weights: replicate grad partial(tp)", "# no weights", "E401", "gate_up_proj:", **MIXTRAL
+    ),
+    "tokens of experts meet addends": Mutation(
+        "in:               replicate grad partial(tp)", "in: replicate", "E401", "in: replicate", **MIXTRAL
+    ),
+    "experts do not say what leaves them": Mutation(
+        "out: partial(tp) -> replicate", "", "E402", "gate_up_proj:", **MIXTRAL
+    ),
+    "experts leave copies": Mutation(
+        "out: partial(tp) -> replicate", "out: replicate", "E402", "out: replicate", **MIXTRAL
+    ),
+    "no token is sent to experts": Mutation(
+        "use dispatch(ep, top_k=config.num_experts_per_tok)\n            out", "out", "E403", "gate_up_proj:", **MIXTRAL
+    ),
+    "experts are dealt along ranks with the same samples": Mutation(
+        "data dp*ep", "data dp", "E401", "use dispatch(", **MIXTRAL
+    ),
     # -- layouts
     "a head is cut in half": Mutation(
         "{k,v}_proj: colwise_shared(kvg,", "{k,v}_proj: colwise_shared(tp,", "E205", "colwise_shared(tp,", **WIDE
@@ -180,16 +270,21 @@ MUTATIONS = {
     "the second input is not named": Mutation(
         "in key_value_states: replicate", "# no second input", NUMERIC, "", "t5", "t5-small", 4
     ),
-    "routing weights meet addends": Mutation(
-        "in top_k_weights: replicate grad partial(tp)", "# no weights", NUMERIC, "", "mixtral", "mixtral-8x7b"
-    ),
-    "tokens of experts meet addends": Mutation(
-        "in:               replicate grad partial(tp)", "in: replicate", NUMERIC, "", "mixtral", "mixtral-8x7b"
-    ),
     "the first layer deals nothing out": Mutation("in: replicate -> stream", "in: replicate", NUMERIC, "", params=SP),
-    "a row product leaves cut features": Mutation(OUT, row("o_proj", out="partial(tp) -> [..., tp]"), LOUD),
-    "only one product of two is cut": Mutation(
-        "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate", LOUD, "", "bert", "minilm", 4
+    "an attribute that counts heads is not said": Mutation(
+        "local num_attention_heads: [tp] if fits else replicate", "", LOUD, "", "bert", "minilm", 4
+    ),
+    "a whole product beside cut ones": Mutation(
+        "attention.output.dense: rowwise(tp, unit=hd) if fits else replicate",
+        "attention.output.dense: replicate",
+        LOUD,
+        "",
+        "bert",
+        "minilm",
+        4,
+    ),
+    "a product before another is cut along its inputs": Mutation(
+        GATE, "gate_proj: colwise(tp)\nup_proj: rowwise(tp)", LOUD
     ),
 }
 
