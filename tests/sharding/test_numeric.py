@@ -49,7 +49,9 @@ def lines_of(findings: tuple[Finding, ...]) -> set[str]:
 
 def test_weights_of_experts_whose_gradients_are_addends():
     weights = "in top_k_weights: replicate grad partial(tp)"
-    found = found_after("mixtral", "mixtral_stacked", 4, weights, "in top_k_weights: replicate", tp=2, ep=2)
+    found = found_after(
+        "mixtral", "mixtral_stacked", 4, weights, "in top_k_weights: replicate grad replicate", tp=2, ep=2
+    )
     assert any("mlp.gate" in str(each) and "off by" in each.fault for each in found)
 
 
