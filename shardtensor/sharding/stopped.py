@@ -38,33 +38,34 @@ def said_of(resolved: Resolved, path: str, text: str = "") -> Origin | None:
 
     Args:
         path: of the module.
-        text: of an error; the tensors and modules that it names are looked at first.
+        text: of a refusal, which is of flows and tensors: those that it names are looked at first. Without one it is
+            the module's own code that stopped; it stumbles most on attributes that count.
     """
+    counts_first = not text
     for match in _NAMED.finditer(text):
         name = next(filter(None, match.groups()))
         if name in resolved.tensors or name in resolved.modules:
-            origin = _first(_lines(resolved, name))
+            origin = _first(_lines(resolved, name, counts_first))
             if origin is not None:
                 return origin
     while path:
-        origin = _first(_lines(resolved, path))
+        origin = _first(_lines(resolved, path, counts_first))
         if origin is not None:
             return origin
         path = path.rpartition(".")[0]
     return _first(iter(resolved.plan.lines))
 
 
-def _lines(resolved: Resolved, name: str) -> Iterator[Line | None]:
-    """What is said of a tensor or a module; first of attributes that count, on which its code stumbles most."""
+def _lines(resolved: Resolved, name: str, counts_first: bool) -> Iterator[Line | None]:
+    """What is said of a tensor or a module."""
     if name in resolved.tensors:
         yield resolved.tensors[name].line
     passing = resolved.modules.get(name)
     if passing is not None:
-        for said in (passing.locals, passing.ins, passing.outs):
-            for _, line in said.values():
-                yield line
-        for _, line in passing.uses:
-            yield line
+        flows = [line for said in (passing.ins, passing.outs) for _, line in said.values()]
+        counts = [line for _, line in passing.locals.values()]
+        yield from (*counts, *flows) if counts_first else (*flows, *counts)
+        yield from (line for _, line in passing.uses)
     for full, placed in resolved.tensors.items():
         if full.rpartition(".")[0] == name:
             yield placed.line

@@ -176,10 +176,11 @@ class BertForMaskedLM(nn.Module):
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
     vocab, width = shape_of(model, "word_embeddings.weight")
     heads = config.get("num_attention_heads", 4)
+    small = heads * min(sizes.head, width // heads)
     return {
         "num_attention_heads": heads,
-        "hidden_size": heads * min(sizes.head, width // heads),
-        "intermediate_size": sizes.width(shape_of(model, "intermediate.dense.weight")[0]),
+        "hidden_size": small,
+        "intermediate_size": sizes.width(shape_of(model, "intermediate.dense.weight")[0], unlike=small),
         "num_hidden_layers": sizes.layers,
         "max_position_embeddings": sizes.positions,
         "vocab_size": sizes.vocab(vocab),

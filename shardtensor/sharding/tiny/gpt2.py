@@ -95,10 +95,11 @@ class GPT2LMHeadModel(nn.Module):
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
     vocab, width = shape_of(model, "wte.weight")
     heads = config.get("n_head", 4)
+    small = heads * min(sizes.head, width // heads)
     return {
         "n_head": heads,
-        "n_embd": heads * min(sizes.head, width // heads),
-        "n_inner": sizes.width(shape_of(model, "mlp.c_fc.bias")[0]),
+        "n_embd": small,
+        "n_inner": sizes.width(shape_of(model, "mlp.c_fc.bias")[0], unlike=small),
         "n_layer": sizes.layers,
         "n_positions": sizes.positions,
         "vocab_size": sizes.vocab(vocab),

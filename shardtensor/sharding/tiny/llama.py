@@ -119,12 +119,13 @@ def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, A
     keys = shape_of(model, "self_attn.k_proj.weight")[0]
     heads = config.get("num_attention_heads") or queries // math.gcd(queries, keys)
     head = min(sizes.head, queries // heads)
+    small = heads * head if width == queries else sizes.width(width)
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads * keys // queries,
         "head_dim": head,
-        "hidden_size": heads * head if width == queries else sizes.width(width),
-        "intermediate_size": sizes.width(_hidden(config, model)),
+        "hidden_size": small,
+        "intermediate_size": sizes.width(_hidden(config, model), unlike=small),
         "num_hidden_layers": sizes.layers,
         "vocab_size": sizes.vocab(shape_of(model, "embed_tokens.weight")[0]),
     }

@@ -26,7 +26,8 @@ class MLP(nn.Module):
 
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
     hidden, width = model.by_name["fc1.weight"].shape
-    return {"hidden_size": sizes.width(width), "intermediate_size": sizes.width(hidden)}
+    small = sizes.width(width)
+    return {"hidden_size": small, "intermediate_size": sizes.width(hidden, unlike=small)}
 
 
 def make(config: Mapping[str, Any], model: Model) -> nn.Module:

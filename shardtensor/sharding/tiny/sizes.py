@@ -29,9 +29,15 @@ class Sizes:
     head: int = 2
     layers: int = 2
 
-    def width(self, real: int) -> int:
-        """A small size that leaves the remainder of the real one, whatever divisor of the world divides it."""
-        return _congruent(real, 2 * self.ranks * self.head)
+    def width(self, real: int, unlike: int = 0) -> int:
+        """A small size that leaves the remainder of the real one, whatever divisor of the world divides it.
+
+        Args:
+            unlike: another size of the tiny model; with two that are equal, a product could be mistaken for another.
+        """
+        step = 2 * self.ranks * self.head
+        small = _congruent(real, step)
+        return small if small != unlike else min(real, small + step)
 
     def vocab(self, real: int) -> int:
         """The same for rows that may be padded: the last rank holds as much padding as of the real one."""

@@ -167,11 +167,12 @@ def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, A
     vocab, width = shape_of(model, "shared.weight")
     inner = shape_of(model, "SelfAttention.q.weight")[0]
     heads = config.get("num_heads", 4)
+    small = sizes.width(width)
     return {
         "num_heads": heads,
         "d_kv": min(sizes.head, inner // heads),
-        "d_model": sizes.width(width),
-        "d_ff": sizes.width(shape_of(model, "DenseReluDense.wo.weight")[1]),
+        "d_model": small,
+        "d_ff": sizes.width(shape_of(model, "DenseReluDense.wo.weight")[1], unlike=small),
         "relative_attention_num_buckets": shape_of(model, "relative_attention_bias.weight")[0],
         "num_layers": sizes.layers,
         "num_decoder_layers": sizes.layers,

@@ -151,11 +151,12 @@ class ViTForImageClassification(nn.Module):
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
     width, channels = shape_of(model, "patch_embeddings.projection.weight")[:2]
     heads = config.get("num_attention_heads", 4)
+    small = heads * min(sizes.head, width // heads)
     hidden = ending(model, "mlp.fc1.weight") or ending(model, "intermediate.dense.weight")
     found = {
         "num_attention_heads": heads,
-        "hidden_size": heads * min(sizes.head, width // heads),
-        "intermediate_size": sizes.width(model.by_name[hidden].shape[0]),
+        "hidden_size": small,
+        "intermediate_size": sizes.width(model.by_name[hidden].shape[0], unlike=small),
         "num_hidden_layers": sizes.layers,
         "num_channels": channels,
         "patch_size": 2,

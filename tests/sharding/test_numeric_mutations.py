@@ -1,0 +1,193 @@
+"""What no reading tells of a wrong plan, or of a model that is not as its plan takes it to be, one step shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from plan.recorded_models import config_path
+from plan.test_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
+from torch import nn
+
+from shardtensor.plan.dims import model_from_dims
+from shardtensor.plan.finding import Finding
+from shardtensor.plan.loading import load_plan
+from shardtensor.plan.resolve import resolve
+from shardtensor.sharding.numeric import check_numeric
+from shardtensor.sharding.tiny.attention import attend, heads_of
+from shardtensor.sharding.tiny.bert import BertIntermediate, BertSelfAttention
+from shardtensor.sharding.tiny.gpt2 import Conv1D, GPT2Attention
+from shardtensor.sharding.tiny.llama import LlamaAttention, LlamaMLP
+from shardtensor.sharding.tiny.mlp import MLP
+from shardtensor.sharding.tiny.model import tiny_model
+
+OF_PLANS = {name: each for name, each in MUTATIONS.items() if each.code in (NUMERIC, LOUD)}
+"""Of which reading tells nothing."""
+
+AT = {
+    "fused blocks are cut as one": "c_attn: colwise(tp, unit=hd)",
+    "the second input is not named": "in:                  replicate",
+    "the first layer deals nothing out": "embed_tokens: vocab_embedding(",
+    "an attribute that counts heads is not said": "local all_head_size:",
+    "a whole product beside cut ones": "attention.output.dense: replicate",
+    "a product before another is cut along its inputs": "up_proj: rowwise(tp)",
+}
+"""What stands on a line that is told."""
+
+
+def told(plan: str, model: str, params: dict[str, Any], text: str, change: Callable[[nn.Module], Any]) -> list[Finding]:
+    """What one step on a few ranks finds."""
+    config = config_path(model) if model else None
+    params = {"tp": 2, **params, **({"ep": 2} if plan == "mixtral" else {})}
+    said = {"config": config, "world": 4 if plan == "mixtral" else params["tp"], **params}
+    right = load_plan(plan, **said)
+    resolved = resolve(load_plan(text, **said) if text else right, model_from_dims(right))
+    tiny = tiny_model(text or plan, resolved, params)
+    return list(check_numeric(tiny.plan, partial(changed, tiny.make, change)))
+
+
+def changed(make: Callable[[], nn.Module], change: Callable[[nn.Module], Any]) -> nn.Module:
+    module = make()
+    for part in list(module.modules()):
+        change(part)
+    return module
+
+
+def lines_of(findings: list[Finding]) -> list[str]:
+    return [f.origin.source.text.splitlines()[f.origin.line - 1] for f in findings if f.origin is not None]
+
+
+@pytest.mark.parametrize("name", OF_PLANS)
+def test_one_step_finds_what_is_wrong_with_a_plan(name):
+    each: Mutation = OF_PLANS[name]
+    text = (SPECS / f"{each.plan}.shard").read_text()
+    params = {key: value for key, value in each.params.items() if key == "sp"}
+    found = told(each.plan, each.model, params, text.replace(each.was, each.becomes, 1), lambda part: None)
+    assert {finding.code for finding in found} == {"E405"}
+    assert any(AT[name] in line for line in lines_of(found)), lines_of(found)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class OwnProjection(nn.Module):
+    """A product of nobody's class: its bias is added on every rank, before the sum."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + (0 if self.bias is None else self.bias)
+
+
+def own_projection(part: nn.Module) -> None:
+    if isinstance(part, MLP):
+        part.fc2 = OwnProjection(part.fc2.weight, part.fc2.bias)
+
+
+def transposed(part: nn.Module) -> None:
+    if isinstance(part, MLP):
+        part.fc1 = Conv1D(part.fc1.out_features, part.fc1.in_features)
+
+
+class ScaledByHeads(BertSelfAttention):
+    def forward(self, hidden_states: torch.Tensor, **more: Any) -> torch.Tensor:
+        return super().forward(hidden_states) / self.num_attention_heads
+
+
+class NormedOverHeads(LlamaAttention):
+    """Queries are divided by their length over all heads, of which a rank has some."""
+
+    def forward(self, hidden_states: torch.Tensor, **more: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q = q / q.norm(dim=-1, keepdim=True)
+        q, k, v = (heads_of(x, self.head_dim) for x in (q, k, v))
+        k, v = (x.repeat_interleave(self.num_key_value_groups, 1) for x in (k, v))
+        return self.o_proj(attend(q, k, v, causal=True)), None
+
+
+class RepeatedOtherwise(LlamaAttention):
+    """Key head i serves the queries i, i + kv, ...: not those that lie on its rank."""
+
+    def forward(self, hidden_states: torch.Tensor, **more: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = (heads_of(f(hidden_states), self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (x.repeat(1, self.num_key_value_groups, 1, 1) for x in (k, v))
+        return self.o_proj(attend(q, k, v, causal=True)), None
+
+
+class ResidualInside(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.tanh()
+
+
+class NormedInside(BertIntermediate):
+    """Features are normalized where a rank has some of them."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).softmax(-1)
+
+
+class Interleaved(GPT2Attention):
+    """Queries, keys and values of a head lie side by side; the plan takes them for three blocks."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = self.c_attn(hidden_states)
+        q, k, v = x.view(*x.shape[:2], self.num_heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        return self.c_proj(attend(q, k, v, causal=True))
+
+
+def of_class(old: type[nn.Module], new: type[nn.Module]) -> Callable[[nn.Module], None]:
+    def change(part: nn.Module) -> None:
+        if type(part) is old:
+            part.__class__ = new
+
+    return change
+
+
+@attrs.frozen
+class OfModel:
+    """A model that is otherwise than its plan takes it to be, and what stands on a line that is told."""
+
+    plan: str
+    model: str
+    change: Callable[[nn.Module], Any]
+    at: str
+
+
+OF_MODELS = {
+    "a bias is added before the sum": OfModel("mlp", "", own_projection, "bias:   replicate"),
+    "a weight lies transposed": OfModel("mlp", "", transposed, "in:     replicate"),
+    "values are divided by the number of heads": OfModel(
+        "bert", "minilm", of_class(BertSelfAttention, ScaledByHeads), "{query,key,value}: colwise"
+    ),
+    "queries are normalized over all heads": OfModel(
+        "llama", "qwen2-0.5b", of_class(LlamaAttention, NormedOverHeads), "q_proj:     colwise"
+    ),
+    "key heads serve other queries": OfModel(
+        "llama", "qwen2-0.5b", of_class(LlamaAttention, RepeatedOtherwise), "q_proj:     colwise"
+    ),
+    "a residual runs inside of an in": OfModel("llama", "qwen2-0.5b", of_class(LlamaMLP, ResidualInside), "along("),
+    "features are normalized before the sum": OfModel(
+        "bert", "minilm", of_class(BertIntermediate, NormedInside), "intermediate.dense:"
+    ),
+    "queries, keys and values are interleaved": OfModel(
+        "gpt2", "gpt2", of_class(GPT2Attention, Interleaved), "c_attn: colwise"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_one_step_finds_what_is_otherwise_in_a_model(name):
+    each = OF_MODELS[name]
+    found = told(each.plan, each.model, {}, "", each.change)
+    assert found, "it is told"
+    assert any(each.at in line for line in lines_of(found)), [str(finding) for finding in found]
+
+
+def test_thirty_and_more_mutations_are_told():
+    assert len(MUTATIONS) + len(OF_MODELS) >= 30
