@@ -113,9 +113,9 @@ def test_wrong_options_are_two(plan, capsys):
     capsys.readouterr()
 
 
-def test_numbers_are_compared_only_for_a_module(plan, capsys):
-    assert main(["check", str(plan), "--world", "4", "--numeric"]) == 2
-    assert "--numeric runs a module" in capsys.readouterr().err
+def test_numbers_are_compared_without_a_module_where_a_family_has_the_names(plan, capsys):
+    assert main(["check", str(plan), "--world", "4", "--numeric"]) == 0
+    assert "every gradient is the dense one" in capsys.readouterr().out
 
 
 def test_json_has_the_summary(config, capsys):

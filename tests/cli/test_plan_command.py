@@ -43,7 +43,18 @@ def report(capsys, *args):
 
 def test_the_report_adds_up(capsys, config):
     told = report(
-        capsys, "llama_2d", "--model", config(SMALL), "--world", "12", "--set", "tp=3", "--seq", "64", "--rank", "5"
+        capsys,
+        "llama_2d",
+        "--model",
+        config(SMALL | {"vocab_size": 1152}),
+        "--world",
+        "12",
+        "--set",
+        "tp=3",
+        "--seq",
+        "64",
+        "--rank",
+        "5",
     )
     memory, step = told["memory"], told["step"]
     for held in memory.values():
@@ -60,7 +71,7 @@ def test_the_report_adds_up(capsys, config):
     assert step["seconds"] == pytest.approx(spent)
     assert step["tokens_per_s"] == pytest.approx(4 * 64 / spent)
     assert told["passing"]["tp"] == [1, 3, 6]
-    assert told["parameters"] == 2 * 96 * 1000 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
+    assert told["parameters"] == 2 * 96 * 1152 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
 
 
 def test_layers_are_told_once(capsys, config):
