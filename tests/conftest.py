@@ -9,17 +9,6 @@ import pytest
 from harness import Pool, Simulated
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite on two cores, a file on one of them, where pytest-xdist is installed; ``-n 0`` on one.
-
-    Named files and what runs on GPUs stay in one process.
-    """
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if is_whole and getattr(config.option, "numprocesses", 0) is None and _chosen_world() != "cuda":
-        config.option.numprocesses, config.option.dist = min(2, os.cpu_count() or 1), "loadfile"
-
-
 def _chosen_world() -> str | None:
     """Where every test shall run, if the environment says so."""
     kind = os.environ.get("SHARDTENSOR_TEST_WORLD")

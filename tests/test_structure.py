@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,9 @@ def test_upstream_modules_only_re_export():
         kinds = {type(node) for node in tree.body}
         allowed = {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign}
         assert kinds <= allowed, f"{name}: {kinds - allowed}"
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """They are imported by that name alone, and of two of one name only one is there."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

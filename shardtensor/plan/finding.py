@@ -35,7 +35,8 @@ class Finding:
         return {"E": "error", "W": "warning", "N": "note"}[self.code[0]]
 
     def __str__(self) -> str:
-        head = f"{self.severity}[{self.code}]: {self.fault}"
+        name = f"{self.tensor}: " if self.origin is None and self.tensor and self.tensor not in self.fault else ""
+        head = f"{self.severity}[{self.code}]: {name}{self.fault}"
         rows = [f"  {key}: {value}" for key, value in (("why", self.why), ("fix", self.fix)) if value]
         rows += [f"  note: {note}" for note in self.notes]
         if self.origin is None:

@@ -157,11 +157,13 @@ class Givers:
                     yield path, name, is_hooked
 
     def _passes(self, above: str, cut: Parts, addends: Parts) -> bool:
-        """Whether a module around says that it gives such a value."""
+        """Whether a module around says that it gives such a value; or, of a block alone, that it takes such, for then
+        values leave it as they come, for the next one."""
         stated = self._modules.stated.get(above)
-        return stated is not None and any(
-            cut <= self._parts(flow.before) and addends <= _addends(flow.before) for flow in stated.outs.values()
-        )
+        if stated is None:
+            return False
+        flows = [*stated.outs.values(), *(stated.ins.values() if not above else ())]
+        return any(cut <= self._parts(flow.before) and addends <= _addends(flow.before) for flow in flows)
 
     def _hooks(self, above: str, flow: Flow) -> list[str]:
         """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""

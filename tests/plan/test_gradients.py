@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardtensor.plan.finding import Finding
 from shardtensor.plan.gradients import check_flows, flows_of, parameter_sums
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.model import Model, TensorInfo
@@ -298,3 +299,27 @@ def test_copied_parameters_beside_cut_values_are_asked_about(name):
 def test_without_a_stream_norms_are_not_asked_about():
     text = PLAN.replace("norm: along(stream)", "norm: replicate")
     assert check_flows(resolve(load_plan(text, world=4), ATTENTION)) == ()
+
+
+BLOCK = model("""
+up.weight out=32 in=16
+down.weight out=16 in=32
+""")
+
+
+def test_a_block_alone_may_leave_values_as_they_come():
+    text = """shard 1
+include "std/styles.shard"
+mesh (tp = 4)
+in: STREAM -> replicate
+up: colwise(tp)
+down: rowwise(tp, to=[-, tp, ...])
+"""
+    assert sums(text.replace("STREAM", "[-, tp, ...]"), BLOCK, 4) == {"up.weight": (), "down.weight": ()}
+    resolved = resolve(load_plan(text.replace("STREAM", "replicate"), world=4), BLOCK)
+    assert {(found.code, found.tensor) for found in check_flows(resolved)} == {("E403", "down")}
+
+
+def test_what_has_no_line_is_told_by_its_name():
+    found = Finding("E403", "this value leaves cut along tp, and no module takes it so", tensor="up")
+    assert str(found) == "error[E403]: up: this value leaves cut along tp, and no module takes it so"

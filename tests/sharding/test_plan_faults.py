@@ -207,7 +207,7 @@ def test_a_hook_that_cannot_be_used_is_refused_before_anything_changes(call, tex
 def test_logits_that_nobody_leaves_cut_are_told():
     plan = Plan.from_rules({"**": "replicate", "use": "cross_entropy()"}, "tp=2")
     found = st.simulate(2, lambda: told(mlp(), plan))
-    assert found[0].startswith("PlanError: Sequential: `use cross_entropy()` finds no head that leaves its logits cut")
+    assert found[0].startswith("PlanError: error[E403]: this loss finds no head that leaves its logits cut")
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
