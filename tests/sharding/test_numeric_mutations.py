@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from plan.recorded_models import config_path
-from plan.test_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
+from plan.test_plan_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
 from torch import nn
 
 from shardtensor.plan.dims import model_from_dims
