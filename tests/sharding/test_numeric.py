@@ -47,6 +47,14 @@ def lines_of(findings: tuple[Finding, ...]) -> set[str]:
     return {each.origin.text for each in findings if each.origin is not None}
 
 
+def test_weights_of_experts_whose_gradients_are_addends():
+    weights = "in top_k_weights: replicate grad partial(tp)"
+    found = found_after(
+        "mixtral", "mixtral_stacked", 4, weights, "in top_k_weights: replicate grad replicate", tp=2, ep=2
+    )
+    assert any("mlp.gate" in str(each) and "off by" in each.fault for each in found)
+
+
 def test_an_in_around_a_residual_is_refused_before_anything_runs():
     attention = "attention.self {\n        in: replicate\n"
     found = found_after(
