@@ -75,8 +75,8 @@ def parse_plan(source: Source) -> Tree:
 
     Example:
         >>> tree = parse_plan(Source("shard 1\\nfc1.weight: [tp, -]\\n"))
-        >>> [node.data for node in tree.children[1:]]
-        [Token('RULE', 'rule')]
+        >>> [str(node.data) for node in tree.children[1:]]
+        ['rule']
     """
     if len(source.text) > MAX_LENGTH:
         why = f"it has {len(source.text)} characters, and a file is read up to {MAX_LENGTH}"
