@@ -29,7 +29,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument("--set", action="append", default=[], type=_setting, metavar="K=V", help="a parameter's value")
-    parser.add_argument("--batch", type=_positive, metavar="N", help="samples of a step (default 1 a data rank)")
+    parser.add_argument(
+        "--batch", type=_positive, default=1, metavar="N",
+        help="samples of each data rank in a step (default 1); with --search, N for each rank of the world, dealt to "
+        "the data ranks, so that every mesh does the same work",
+    )  # fmt: skip
     parser.add_argument("--seq", type=_positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
     dtypes = ("bfloat16", "float16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, help="of values between modules (default that of the parameters)")

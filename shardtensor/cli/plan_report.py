@@ -38,12 +38,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     resolved = resolve(plan, model)
     if resolved.errors:
         raise PlanError(text_report(folded(resolved.errors)))
-    batch = Batch(options.batch or data_ranks(resolved), options.seq, options.dtype or model.dtype)
-    if batch.samples % data_ranks(resolved):
-        raise PlanError(
-            f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks",
-            fix="give --batch a multiple",
-        )
+    batch = Batch(options.batch * data_ranks(resolved), options.seq, options.dtype or model.dtype)
     kept = kept_bytes(resolved, batch)
     found = plan_bytes(resolved, optimizer=options.optimizer)
     memory = {
@@ -53,8 +48,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     if options.rank is not None:
         own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
         memory["rank"] = _held(own, options.rank, kept)
-    each = batch.samples // data_ranks(resolved)
-    sent = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
+    sent = step_collectives(resolved, batch=options.batch, seq=batch.seq, dtype=batch.dtype)
     step = step_seconds(resolved, batch, profile, optimizer=options.optimizer, collectives=sent, held=found.most)
     rows = []
     for collective in sent:
@@ -90,7 +84,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     (config, source), params = read_config(options.model), dict(options.set)
     head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
-    batch = Batch(options.batch or options.world, options.seq, options.dtype or model.dtype)
+    batch = Batch(options.batch * options.world, options.seq, options.dtype or model.dtype)
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
         memory_bytes=options.memory or profile.memory_bytes, optimizer=options.optimizer,

@@ -108,12 +108,17 @@ def test_a_users_profile_is_taken(capsys, config, tmp_path):
     assert report(capsys, *args, str(mine))["step"] == report(capsys, *args, "cpu")["step"]
 
 
+def test_the_batch_is_of_each_data_rank(capsys, config):
+    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3", "--seq", "32")
+    one, three = report(capsys, *args), report(capsys, *args, "--batch", "3")
+    assert (one["batch"], three["batch"]) == (2, 6)
+
+
 @pytest.mark.parametrize(
     ("args", "status", "words"),
     [
         (["llama", "--world", "6", "--set", "tp=4"], 1, "error[E"),
         (["llama", "--world", "8", "--hardware", "h1000"], 1, "there is no hardware profile `h1000`"),
-        (["llama", "--world", "6", "--set", "tp=3", "--batch", "3"], 1, "3 samples cannot be dealt to 2 data ranks"),
         (["llama", "--world", "6", "--set", "tp=3", "--rank", "6"], 1, "the plan has no rank 6"),
         (["llama", "--world", "6", "--set", "tp=3", "--optimizer", "lamb"], 1, 'no optimizer is called "lamb"'),
         ([], 2, "name a plan, or --calibrate FILE"),
