@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 import shardtensor as st
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.memory import rank_bytes
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.outlook.memory import rank_bytes
 from shardtensor.sharding.model_info import model_info
 
 LINE = 512  # bytes; what CUDA's allocator rounds up to

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 
 import pytest
+import torch
 
 import shardtensor
 
@@ -17,5 +18,6 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(shardtensor.__p
 def test_examples_run(name):
     importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
     module = importlib.import_module(name)
+    torch.manual_seed(0)
     failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert not failed

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``shardtensor check``; returns the exit status."""
-    from shardtensor.plan.folding import folded
+    from shardtensor.plan.findings.folding import folded
 
     ran = ""
     try:
@@ -67,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
     """The findings, the summary when none of them is an error, and what ran."""
     from shardtensor.cli.model_source import model_of
-    from shardtensor.plan.checking import check_plan
+    from shardtensor.plan.findings.checking import check_plan
     from shardtensor.plan.loading import read_config
-    from shardtensor.plan.reading import read_plan
-    from shardtensor.plan.resolve import resolve
-    from shardtensor.plan.summary import summarize
+    from shardtensor.plan.match.resolve import resolve
+    from shardtensor.plan.outlook.summary import summarize
+    from shardtensor.plan.text.reading import read_plan
 
     config, source = read_config(options.model)
     params = dict(options.set)
@@ -117,7 +117,7 @@ def _bar() -> Any:
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
-    from shardtensor.plan.report import github_report, json_report
+    from shardtensor.plan.findings.report import github_report, json_report
 
     if options.format == "json":
         more = {"summary": None if summary is None else summary.as_dict(), "numeric": ran}

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.report import text_report
-from shardtensor.plan.summary import OPTIMIZER, Summary
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.outlook.summary import OPTIMIZER, Summary
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 
 
@@ -39,7 +39,7 @@ def model_of(
     if safetensors is None:
         named = model_from_dims(plan, config_source)
         return named if config else attrs.evolve(named, source="")  # the plan itself says them
-    from shardtensor.plan.safetensors_shapes import model_from_safetensors
+    from shardtensor.plan.models.safetensors_shapes import model_from_safetensors
 
     return model_from_safetensors(safetensors, _dims_if_any(plan, config_source), config)
 

@@ -10,19 +10,19 @@ import attrs
 from shardtensor.cli.model_source import model_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
-from shardtensor.plan.collectives import step_collectives
-from shardtensor.plan.estimate import StepSeconds, collective_seconds, step_seconds
-from shardtensor.plan.folding import folded
+from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.loading import read_config
-from shardtensor.plan.memory import RankBytes, plan_bytes, rank_bytes
-from shardtensor.plan.model import Model
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.report import text_report
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.match.units import own_tensors
+from shardtensor.plan.models.model import Model
+from shardtensor.plan.outlook.estimate import StepSeconds, collective_seconds, step_seconds
+from shardtensor.plan.outlook.memory import RankBytes, plan_bytes, rank_bytes
+from shardtensor.plan.outlook.search import passing_values, readable_plan, search
+from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.search import passing_values, readable_plan, search
-from shardtensor.plan.units import own_tensors
-from shardtensor.plan.work import Batch, data_ranks, kept_bytes
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.traffic.collectives import step_collectives
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:

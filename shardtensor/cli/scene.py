@@ -14,9 +14,9 @@ from shardtensor.layout.route import route
 from shardtensor.layout.steps import Step
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.brief import brief_names
-from shardtensor.plan.model import BYTES, TensorInfo
-from shardtensor.plan.patterns import is_below, matches
+from shardtensor.plan.findings.brief import brief_names
+from shardtensor.plan.match.patterns import is_below, matches
+from shardtensor.plan.models.model import BYTES, TensorInfo
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec

@@ -97,8 +97,8 @@ def _scene_of_plan(options: argparse.Namespace) -> Scene:
     from shardtensor.cli.model_source import model_of
     from shardtensor.cli.scene import scene_of_plan
     from shardtensor.plan.loading import read_config
-    from shardtensor.plan.reading import read_plan
-    from shardtensor.plan.resolve import resolve
+    from shardtensor.plan.match.resolve import resolve
+    from shardtensor.plan.text.reading import read_plan
 
     config, source = read_config(options.model)
     params = dict(options.set)
@@ -113,7 +113,7 @@ def _print_findings(scene: Scene) -> int:
     if scene.resolved is None or not scene.resolved.errors:
         return 0
     from shardtensor.cli.check_text import print_findings
-    from shardtensor.plan.folding import folded
+    from shardtensor.plan.findings.folding import folded
 
     print_findings(folded(scene.resolved.errors))
     return FAILS

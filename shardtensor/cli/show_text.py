@@ -20,7 +20,7 @@ from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.steps import Step
-from shardtensor.plan.memory import RankBytes, plan_bytes
+from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
 from shardtensor.spec.nodes import Spec
 
 PARTS = 16

@@ -26,7 +26,7 @@ from shardtensor.fsdp.upkeep import after_load
 from shardtensor.layout.ranges import together
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
-from shardtensor.plan.units import name_order
+from shardtensor.plan.match.units import name_order
 from shardtensor.tensor.placing import own_device
 
 

@@ -23,7 +23,7 @@ from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, part_of
-from shardtensor.plan.units import LARGE
+from shardtensor.plan.match.units import LARGE
 from shardtensor.tensor.dispatch import LENDERS, name_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

@@ -7,7 +7,7 @@ from torch import nn
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.unit import Unit, units_in
-from shardtensor.plan.units import SMALL
+from shardtensor.plan.match.units import SMALL
 
 _HEAD = ("unit", "class", "parameters", "on a rank", "gathered", "stays gathered", "flats")
 

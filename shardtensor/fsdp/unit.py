@@ -16,7 +16,7 @@ from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
-from shardtensor.plan.units import SMALL
+from shardtensor.plan.match.units import SMALL
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule

@@ -9,7 +9,7 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.plan.call_text import read_call, read_store
-from shardtensor.plan.flow import Flow, read_flow
+from shardtensor.plan.flows.flow import Flow, read_flow
 from shardtensor.plan.line import Hook, Line, Store, Tie, Unmatched
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import as_spec

@@ -15,7 +15,7 @@ def canonical_text(resolved: Resolved) -> str:
     Equal for equal plans, however they were written: styles, fallbacks, order and numbers by name are gone.
 
     Example:
-        >>> from shardtensor.plan.model import Model, TensorInfo
+        >>> from shardtensor.plan.models.model import Model, TensorInfo
         >>> from shardtensor.plan.plan import Plan
         >>> from shardtensor.layout.bind import bind
         >>> plan = Plan.from_rules({"up.weight": "[tp, -]"}, "dp=2, tp=2", data="dp")

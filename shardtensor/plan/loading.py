@@ -9,7 +9,7 @@ from typing import Any
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.reading import read_plan
+from shardtensor.plan.text.reading import read_plan
 
 
 def load_plan(path: str | Path, /, config: Any = None, world: int | None = None, **params: Any) -> Plan:

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from shardtensor.layout.layout import Layout
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import Flow
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
-from shardtensor.plan.model import Model, TensorInfo
+from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parts import Flat

@@ -16,7 +16,7 @@ from shardtensor.mesh import Mesh
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import LayerFlow, fused, layer_class
 from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
-from shardtensor.plan.flow import (
+from shardtensor.plan.flows.flow import (
     Axes,
     Change,
     Flow,
@@ -28,7 +28,7 @@ from shardtensor.plan.flow import (
     read_flow,
     union,
 )
-from shardtensor.plan.layer_kinds import kind_named
+from shardtensor.plan.models.layer_kinds import kind_named
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 
 REPLICATE = read_flow("replicate")

@@ -16,13 +16,13 @@ from shardtensor.parallel.layers import layer_class
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.canonical import canonical_lines
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.flow import cuts
-from shardtensor.plan.folding import folded
-from shardtensor.plan.patterns import unwrapped
+from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.flows.flow import cuts
+from shardtensor.plan.match.patterns import unwrapped
+from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.report import text_report
-from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.sharding.flows import Stated
 from shardtensor.sharding.model_info import model_info

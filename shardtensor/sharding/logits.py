@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
-from shardtensor.plan.flow import cut_axes, cuts, partial_axes
-from shardtensor.plan.layer_kinds import kind_named
+from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
+from shardtensor.plan.models.layer_kinds import kind_named
 from shardtensor.sharding.flows import stretches_of
 from shardtensor.sharding.hooks import Site, Use, register_hook
 from shardtensor.sharding.settle import takers

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardtensor.parallel.dim_names import dim_names
-from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
-from shardtensor.plan.patterns import unwrapped
+from shardtensor.plan.match.patterns import unwrapped
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 
 
 def model_info(module: nn.Module, source: str = "") -> Model:

@@ -18,7 +18,7 @@ from shardtensor.errors import RuleError
 from shardtensor.ops.fused_linear import is_large
 from shardtensor.parallel.layers import LinearFlow, local, refuse_shell
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
-from shardtensor.plan.flow import cuts
+from shardtensor.plan.flows.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of

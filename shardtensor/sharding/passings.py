@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from shardtensor.comm.group import Group
-from shardtensor.plan.flow import Flow
+from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook
 from shardtensor.plan.resolved import Passing
 from shardtensor.sharding.counts import Count, count

@@ -16,7 +16,7 @@ from shardtensor.errors import LayoutError, MissingParameterError, PlanError, Ru
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.blocks import lines
 from shardtensor.plan.line import Line
-from shardtensor.plan.patterns import is_below, matches, nearest, unwrapped
+from shardtensor.plan.match.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.plan.resolved import Passing
 from shardtensor.sharding.passings import counts_of, flows_of, hooks_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan

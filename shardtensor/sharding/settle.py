@@ -12,7 +12,7 @@ from shardtensor.comm.along_dim import Stretches
 from shardtensor.errors import PlanError
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
-from shardtensor.plan.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
+from shardtensor.plan.flows.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
 

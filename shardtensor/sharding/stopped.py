@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.line import Line
-from shardtensor.plan.origin import Origin
-from shardtensor.plan.patterns import unwrapped
+from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.resolved import Resolved
 
 _NAMED = re.compile(r"`([\w.]+)`|^([\w.]+):|\b(\w+(?:\.\w+)+)\b")

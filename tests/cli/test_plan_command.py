@@ -12,7 +12,7 @@ from shardtensor.cli.main import main
 from shardtensor.cli.plan_tables import say_seconds
 from shardtensor.cost.profile import read_profile
 
-pytest.importorskip("shardtensor.plan.collectives")
+pytest.importorskip("shardtensor.plan.traffic.collectives")
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 6,

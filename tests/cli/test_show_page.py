@@ -18,11 +18,11 @@ from shardtensor.cli.scene import scene_of_plan, scene_of_spec
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.flow import read_flow
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.flows.flow import read_flow
 from shardtensor.plan.line import Hook, Line
-from shardtensor.plan.model import Model, TensorInfo
-from shardtensor.plan.origin import Origin
+from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Passing, Placed, Resolved
 from shardtensor.spec.diagnostics import Source

@@ -12,14 +12,14 @@ import re
 from pathlib import Path
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.folding import folded
+from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.loading import read_config
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.report import text_report
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.text.reading import read_plan
 
 SPECS = Path(__file__).parents[2] / "specs"
 VALID = sorted((SPECS / "valid").glob("*.shard"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.folding import folded
-from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.report import text_report
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
 
 CONFIG = {

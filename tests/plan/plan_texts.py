@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.formatting import format_plan
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.sources import PACKAGED
-from shardtensor.plan.syntax import _parser
+from shardtensor.plan.text.formatting import format_plan
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.sources import PACKAGED
+from shardtensor.plan.text.syntax import _parser
 from shardtensor.spec.diagnostics import Source
 
 SECONDS = 1.0

@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardtensor.plan.dims import expanded, model_from_dims
-from shardtensor.plan.layer_kinds import kind_named
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import expanded, model_from_dims
+from shardtensor.plan.models.layer_kinds import kind_named
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.safetensors_shapes import with_dim_names
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.safetensors_shapes import with_dim_names
 
 MODELS = Path(__file__).parent / "models"
 NAMES = sorted(path.parent.name for path in MODELS.glob("*/tensors.json"))

@@ -8,8 +8,8 @@ from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.line import Line
-from shardtensor.plan.model import Model, TensorInfo
-from shardtensor.plan.patterns import matches
+from shardtensor.plan.match.patterns import matches
+from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.parse import parse_spec

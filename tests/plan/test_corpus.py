@@ -8,9 +8,9 @@ from typing import Any
 import corpus
 import pytest
 
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.formatting import format_plan
-from shardtensor.plan.syntax import _parser, parse_plan
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.text.formatting import format_plan
+from shardtensor.plan.text.syntax import _parser, parse_plan
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.words import WORDS
 

@@ -11,13 +11,13 @@ import pytest
 from recorded_models import FROM_DIMS, MORE_WORLDS, OTHERS, case_id, config_path, recorded, resolved_for
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.dims import expanded, model_from_dims
+from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.model import Model
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import expanded, model_from_dims
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.sources import PACKAGED
+from shardtensor.plan.text.sources import PACKAGED
 
 
 def _alarms(resolved: Resolved) -> list[str]:

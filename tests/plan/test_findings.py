@@ -9,7 +9,7 @@ import attrs
 import pytest
 from design_llama import CONFIG, model, report, with_modules
 
-from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 
 BELOW = "\n            "
 DOWN = "down_proj:      rowwise(tp, to=stream)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.gradients import check_flows, flows_of, parameter_sums
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.flows.gradients import check_flows, flows_of, parameter_sums
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.model import Model, TensorInfo
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.model import Model, TensorInfo
 
 EMBED, HEAD, KV, HIDDEN = 16, 4, 2, 32
 

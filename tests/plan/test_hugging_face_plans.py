@@ -10,14 +10,14 @@ import pytest
 from shardtensor import PlanError, parse_spec, plan_from_hf
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.formatting import format_plan
+from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.interop.hf_words import EP_WORDS, TP_WORDS
 from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
-from shardtensor.plan.model import Model, ModuleInfo, TensorInfo
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.text.formatting import format_plan
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
 
 RECORDED = json.loads((Path(__file__).parent / "hugging_face_plans.json").read_text())

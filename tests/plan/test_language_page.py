@@ -10,8 +10,8 @@ import pytest
 
 import shardtensor
 from shardtensor import parse_spec
-from shardtensor.plan.sources import MAX_FILES
-from shardtensor.plan.syntax import KEYWORDS, MAX_BRACKETS, MAX_DEPTH, MAX_LENGTH
+from shardtensor.plan.text.sources import MAX_FILES
+from shardtensor.plan.text.syntax import KEYWORDS, MAX_BRACKETS, MAX_DEPTH, MAX_LENGTH
 from shardtensor.spec.words import WORDS
 
 SPECS = corpus.SPECS
@@ -90,7 +90,7 @@ def test_styles_of_the_package_are_in_the_table():
 
 def test_the_grammar_is_the_one_in_use():
     shown = [text for language, _, text in BLOCKS if language == "lark"]
-    assert shown == [(PACKAGE / folder / "grammar.lark").read_text() for folder in ("spec", "plan")]
+    assert shown == [(PACKAGE / folder / "grammar.lark").read_text() for folder in ("spec", "plan/text")]
 
 
 def _section(name: str) -> str:

@@ -14,9 +14,9 @@ from torch import nn
 import shardtensor as st
 from shardtensor.errors import PlanError
 from shardtensor.fsdp import fully_shard
-from shardtensor.plan.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
-from shardtensor.plan.model import Model, TensorInfo
-from shardtensor.plan.units import gather_units
+from shardtensor.plan.match.units import gather_units
+from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.outlook.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
 
 SPECS = (
     "replicate", "[tp balanced, -]", "[tp pad(4), -]", "[tp sizes(1, 5, 2), -]", "[-, dp balanced]",
@@ -116,7 +116,7 @@ def held(module, optimizer):
 
 @pytest.mark.parametrize(("world", "bias", "unit"), [(2, True, 1), (3, False, 1), (4, True, "row")])
 def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.units.LARGE", 1 << 14)
+    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
     monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
     plan = resolved(model_of(Net(bias)), f"dp={world}", data=("dp",), store=("dp",), unit=unit, by=("layers.*",))
 
@@ -137,7 +137,7 @@ def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypa
 
 
 def test_units_are_those_of_fully_shard(monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.units.LARGE", 1 << 14)
+    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
     monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
     plan = resolved(model_of(Net(True)), "dp=2", data=("dp",), store=("dp",), by=("layers.*",))
     said = {unit.path: [flat.ranges(0) for flat in unit.flats] for unit in gather_units(plan)}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shardtensor.plan.brief import brief_names, skeleton
-from shardtensor.plan.name_tree import NameTree
-from shardtensor.plan.patterns import is_below, matches, pattern
+from shardtensor.plan.findings.brief import brief_names, skeleton
+from shardtensor.plan.match.name_tree import NameTree
+from shardtensor.plan.match.patterns import is_below, matches, pattern
 
 NAMES = [
     "model.embed.weight",

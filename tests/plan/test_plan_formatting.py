@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.formatting import format_plan
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.sources import PACKAGED
+from shardtensor.plan.text.formatting import format_plan
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.spec.diagnostics import Source
 
 CONFIG = json.loads((Path(__file__).parent / "models" / "llama3-8b" / "config.json").read_text())

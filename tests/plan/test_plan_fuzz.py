@@ -12,8 +12,8 @@ import pytest
 from plan_texts import Verdict, text_of, verdict
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.sources import PACKAGED
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.sources import PACKAGED
 
 COUNT = int(os.environ.get("SHARDTENSOR_TEST_PLANS", "600"))
 FOUND: tuple[int, ...] = ()

@@ -9,13 +9,13 @@ from importlib.resources import files
 import pytest
 from lark import Lark, Token
 
-from shardtensor.plan.sources import PACKAGED
-from shardtensor.plan.syntax import KEYWORDS, parse_plan
+from shardtensor.plan.text.sources import PACKAGED
+from shardtensor.plan.text.syntax import KEYWORDS, parse_plan
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.reader import span
 from shardtensor.spec.syntax import grammar
 
-PLANS = files("shardtensor.plan").joinpath("grammar.lark").read_text(encoding="utf-8")
+PLANS = files("shardtensor.plan.text").joinpath("grammar.lark").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("text", "start"), [(grammar(), "spec"), (grammar() + PLANS, ["plan", "value"])])

@@ -14,11 +14,11 @@ import pytest
 
 import shardtensor
 from shardtensor.errors import SpecError
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.gradients import check_flows
+from shardtensor.plan.flows.gradients import check_flows
 from shardtensor.plan.loading import read_config
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
 
 SPECS = Path(shardtensor.__file__).parent.parent / "specs"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardtensor import Plan, load_plan
 from shardtensor.errors import SpecError
-from shardtensor.plan.flow import read_flow
-from shardtensor.plan.reading import read_plan
+from shardtensor.plan.flows.flow import read_flow
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.nodes import Replicate, Spec
 
 NAMES = {"a": 7, "b": 12, "c": 1}

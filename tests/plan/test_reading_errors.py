@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.sources import PACKAGED
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.spec.diagnostics import Source
 
 TEXT = (PACKAGED / "llama.shard").read_text()

@@ -6,10 +6,10 @@ import json
 
 from design_llama import resolved
 
-from shardtensor.plan.checking import check_plan
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.folding import folded
-from shardtensor.plan.report import fields, github_report, json_report, text_report
+from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import fields, github_report, json_report, text_report
 
 CHANGE = ("colwise_shared(kvg, copies=kvr, unit=hd)", "colwise(tp, unit=hd)")
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as some
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.folding import folded
+from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.line import Line, Store, Tie, Unmatched
-from shardtensor.plan.model import Model, TensorInfo
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolve import resolve
 from shardtensor.spec.nodes import Replicate
 from shardtensor.spec.parse import parse_spec
 from shardtensor.spec.parts import Flat

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shardtensor.errors import PlanError
-from shardtensor.plan.model import Model, TensorInfo
-from shardtensor.plan.safetensors_shapes import DTYPES, header, model_from_safetensors, with_dim_names
+from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.models.safetensors_shapes import DTYPES, header, model_from_safetensors, with_dim_names
 
 
 def _written(path: Path, entries: object, data: bytes = b"") -> Path:

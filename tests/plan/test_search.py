@@ -9,14 +9,14 @@ import pytest
 
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError, SpecError
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.memory import plan_bytes
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.resolve import resolve
-from shardtensor.plan.search import candidates, passing_values, readable_plan, search
-from shardtensor.plan.work import Batch, data_ranks, kept_bytes
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.outlook.memory import plan_bytes
+from shardtensor.plan.outlook.search import candidates, passing_values, readable_plan, search
+from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
+from shardtensor.plan.text.reading import read_plan
 
-pytest.importorskip("shardtensor.plan.collectives")
+pytest.importorskip("shardtensor.plan.traffic.collectives")
 
 H100 = read_profile("h100")
 SMALL = {
@@ -39,7 +39,7 @@ def model_of(plan, config, world):
 
 def by_hand(plan, config, world, names, batch, memory_bytes):
     """Every combination of values up to the world and of switches, read, resolved and estimated one by one."""
-    from shardtensor.plan.estimate import step_seconds
+    from shardtensor.plan.outlook.estimate import step_seconds
 
     model, found = model_of("llama" if "\n" in plan else plan, config, world), {}
     ranges = [(False, True) if name == "sp" else range(1, world + 1) for name in names]

@@ -10,10 +10,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from shardtensor.plan.collectives import describe, folded, step_collectives
-from shardtensor.plan.dims import model_from_dims
 from shardtensor.plan.loading import load_plan, read_config
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.traffic.collectives import describe, folded, step_collectives
 
 MODELS = Path(__file__).parent / "models"
 

@@ -6,8 +6,8 @@ import attrs
 import pytest
 from resolved_by_hand import MEGATRON, decoder, info, resolved
 
-from shardtensor.plan.model import Model
-from shardtensor.plan.work import Batch, kept_bytes, step_flops
+from shardtensor.plan.models.model import Model
+from shardtensor.plan.outlook.work import Batch, kept_bytes, step_flops
 
 BATCH = Batch(8, 128)
 

@@ -10,7 +10,7 @@ from harness import device
 from torch import nn
 
 import shardtensor as st
-from shardtensor.plan.reading import read_plan
+from shardtensor.plan.text.reading import read_plan
 
 HEADS, NOPE, ROPE, VALUE, RANK, EMBED, HIDDEN, EXPERTS = 4, 3, 2, 5, 6, 8, 12, 2
 

@@ -10,8 +10,8 @@ from family_plans import FAMILIES, SPECS, plan_for
 from torch import nn
 
 import shardtensor as st
-from shardtensor.plan.finding import Finding
-from shardtensor.plan.folding import folded
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.numeric import check_numeric

@@ -13,10 +13,10 @@ from plan.recorded_models import config_path
 from plan.test_plan_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
 from torch import nn
 
-from shardtensor.plan.dims import model_from_dims
-from shardtensor.plan.finding import Finding
+from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.sharding.numeric import check_numeric
 from shardtensor.sharding.tiny.attention import attend, heads_of
 from shardtensor.sharding.tiny.bert import BertIntermediate, BertSelfAttention

@@ -18,8 +18,8 @@ from shardtensor.errors import DisagreementError, PlanError, ShardTensorError
 from shardtensor.mesh import Mesh
 from shardtensor.plan.canonical import canonical_text
 from shardtensor.plan.loading import load_plan
+from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolve import resolve
 from shardtensor.sharding.hooks import register_hook
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.tiny.llama import LlamaForCausalLM

@@ -14,10 +14,10 @@ from torch import nn
 import shardtensor as st
 from shardtensor.comm import process_group
 from shardtensor.mesh import read_mesh
-from shardtensor.plan.collectives import step_collectives
-from shardtensor.plan.gradients import check_flows
+from shardtensor.plan.flows.gradients import check_flows
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.resolve import resolve
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.traffic.collectives import step_collectives
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState

@@ -8,7 +8,7 @@ import lark
 import pytest
 from lark.exceptions import UnexpectedCharacters
 
-from shardtensor.plan import syntax
+from shardtensor.plan.text import syntax
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.parser_cache import parser_by
 from shardtensor.spec.syntax import grammar

@@ -13,8 +13,8 @@ from shardtensor.cli.page.reshards import reshards
 from shardtensor.cli.page.tree import search_box, tree
 from shardtensor.cli.scene import Scene
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.memory import PlanBytes, plan_bytes
-from shardtensor.plan.units import own_tensors
+from shardtensor.plan.match.units import own_tensors
+from shardtensor.plan.outlook.memory import PlanBytes, plan_bytes
 
 
 def page(scene: Scene) -> str:

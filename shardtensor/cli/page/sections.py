@@ -9,11 +9,11 @@ from shardtensor.cli.page.colours import fill
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.brief import brief_names, skeleton
-from shardtensor.plan.memory import PlanBytes, RankBytes, rank_bytes
-from shardtensor.plan.model import BYTES
+from shardtensor.plan.findings.brief import brief_names, skeleton
+from shardtensor.plan.match.units import Flat, GatherUnit, gather_units
+from shardtensor.plan.models.model import BYTES
+from shardtensor.plan.outlook.memory import PlanBytes, RankBytes, rank_bytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.units import Flat, GatherUnit, gather_units
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 _ABOUT_UNITS = (
@@ -164,7 +164,7 @@ def _segment(left: float, width: float, top: float, kind: str, word: str, said: 
 def collectives(resolved: Resolved, seq: int = 4096) -> Markup | str:
     """The collectives of a training step; nothing where they cannot be told."""
     try:
-        from shardtensor.plan.collectives import step_collectives
+        from shardtensor.plan.traffic.collectives import step_collectives
     except ImportError:
         return ""
     dtype = next((p.tensor.dtype for p in resolved.tensors.values() if not p.tensor.is_buffer), "float32")
@@ -218,7 +218,7 @@ def findings(resolved: Resolved) -> Markup | str:
     """What a check found; errors first."""
     if not resolved.findings:
         return ""
-    from shardtensor.plan.folding import folded
+    from shardtensor.plan.findings.folding import folded
 
     rows = []
     for finding in folded(resolved.findings):

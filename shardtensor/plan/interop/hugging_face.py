@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.plan.formatting import format_plan
 from shardtensor.plan.interop.hf_words import EP_WORDS, OWNERS, TP_WORDS, HFWord
 from shardtensor.plan.interop.rule_tree import rule_tree
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.reading import read_plan
+from shardtensor.plan.text.formatting import format_plan
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
 
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.sharding.tiny.attention import attend
 from shardtensor.sharding.tiny.names import ending, shape_of
 from shardtensor.sharding.tiny.sizes import Sizes

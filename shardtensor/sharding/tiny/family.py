@@ -9,7 +9,7 @@ import attrs
 from torch import nn
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.sharding.tiny import bert, gpt2, llama, mixtral, mlp, t5, uneven, vit, vocab
 from shardtensor.sharding.tiny.names import ending, unnumbered
 from shardtensor.sharding.tiny.sizes import Sizes

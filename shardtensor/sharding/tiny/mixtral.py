@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.sharding.tiny import llama
 from shardtensor.sharding.tiny.llama import LlamaAttention, LlamaForCausalLM, LlamaRMSNorm
 from shardtensor.sharding.tiny.names import ending, shape_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.sharding.tiny.sizes import Sizes
 
 

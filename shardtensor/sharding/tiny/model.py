@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.checking import check_plan
+from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.line import Line
-from shardtensor.plan.model import Model
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.resolve import resolve
 from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.text.reading import read_plan
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.tiny.family import Family, family_of, refuse_other_names
 from shardtensor.sharding.tiny.names import unnumbered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 
 
 def ending(model: Model, end: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtensor.plan.model import Model
+from shardtensor.plan.models.model import Model
 from shardtensor.sharding.tiny.sizes import Sizes
 
 

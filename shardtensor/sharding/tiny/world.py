@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardtensor.errors import PlanError, SpecError
+from shardtensor.plan.outlook.search import candidates
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.reading import read_plan
-from shardtensor.plan.search import candidates
+from shardtensor.plan.text.reading import read_plan
 
 MOST, FEW = 32, 16
 """Ranks that are run at most; and of a mesh that has to become another, where so many have all its axes."""

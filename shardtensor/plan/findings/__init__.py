@@ -1,0 +1,1 @@
+"""What checks find, where it was written, and how it is told."""

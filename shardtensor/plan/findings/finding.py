@@ -1,0 +1,44 @@
+"""What a check finds: a code, the place in the plan, why, and what to write instead."""
+
+from __future__ import annotations
+
+import attrs
+
+from shardtensor.plan.findings.origin import Origin
+
+
+@attrs.frozen(eq=False)
+class Finding:
+    """One finding.
+
+    Attributes:
+        code: ``E...`` is an error, ``W...`` a warning, ``N...`` a note; the table is in specs/README.md.
+        fault: what is wrong, with the user's own numbers; one line.
+        origin: the text that is wrong; None where no text is (an option of the command line).
+        why: the rule that is broken, with the values that break it.
+        fix: one thing to write instead.
+        notes: other places, how many tensors fail in the same way.
+        tensor: the tensor or module concerned, for folding findings that repeat over layers.
+    """
+
+    code: str
+    fault: str
+    origin: Origin | None = None
+    why: str = ""
+    fix: str = ""
+    notes: tuple[str, ...] = ()
+    tensor: str = ""
+
+    @property
+    def severity(self) -> str:
+        """``error``, ``warning`` or ``note``."""
+        return {"E": "error", "W": "warning", "N": "note"}[self.code[0]]
+
+    def __str__(self) -> str:
+        name = f"{self.tensor}: " if self.origin is None and self.tensor and self.tensor not in self.fault else ""
+        head = f"{self.severity}[{self.code}]: {name}{self.fault}"
+        rows = [f"  {key}: {value}" for key, value in (("why", self.why), ("fix", self.fix)) if value]
+        rows += [f"  note: {note}" for note in self.notes]
+        if self.origin is None:
+            return "\n".join([head, *rows])
+        return "\n".join([f"{self.origin}: {head}", *self.origin.source.excerpt(self.origin.span), *rows])

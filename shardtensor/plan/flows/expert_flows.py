@@ -1,0 +1,113 @@
+"""How values pass experts: ``use dispatch(ep)`` on stacked tensors, whose arithmetic is known (E401, E402, E403)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtensor.layout.layout import CutLayout
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.flows.flow import Flow, as_written, partial_axes
+from shardtensor.plan.flows.modules import Modules, Names, Stated
+from shardtensor.plan.line import Line
+from shardtensor.plan.resolved import Placed
+from shardtensor.plan.traffic.expert_traffic import Dealing, dealings
+
+TOKENS, WEIGHTS = "", "top_k_weights"
+"""The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
+
+
+def expert_findings(modules: Modules) -> Iterator[Finding]:
+    """What is wrong with the experts of a plan."""
+    found = dealings(modules)
+    for path, dealing in found.items():
+        yield from _same_samples(path, dealing, modules)
+        if not dealing.is_list:
+            yield from _stacked(path, dealing, modules)
+    for path, params in modules.owned.items():
+        stated = modules.stated.get(path)
+        if path in modules.layers or stated is None or not (stated.ins or stated.outs) or stated.passing.uses:
+            continue
+        for name, placed in params.items():
+            axes = [axis for axis in _cut(placed, modules) if axis in modules.data]
+            if axes:
+                yield _nobody_sends(path, name, placed, axes, modules)
+                break
+
+
+def _cut(placed: Placed, modules: Modules) -> Names:
+    """The axes over which a parameter is cut."""
+    layout = placed.layout
+    if not isinstance(layout, CutLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
+        return ()
+    return tuple(name for i, name in enumerate(modules.axes.mesh.names) if i in layout.parting_axes)
+
+
+def _stacked(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
+    """Flows of experts that are cut inside, each making addends of its result and of its inputs' gradients."""
+    stated, params = modules.stated[path], modules.owned[path]
+    inside: dict[str, str] = {}
+    for name, placed in params.items():
+        inside = dict.fromkeys(_cut(placed, modules), name) | inside
+    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dealing.axes and a not in modules.data)
+    if not axes or modules.axes.mesh.size == 1:
+        return
+    shown = modules.named(axes)
+    placed = params[inside[axes[0]]]
+    why = f"`{inside[axes[0]]}` is `{placed.spec}`: a rank has a part of each expert along {shown}"
+    out = stated.out
+    if out is None or not set(axes) <= set(partial_axes(out.before)):
+        line = stated.line("out") if out is not None else placed.line
+        said = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
+        yield _told(
+            "E402", f"{said} for experts that leave addends along {shown}", line,
+            f"{why}, so what it makes is an addend until it is summed",
+            f"write `out: partial({shown}) -> {as_written(out.after) if out is not None else 'replicate'}`", path,
+        )  # fmt: skip
+    for name in (TOKENS, WEIGHTS):
+        flow = _entering(stated, name)
+        if flow is not None and ((flow.says_grad and not flow.addends) or set(axes) <= set(flow.addends)):
+            continue
+        side = f"in {name}".strip()
+        came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
+        what = f"`{side}` is not said" if flow is None else f"`{side}: {came}` does not sum its gradient"
+        yield _told(
+            "E401", f"{what}, and it is an addend along {shown}", stated.line("in", name) or placed.line,
+            f"{why}, and multiplies what enters with it: one rank's gradient would be taken for the sum",
+            f"write `{side}: {came} grad partial({shown})`", path,
+        )  # fmt: skip
+
+
+def _entering(stated: Stated, name: str) -> Flow | None:
+    return stated.ins.get(name) or (stated.ins.get("hidden_states") if not name else None)
+
+
+def _same_samples(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
+    """Tokens dealt along axes on which all ranks have the same ones."""
+    axes = [axis for axis in dealing.axes if axis not in modules.data]
+    if not axes:
+        return
+    shown = modules.named(axes)
+    line = next((line for hook, line in modules.stated[path].passing.uses if hook.name == "dispatch"), None)
+    data = modules.axes.data
+    yield _told(
+        "E401", f"tokens are sent along {shown}, and samples do not differ along it", line,
+        f"every rank along {shown} sends the same tokens: the gradients of experts would be {modules.times(axes)} "
+        f"times too large; the data axes are {', '.join(data) or 'none'}",
+        f"write `data {'*'.join([*data, shown])}`", path,
+    )  # fmt: skip
+
+
+def _nobody_sends(path: str, name: str, placed: Placed, axes: list[str], modules: Modules) -> Finding:
+    shown = modules.named(axes)
+    return _told(
+        "E403", f"`{name}` is cut along {shown}, and no token is sent there", placed.line,
+        f"ranks along {shown} have other samples and other parts of `{placed.spec}`: each sample meets one part alone",
+        f"write `use dispatch({shown}, top_k=...)` in the block of `{path}`, or a hook of your own", path,
+    )  # fmt: skip
+
+
+def _told(code: str, fault: str, line: Line | None, why: str, fix: str, path: str) -> Finding:
+    origin: Origin | None = line.origin if line is not None else None
+    return Finding(code, fault, origin, why, fix, style_note(origin, "flow"), path)

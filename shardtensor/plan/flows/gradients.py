@@ -1,0 +1,161 @@
+"""Gradients of a plan: how each value and parameter of the known layers lies backward, and what would go wrong.
+
+A missing or doubled reduction is silent: the loss falls, a little slower. Here it is an error of the plan's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from shardtensor.layout.layout import CutLayout, FlatLayout
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.flows.expert_flows import expert_findings
+from shardtensor.plan.flows.flow import cut_axes, union
+from shardtensor.plan.flows.givers import Givers
+from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
+from shardtensor.plan.flows.meetings import Meetings
+from shardtensor.plan.flows.modules import Layer, Modules, Names
+from shardtensor.plan.flows.streams import Streams
+from shardtensor.plan.resolved import Placed, Resolved
+
+
+@attrs.frozen(eq=False)
+class Flows:
+    """The flows of a plan, worked out.
+
+    Attributes:
+        modules: the plan, module by module.
+        works: what each known layer does that has a flow; those that contradict themselves are missing.
+        meetings: which layers each `in` serves.
+        findings: E401 to E404.
+    """
+
+    modules: Modules
+    works: Mapping[str, LayerWork]
+    meetings: Meetings
+    findings: tuple[Finding, ...]
+
+
+def flows_of(resolved: Resolved) -> Flows:
+    """Work out the flows of a plan. Pure, and linear in the number of modules."""
+    modules = Modules(resolved)
+    works: dict[str, LayerWork] = {}
+    findings: list[Finding] = []
+    for path, layer in modules.layers.items():
+        if not layer.has_flow:
+            continue
+        try:
+            works[path] = layer_work(layer, modules.nearest_in(path) is not None)
+        except Contradiction as found:
+            findings.append(_finding(layer, found))
+    broken = frozenset(path for path, layer in modules.layers.items() if layer.has_flow and path not in works)
+    meetings = Meetings(modules, broken)
+    findings += _containers(modules, meetings)
+    givers = Givers(modules, meetings, broken)
+    findings += meetings.findings(givers.to_hooks)
+    findings += givers.findings()
+    findings += Streams(modules, meetings).findings()
+    findings += expert_findings(modules)
+    return Flows(modules, works, meetings, tuple(findings))
+
+
+def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
+    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404.
+
+    Pure: no torch, no processes. Known layers (linear, embedding, norm) are worked out; of other modules it is believed
+    what the plan says.
+
+    Args:
+        resolved: with every tensor placed; what could not be placed is passed over.
+
+    Returns:
+        a finding for each module concerned, at the line of the plan that is at fault.
+    """
+    return flows_of(resolved).findings
+
+
+def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:
+    """The axes along which the gradient of each parameter is an addend: it is summed over them once, and no others.
+
+    Axes of the mesh, those that are made of others spelled out; axes of size 1 are left out. Design: an axis that does
+    not cut the parameter, and is one of the data's, or cuts the value that the parameter is applied to, or along which
+    the gradient of the output is an addend.
+
+    Example:
+        >>> from shardtensor.mesh import read_mesh
+        >>> from shardtensor.plan.axes import Axes
+        >>> from shardtensor.plan.flows.flow import read_flow
+        >>> from shardtensor.plan.line import Line
+        >>> from shardtensor.plan.models.model import Model, TensorInfo
+        >>> from shardtensor.plan.plan import Plan
+        >>> from shardtensor.plan.match.resolve import resolve
+        >>> from shardtensor.spec.nodes import Replicate
+        >>> stream = read_flow("[-, tp, ...]")
+        >>> lines = (Line("norm.weight", value=Replicate()), Line("norm", "in", stream), Line("norm", "out", stream))
+        >>> plan = Plan(Axes(read_mesh("dp=2, tp=2"), data=("dp",)), lines)
+        >>> parameter_sums(resolve(plan, Model((TensorInfo("norm.weight", (8,), ("embed",)),))))
+        {'norm.weight': ('dp', 'tp')}
+    """
+    flows = flows_of(resolved)
+    found: dict[str, Names] = {}
+    for path, params in flows.modules.owned.items():
+        work = flows.works.get(path)
+        for name, placed in params.items():
+            if placed.tensor.requires_grad:
+                own = work.sums.get(name, ()) if work is not None else ()
+                axes = union(flows.modules.data, own)
+                cut = _cut_axes(placed, flows.modules)
+                full = f"{path}.{name}" if path else name
+                found[full] = tuple(axis for axis in axes if axis not in cut)
+    return {name: found[name] for name in resolved.tensors if name in found}
+
+
+def _cut_axes(placed: Placed, modules: Modules) -> set[str]:
+    """The axes along which ranks hold different parts of a parameter while it computes."""
+    layout = placed.layout
+    if not isinstance(layout, CutLayout | FlatLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
+        return set(modules.axes.mesh.names)
+    sizes = modules.axes.mesh.sizes
+    return {
+        name for i, name in enumerate(modules.axes.mesh.names)
+        if i in layout.parting_axes or layout.grid[i] != sizes[i]
+    }  # fmt: skip
+
+
+def _finding(layer: Layer, found: Contradiction) -> Finding:
+    side, _, name = found.side.partition(" ")
+    line = layer.stated.line(side, name) if side in ("in", "out") else None
+    if line is None:
+        placed = layer.params.get(side) or layer.params["weight"]
+        line = placed.line or next((placed.line for placed in layer.params.values() if placed.line), None)
+    origin = line.origin if line is not None else None
+    what = "flow" if side in ("in", "out") else "layout"
+    return Finding(found.code, found.fault, origin, found.why, found.fix, style_note(origin, what), layer.path)
+
+
+def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
+    """Flows of modules that are no known layers and have no way from their left to their right."""
+    findings = []
+    for path, stated in modules.stated.items():
+        if path in modules.layers:
+            continue
+        sides = [("in", name, flow, meetings.addends.get(path, ())) for name, flow in stated.ins.items()]
+        sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
+        for side, name, flow, addends in sides:
+            line = stated.line(side, name)
+            origin = line.origin if line is not None else None
+            try:
+                steps(flow, side, addends)
+                twice = [axis for axis in flow.addends if axis in cut_axes(flow.after)]
+                if twice:
+                    raise Contradiction(
+                        "E401", side, f"the gradient along {twice[0]} is declared an addend, and is none",
+                        f"the value is cut along {twice[0]}: so is its gradient", f"leave {twice[0]} out of `grad`",
+                    )  # fmt: skip
+            except Contradiction as found:
+                notes = style_note(origin, "flow")
+                findings.append(Finding(found.code, found.fault, origin, found.why, found.fix, notes, path))
+    return findings

@@ -1,0 +1,281 @@
+"""What a known layer does with the values that a plan lets through it, and how its gradients lie.
+
+A *copy* is equal on all ranks along an axis, a *cut* value is a part on each, of an *addend* the sum counts. The
+gradient of a copy is a copy, but where it meets a product that is cut along the axis: there it is an addend.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from shardtensor.errors import PlanError
+from shardtensor.plan.flows.flow import Change, Flow, changes, cut_axes, cuts, last_cut, partial_axes, union
+from shardtensor.plan.flows.modules import REPLICATE, Layer, Names
+from shardtensor.spec.nodes import Replicate, Spec
+
+
+class Contradiction(Exception):
+    """Flows and tensors of one layer that do not go together.
+
+    Attributes:
+        code: of the finding.
+        side: ``in``, ``out``, or the parameter whose layout is at fault.
+        fault, why, fix: as of a finding.
+    """
+
+    def __init__(self, code: str, side: str, fault: str, why: str, fix: str) -> None:
+        super().__init__(fault)
+        self.code, self.side, self.fault, self.why, self.fix = code, side, fault, why, fix
+
+
+@attrs.frozen
+class LayerWork:
+    """What one layer does.
+
+    Attributes:
+        came: how its input comes and is wanted.
+        leaves: how its result is made and leaves.
+        enter, leave: the steps of these.
+        addends: axes along which the gradient of its input is an addend, before `enter` sums it.
+        sums: for each parameter, the axes, none of them of the data, along which its gradient is an addend.
+        sums_beside: the bias's gradient travels with the input's, in one message.
+    """
+
+    came: Flow
+    leaves: Flow
+    enter: tuple[Change, ...]
+    leave: tuple[Change, ...]
+    addends: Names
+    sums: dict[str, Names]
+    sums_beside: bool = False
+
+
+def layer_work(layer: Layer, is_inside: bool) -> LayerWork:
+    """What a layer of a known kind does.
+
+    Args:
+        is_inside: a module around it says how values enter, and sums the gradients of its inputs.
+
+    Raises:
+        Contradiction: its flows and its tensors say different things.
+    """
+    if layer.loose:
+        placed = layer.params[layer.loose]
+        raise Contradiction(
+            "E402", layer.loose, "flows go with dims cut over axes", f"{layer.loose} is `{placed.spec}`",
+            "write the layout in axes, such as `[tp, -]`",
+        )  # fmt: skip
+    if layer.kind.name == "embedding":
+        return _embedding(layer)
+    if layer.kind.name == "norm":
+        return _norm(layer)
+    return _linear(layer, is_inside)
+
+
+def natural(last: Names, partial: Names = ()) -> Flow:
+    """What a layer takes or gives when nothing is said: cut as its weight is, addends summed at once."""
+    after = Spec(..., last) if last else Replicate()
+    return Flow(after.partial(*partial) if partial else after, after)
+
+
+def addends_of(layer: Layer) -> Names:
+    """The axes along which a layer leaves the gradient of its input as an addend."""
+    out = layer.stated.out
+    declared = out.addends if out is not None else ()
+    if layer.kind.name == "embedding":
+        return ()
+    return union(layer.cut("weight", "out"), declared) if layer.kind.name == "linear" else declared
+
+
+def steps(flow: Flow, side: str, addends: Names = ()) -> tuple[Change, ...]:
+    """`changes`, whose refusals become contradictions."""
+    try:
+        return changes(flow, addends)
+    except PlanError as error:
+        fault, *rows = str(error).splitlines()
+        facts = dict(row.strip().split("  ", 1) for row in rows if "  " in row.strip())
+        fix = facts.pop("fix", "").strip()
+        why = ", ".join(f"{key} {value.strip()}" for key, value in facts.items())
+        code = "E404" if "addends" in fault and "copy" in fault else "E401" if "comes back" in fault else "E402"
+        raise Contradiction(code, side, fault, why, fix) from None
+
+
+def _linear(layer: Layer, is_inside: bool) -> LayerWork:
+    out_axes, in_axes = layer.cut("weight", "out"), layer.cut("weight", "in")
+    enters = _the_one_in(layer)
+    came = enters if enters is not None else natural(in_axes)
+    leaves = layer.stated.out if layer.stated.out is not None else natural(out_axes, in_axes)
+    _meets(layer, "in", came, came.after, in_axes, ())
+    _meets(layer, "out", leaves, leaves.before, out_axes, in_axes)
+    stream = _stream(came.after)
+    twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
+    if twice:
+        name = layer.named(twice)
+        raise Contradiction(
+            "E402", "in" if enters is not None else "out", f"the input and the weight are both cut along {name}",
+            f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
+            f"the weight is `{layer.params['weight'].spec}`",
+            f"gather the input: `in: {layer.said('in').partition(' -> ')[0] or came.after} -> replicate`",
+        )  # fmt: skip
+    if enters is not None and set(_stream(leaves.before)) != set(stream):
+        raise Contradiction(
+            "E402", "out", "`out` does not follow from `in`",
+            f"a linear layer keeps how dims before the last are cut; `in` gives `{came.after}`, `out` begins with "
+            f"`{leaves.before}`",
+            f"write `out: {came.after}`" if not last_cut(leaves.before) else "cut both sides alike",
+        )  # fmt: skip
+    _no_blocks_on_the_way(layer, "in", came)
+    _no_blocks_on_the_way(layer, "out", leaves)
+    _declared_once(layer, leaves, (*out_axes, *in_axes))
+    addends = union(out_axes, leaves.addends)
+    own = enters is not None or not is_inside
+    enter = steps(attrs.evolve(came, addends=()), "in", union(addends, came.addends) if own else ())
+    leave = steps(attrs.evolve(leaves, addends=()), "out")
+    sums = {"weight": union(stream, leaves.addends)}
+    beside = False
+    if "bias" in layer.params:
+        bias_axes = layer.cut("bias", "out")
+        if bias_axes and bias_axes != out_axes:
+            how = f"[{'*'.join(bias_axes)}]"
+            raise Contradiction(
+                "E402", "bias", "the bias is cut over other axes than the weight's `out`",
+                f"the weight is `{layer.params['weight'].spec}`, the bias `{how}`: "
+                + ("each rank would add a part to the whole sum" if in_axes else "each rank makes other outputs"),
+                "keep the bias whole (`replicate`): it is added once, to what leaves" if in_axes
+                else "cut the bias as the weight's `out` is cut, or leave it whole",
+            )  # fmt: skip
+        if in_axes:
+            left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
+            sums["bias"] = union(left, partial_axes(leaves.after), leaves.addends)
+        else:
+            sums["bias"] = union(stream, leaves.addends)
+        if out_axes and not bias_axes:
+            if layer.is_blocked("out"):
+                raise Contradiction(
+                    "E402", "bias", "a weight cut in blocks goes with a bias cut alike",
+                    f"the weight is `{layer.params['weight'].spec}`, the bias whole", "cut the bias in blocks, too",
+                )  # fmt: skip
+            sums["bias"] = union(sums["bias"], out_axes)
+            summed = enter and enter[0].kind == "sum_gradient"
+            beside = bool(summed) and sums["bias"] == out_axes and not in_axes and not leave and len(enter) == 1
+    return LayerWork(came, leaves, enter, leave, addends, sums, beside)
+
+
+def _embedding(layer: Layer) -> LayerWork:
+    rows, columns = layer.cut("weight", "vocab"), layer.cut("weight", "embed")
+    leaves = layer.stated.out if layer.stated.out is not None else natural(columns, rows)
+    _meets(layer, "out", leaves, leaves.before, columns, rows)
+    if layer.is_blocked("vocab"):
+        raise Contradiction(
+            "E402", "weight", "a vocabulary in blocks takes no flow", f"the weight is `{layer.params['weight'].spec}`",
+            "cut the vocabulary without `blocks`",
+        )  # fmt: skip
+    came = _the_one_in(layer) or REPLICATE
+    _declared_once(layer, leaves, (*rows, *columns))
+    sums = {"weight": union(cut_axes(came.after), leaves.addends)}
+    leave = steps(attrs.evolve(leaves, addends=()), "out")
+    return LayerWork(came, leaves, steps(came, "in"), leave, (), sums)
+
+
+def _norm(layer: Layer) -> LayerWork:
+    for name in layer.params:
+        if layer.cut(name, "embed"):
+            raise Contradiction(
+                "E402", name, "a norm with a flow has whole parameters", f"{name} is `{layer.params[name].spec}`",
+                "write `replicate`",
+            )  # fmt: skip
+    came = _the_one_in(layer) or REPLICATE
+    leaves = layer.stated.out or Flow(came.after, came.after)
+    if partial_axes(came.after):
+        axes = "*".join(partial_axes(came.after))
+        raise Contradiction(
+            "E404", "in", f"addends along {axes} reach a norm",
+            "a norm is not linear: the norms of addends do not add up to the norm of their sum",
+            f"sum them before: `out: partial({axes}) -> replicate` where they are made",
+        )  # fmt: skip
+    if last_cut(came.after) is not None and came.after.dims != (last_cut(came.after),):
+        raise Contradiction(
+            "E402", "in", "a norm takes whole last dims", f"`in` is `{came}`: no rank has all that is normalised",
+            "cut the stream along another dim",
+        )  # fmt: skip
+    if leaves.before != came.after:
+        raise Contradiction(
+            "E402", "out" if layer.stated.out is not None else "in", "a norm gives what it takes",
+            f"`in` gives `{came.after}`, `out` begins with `{leaves.before}`", f"write `out: {came.after}`",
+        )  # fmt: skip
+    sums = union(cut_axes(came.after), leaves.addends)
+    enter = steps(attrs.evolve(came, addends=()), "in", came.addends)
+    leave = steps(attrs.evolve(leaves, addends=()), "out")
+    return LayerWork(came, leaves, enter, leave, leaves.addends, dict.fromkeys(layer.params, sums))
+
+
+def _the_one_in(layer: Layer) -> Flow | None:
+    named = [name for name in layer.stated.ins if name]
+    if named:
+        raise Contradiction(
+            "E402", f"in {named[0]}", f"a layer has one input, not `{named[0]}`", "its arithmetic is known",
+            "write `in` alone",
+        )  # fmt: skip
+    return layer.stated.ins.get("")
+
+
+def _stream(spec: Spec) -> Names:
+    """Axes along which a value is cut on a dim that is not the last."""
+    return tuple(axis for dim, cut in cuts(spec).items() if dim != -1 for axis in cut.axes)
+
+
+def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial: Names) -> None:
+    """Refuse a flow whose side that meets the weight contradicts the weight's layout."""
+    found = last_cut(met)
+    axes = found.axes if found is not None and (... in met.dims or len(met.dims) > 1) else ()
+    if axes == last and set(partial_axes(met)) == set(partial):
+        return
+    name = layer.named
+    sums = f"partial({name(partial)})" if partial else ""
+    wanted = " ".join(filter(None, [f"[..., {name(last)}]" if last else "" if partial else "replicate", sums]))
+    weight = layer.params["weight"]
+    shape = ", ".join(f"{d}={n}" for d, n in zip(layer.kind.dims["weight"], weight.tensor.shape, strict=True))
+    why = f"the weight ({shape}) is `{weight.spec}`"
+    if set(partial_axes(met)) != set(partial):
+        what = "is complete on every rank: nothing is left to sum"
+        if partial:
+            what = f"is an addend along {name(partial)} until it is summed"
+            what += ", for rows of other ranks give zeros" if layer.kind.name == "embedding" else ""
+        why += f", so what it makes {what}"
+    else:
+        what = f"cut over {name(last)} on its last dim" if last else "whole on its last dim"
+        why += f", so its {'input is wanted' if side == 'in' else 'result is'} {what}"
+    before, _, after = layer.said(side).partition(" grad ")[0].partition(" -> ")
+    if side == "in":
+        text = f"{before} -> {wanted}" if after and before != wanted else wanted
+    else:
+        text = f"{wanted} -> {after or (before if partial and not axes else 'replicate')}"
+        text = text if after or partial else wanted
+    raise Contradiction(
+        "E402", side, f"`{side}: {layer.said(side)}` contradicts the layout of the weight", why,
+        f"write `{side}: {text}`",
+    )  # fmt: skip
+
+
+def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
+    """Refuse to join or cut on the way what the weight cuts in blocks: ranks have stretches of each block."""
+    if flow.before == flow.after or not layer.is_blocked("out" if side == "out" else "in"):
+        return
+    met, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
+    if last_cut(met) is not None and last_cut(other) != last_cut(met):
+        raise Contradiction(
+            "E402", side, "what is cut in blocks cannot be cut or joined on the way",
+            f"the weight is `{layer.params['weight'].spec}`: a rank has a stretch of each block, not of the whole",
+            f"let the value pass as it is: `{side}: {met}`",
+        )  # fmt: skip
+
+
+def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
+    """Refuse addends along an axis that cuts the value or the weight: those gradients are parts, never addends."""
+    for axis in leaves.addends:
+        if axis in own or axis in cut_axes(leaves.after):
+            what = "the result is cut" if axis in cut_axes(leaves.after) else "the weight is cut"
+            raise Contradiction(
+                "E401", "out", f"the gradient of this output along {axis} is declared an addend, and is none",
+                f"{what} along {axis}: summing would add gradients of different parts", f"leave {axis} out of `grad`",
+            )  # fmt: skip

@@ -1,0 +1,237 @@
+"""What a plan says of each module, put in the axes of its mesh: the known layers, how they are cut, how values pass.
+
+Axes that are made of others are spelled out, and axes of size 1, which do nothing, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+
+import attrs
+
+from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.pieces import Blocked
+from shardtensor.plan.axes import Axes
+from shardtensor.plan.flows.flow import Flow, as_written
+from shardtensor.plan.line import Line
+from shardtensor.plan.models.layer_kinds import LayerKind
+from shardtensor.plan.resolved import Passing, Placed, Resolved
+from shardtensor.spec.nodes import Dim, Replicate, Spec
+from shardtensor.spec.parts import Cut, Partial
+
+Names = tuple[str, ...]
+"""Of axes of the mesh."""
+
+
+@attrs.frozen(eq=False)
+class Stated:
+    """The flows that a plan states for one module, by argument and by result, empty for the first of each."""
+
+    ins: Mapping[str, Flow] = attrs.field(factory=dict)
+    outs: Mapping[str, Flow] = attrs.field(factory=dict)
+    passing: Passing = attrs.field(factory=Passing)
+
+    @property
+    def out(self) -> Flow | None:
+        """Of the first result."""
+        return self.outs.get("")
+
+    def line(self, side: str, name: str = "") -> Line | None:
+        """What said a flow."""
+        found = (self.passing.ins if side == "in" else self.passing.outs).get(name)
+        return found[1] if found is not None else None
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """A layer whose arithmetic is known.
+
+    Attributes:
+        kind: of layer.
+        stated: its flows.
+        params: its parameters, by the last part of their names.
+        cuts: by a parameter's name and the name of a dim, the axes over which it is cut.
+        loose: a parameter that lies otherwise than cut over axes, on devices by name; empty where there is none.
+        named: says axes as the plan calls them.
+    """
+
+    path: str
+    kind: LayerKind
+    stated: Stated
+    params: Mapping[str, Placed]
+    cuts: Mapping[tuple[str, str], Names]
+    loose: str = ""
+    named: Callable[[Iterable[str]], str] = "*".join
+
+    def said(self, side: str) -> str:
+        """A flow as the plan says it; empty where it says none."""
+        found = (self.stated.passing.ins if side == "in" else self.stated.passing.outs).get("")
+        return as_written(found[0]) if found is not None else ""
+
+    def cut(self, name: str, dim: str) -> Names:
+        """The axes over which a dim of a parameter is cut."""
+        return self.cuts.get((name, dim), ())
+
+    def is_blocked(self, dim: str) -> bool:
+        """Whether a dim of the weight is cut in blocks, so that a rank holds several stretches of it."""
+        layout = self.params["weight"].layout
+        cut = layout.dims[self.kind.dims["weight"].index(dim)] if isinstance(layout, CutLayout) else None
+        return cut is not None and isinstance(cut.pieces, Blocked)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold different parts of some parameter."""
+        return any(self.cuts.values()) or bool(self.loose)
+
+    @property
+    def has_flow(self) -> bool:
+        """Whether the plan says how values pass it."""
+        return bool(self.stated.ins or self.stated.outs)
+
+    @property
+    def trains(self) -> bool:
+        """Whether some parameter of it gets a gradient."""
+        return any(placed.tensor.requires_grad for placed in self.params.values())
+
+    def width(self, dim: str) -> int:
+        """The elements of a dim of the weight."""
+        return self.params["weight"].tensor.shape[self.kind.dims["weight"].index(dim)]
+
+
+class Modules:
+    """A resolved plan, seen module by module."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+        self.axes: Axes = resolved.plan.axes
+        self._sizes = dict(self.axes.mesh.axes)
+        self._flows: dict[Flow, Flow] = {}
+        self.stated: dict[str, Stated] = {}
+        for path, passing in resolved.modules.items():
+            ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
+            outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
+            self.stated[path] = Stated(ins, outs, passing)
+
+    # -- in the axes of the mesh --------------------------------------------------------------------------------------
+
+    def leaves(self, names: Iterable[str]) -> Names:
+        """Axes spelled out, without those of size 1."""
+        return tuple(leaf for leaf in self.axes.leaves(names) if self._sizes.get(leaf, 2) > 1)
+
+    def flow(self, flow: Flow) -> Flow:
+        """A flow in the axes of the mesh."""
+        if flow not in self._flows:
+            addends = self.leaves(flow.addends)
+            self._flows[flow] = Flow(self.spec(flow.before), self.spec(flow.after), addends, flow.says_grad)
+        return self._flows[flow]
+
+    def spec(self, spec: Spec) -> Spec:
+        """The layout of a value in the axes of the mesh."""
+        dims: list[Dim] = []
+        for dim in spec.dims:
+            axes = self.leaves(dim.axes) if isinstance(dim, Cut) else ()
+            dims.append((attrs.evolve(dim, axes=axes) if axes else None) if isinstance(dim, Cut) else dim)
+        partial = tuple(Partial(axes, part.op) for part in spec.partial_parts if (axes := self.leaves(part.axes)))
+        bare = not any(isinstance(dim, Cut) for dim in dims)
+        return Spec.of(() if bare else tuple(dims), (), None, None, partial)
+
+    def named(self, leaves: Iterable[str]) -> str:
+        """Axes as the plan calls them: ``tp`` where all of its factors are there.
+
+        Example:
+            >>> from shardtensor.mesh import read_mesh
+            >>> from shardtensor.plan.models.model import Model
+            >>> from shardtensor.plan.plan import Plan
+            >>> axes = Axes(read_mesh("dp=2, kvg=2, kvr=2"), {"tp": ("kvg", "kvr")})
+            >>> modules = Modules(Resolved(Plan(axes), Model(()), {}, {}))
+            >>> modules.named(["kvg", "kvr"]), modules.named(["kvr"])
+            ('tp', 'kvr')
+        """
+        rest = list(dict.fromkeys(leaves))
+        found = []
+        for name in self.axes.made_of:
+            factors = self.leaves((name,))
+            if factors and set(factors) <= set(rest):
+                found.append(name)
+                rest = [leaf for leaf in rest if leaf not in factors]
+        return "*".join([*found, *rest])
+
+    def times(self, leaves: Iterable[str]) -> int:
+        """How many ranks lie along some axes."""
+        return math.prod(self._sizes[leaf] for leaf in dict.fromkeys(leaves))
+
+    @cached_property
+    def data(self) -> Names:
+        """The axes along which samples differ."""
+        return tuple(axis for axis in self.axes.mesh.names if axis in self.leaves(self.axes.data))
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The known layers, by their path."""
+        return {path: layer for path in self.owned if (layer := self._layer(path)) is not None}
+
+    @cached_property
+    def owned(self) -> dict[str, dict[str, Placed]]:
+        """The parameters of each module itself, by the last part of their names, in the order of the model."""
+        found: dict[str, dict[str, Placed]] = {}
+        for name, placed in self.resolved.tensors.items():
+            if not placed.tensor.is_buffer:
+                path, _, leaf = name.rpartition(".")
+                found.setdefault(path, {})[leaf] = placed
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each module stands in the order of the model."""
+        return {path: i for i, path in enumerate(self.resolved.model.paths)}
+
+    def _layer(self, path: str) -> Layer | None:
+        kind = self.resolved.model.kind(path)
+        params = self.owned[path]
+        if kind is None or "weight" not in params:
+            return None
+        cuts: dict[tuple[str, str], Names] = {}
+        loose = ""
+        for name, placed in params.items():
+            dims = kind.dims.get(name)
+            if dims is None or len(dims) != len(placed.tensor.shape):
+                continue
+            layout = placed.layout
+            if not isinstance(layout, CutLayout) or len(layout.grid) != len(self.axes.mesh.axes):
+                loose = name
+                continue
+            for dim, cut in zip(dims, layout.dims, strict=True):
+                if cut is not None:
+                    names = (self.axes.mesh.names[i] for i in cut.axes if layout.grid[i] > 1)
+                    cuts[name, dim] = tuple(names)
+        return Layer(path, kind, self.stated.get(path, Stated()), params, cuts, loose, self.named)
+
+    # -- modules around modules ---------------------------------------------------------------------------------------
+
+    def nearest_in(self, path: str) -> str | None:
+        """The nearest module around a path that says how values enter it."""
+        return next((above for above in around(path) if above in self.stated and self.stated[above].ins), None)
+
+
+def around(path: str) -> Iterator[str]:
+    """The paths of the modules around a path, innermost first; the root is the empty one.
+
+    Example:
+        >>> list(around("layers.0.mlp"))
+        ['layers.0', 'layers', '']
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def is_below(path: str, above: str) -> bool:
+    """Whether a module lies in another."""
+    return path != above and (not above or path.startswith(f"{above}."))
+
+
+REPLICATE = Flow(Replicate(), Replicate())

@@ -1,0 +1,158 @@
+"""Match a plan to a model: one layout for every tensor, and everything that is wrong. Pure; no torch, no processes."""
+
+from __future__ import annotations
+
+import attrs
+
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.line import Line
+from shardtensor.plan.match.binding import Binder
+from shardtensor.plan.match.dealing import deal
+from shardtensor.plan.match.matching import Disputes, Matches, match_lines
+from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.name_tree import NameTree
+from shardtensor.plan.match.passing import passings
+from shardtensor.plan.match.stores import with_stores
+from shardtensor.plan.match.ties import Ties, read_ties, untied, with_tied_names
+from shardtensor.plan.match.unmatched import unplaced
+from shardtensor.plan.match.unused import unused
+from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.spec.nodes import Spec
+
+
+def resolve(plan: Plan, model: Model) -> Resolved:
+    """Return how every tensor of `model` lies by `plan`, how values pass its modules, and what was found wrong.
+
+    Flows and the balance of ranks are looked at afterwards, in `check_plan`. Takes as long for 16,384 ranks as for 4.
+    Never raises for what a plan or a model can get wrong: see `findings`.
+
+    Args:
+        plan: with every number known.
+        model: names, global shapes and, where known, modules.
+
+    Returns:
+        the tensors that could be placed, in the order of the model, with the names that ties add at its end.
+
+    Example:
+        >>> from shardtensor.mesh import Mesh
+        >>> from shardtensor.plan.axes import Axes
+        >>> plan = Plan(Axes(Mesh((("tp", 4),))), (Line("fc.weight", value=Spec("tp", None)),))
+        >>> resolved = resolve(plan, Model((TensorInfo("fc.weight", (8, 6)),)))
+        >>> str(resolved.tensors["fc.weight"].layout.boxes(1)[0]), resolved.errors
+        ('[2:4, 0:6]', ())
+    """
+    model = with_tied_names(plan, model)
+    tree = NameTree(model.by_name, model.paths)
+    binder = Binder(plan, model, tree)
+    ties = read_ties(plan, model, tree)
+    matches = match_lines(plan.lines, tree)
+    disputes = Disputes(matches, tree)
+
+    placing = _Placing(plan, model, binder, ties, matches, disputes)
+    tensors = placing.tensors()
+    tensors, store_findings = with_stores(plan, model, tree, tensors)
+    modules, module_findings = passings(model, matches, disputes, binder)
+    nothing, unused_findings, spoken = unused(plan, tree, matches)
+    missing, told = unplaced(plan, [name for name in placing.unmatched if name not in spoken], nothing)
+    findings = [
+        *plan.findings,
+        *ties.findings,
+        *placing.findings,
+        *missing,
+        *(each.finding for each in nothing if not any(each is other for other in told)),
+        *unused_findings,
+        *store_findings,
+        *module_findings,
+        *disputes.findings,
+        *disputes.idle_overrides(plan.lines),
+        *untied(model, tensors),
+    ]
+    return Resolved(plan, model, tensors, modules, tuple(findings))
+
+
+class _Placing:
+    """Chooses the line of every tensor and binds what it says."""
+
+    def __init__(
+        self, plan: Plan, model: Model, binder: Binder, ties: Ties, matches: Matches, disputes: Disputes
+    ) -> None:
+        self.findings: list[Finding] = []
+        self.unmatched: list[str] = []
+        self._plan, self._model, self._binder = plan, model, binder
+        self._ties, self._matches, self._disputes = ties, matches, disputes
+        self._dealt: dict[int, dict[str, tuple[str, int]]] = {}
+        for line in plan.lines:
+            if line.kind == "tensor":
+                dealt, fault = deal(line, matches.names[id(line)], plan)
+                self._dealt[id(line)] = dict(dealt)
+                self.findings += [] if fault is None else [fault]
+
+    def tensors(self) -> dict[str, Placed]:
+        """All tensors that could be placed."""
+        placed: dict[str, Placed] = {}
+        for info in self._model.tensors:
+            if info.name not in self._ties.to:
+                each = self._placed(info)
+                placed |= {} if each is None else {info.name: each}
+        found = {}
+        for info in self._model.tensors:
+            to = self._ties.to.get(info.name)
+            source = placed.get(info.name if to is None else to[0])
+            if source is not None:
+                found[info.name] = source if to is None else attrs.evolve(source, tensor=info, tied_to=to[0])
+        return found
+
+    def _placed(self, info: TensorInfo) -> Placed | None:
+        lines = self._matches.by_tensor.get(info.name)
+        if not lines:
+            return self._fallen(info)
+        line: Line | None = lines[0]
+        if len(lines) > 1 or lines[0].is_override:
+            line = self._disputes.winner(info.name, lines, self._binder.meanings(list(lines), info))
+        if line is None:
+            return None
+        bound = self._binder.bound(line.value, info, self._dealt[id(line)].get(info.name))
+        if bound is None:
+            return None  # what shards modules by itself, from Python
+        if isinstance(bound.spec, Spec) and bound.spec.partial_parts:
+            self.findings.append(_partial(info, bound.spec, line))
+        elif bound.layout is None:
+            self.findings.append(self._binder.finding(bound, info, line))
+        else:
+            return Placed(info, bound.spec, bound.layout, line=line)
+        return None
+
+    def _fallen(self, info: TensorInfo) -> Placed | None:
+        """A tensor for which no line speaks."""
+        default = self._plan.unmatched
+        if default is None:
+            self.unmatched.append(info.name)
+            return None
+        bound = self._binder.bound(default.spec, info)
+        assert bound is not None, "unmatched has a spec"
+        if bound.layout is None:
+            line = Line("**", value=default.spec, origin=default.origin)
+            self.findings.append(self._binder.finding(bound, info, line))
+            return None
+        self.findings.append(
+            Finding(
+                "N003",
+                f"no rule matches it, so it falls to `unmatched: {default.spec}`",
+                default.origin,
+                f"{info.name} is {shape_text(info.shape, info.dims)}",
+                "",
+                (),
+                info.name,
+            )
+        )
+        return Placed(info, bound.spec, bound.layout)
+
+
+def _partial(info: TensorInfo, spec: Spec, line: Line) -> Finding:
+    return Finding(
+        "E404", "a parameter is never `partial`", line.origin,
+        f"{info.name} is `{spec}`: each rank would hold an addend of it, and no rank its value",
+        "drop `partial`; it is for values, in `in` and `out`", (), info.name,
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""``store P: flat(dp) by U``: what a rank keeps of each parameter, and with which others it is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+
+from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.line import Store
+from shardtensor.plan.match.matching import by_precedence
+from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.name_tree import NameTree
+from shardtensor.plan.models.model import Model
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.resolved import Placed
+from shardtensor.spec.nodes import Spec
+
+
+def with_stores(
+    plan: Plan, model: Model, tree: NameTree, placed: Mapping[str, Placed]
+) -> tuple[dict[str, Placed], list[Finding]]:
+    """Give every parameter what `store` keeps of it; buffers and tied names that lead elsewhere follow their rules."""
+    findings = [finding for store in plan.stores for finding in _unused(store, tree)]
+    stores: dict[str, list[Store]] = {}
+    for store in plan.stores:
+        for name in tree.tensors(store.pattern):
+            stores.setdefault(name, []).append(store)
+    units = {id(store): frozenset(path for text in store.by for path in tree.modules(text)) for store in plan.stores}
+    names_of = _all_names(model, placed)
+    kept, winner_of = dict(placed), dict[str, Store]()
+    for name, each in placed.items():
+        if each.tensor.is_buffer or each.tied_to or name not in stores:
+            continue
+        winners, _ = by_precedence(stores[name])
+        store = winners[0]
+        other = next((one for one in winners[1:]), None)
+        if other is not None:
+            agree = all((one.flat, one.by) == (store.flat, store.by) for one in winners)
+            findings.append(_two(name, winners[-1], store, agree))
+            if not agree:
+                continue
+        if store.flat is None:
+            continue
+        fault = _clash(plan, store, each)
+        if fault is not None:
+            findings.append(fault)
+            continue
+        findings += filter(None, (_same_samples(plan, store, name), _unequal(store, each)))
+        unit = _unit(names_of.get(name, (name,)), units[id(store)])
+        kept[name], winner_of[name] = attrs.evolve(each, stored=store.flat, unit=unit), store
+    findings += _unit_faults(model, kept, winner_of)
+    for name, each in kept.items():
+        if each.tied_to and each.tied_to in kept:
+            source = kept[each.tied_to]
+            kept[name] = attrs.evolve(each, stored=source.stored, unit=source.unit)
+    return kept, findings
+
+
+def _all_names(model: Model, placed: Mapping[str, Placed]) -> dict[str, tuple[str, ...]]:
+    """All names of every tensor that has several."""
+    found: dict[str, dict[str, None]] = {name: dict.fromkeys(names) for names in model.tied for name in names}
+    for name, each in placed.items():
+        if each.tied_to:
+            group = found.get(each.tied_to, {each.tied_to: None}) | found.get(name, {name: None})
+            for one in group:
+                found[one] = group
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _unit(names: Sequence[str], units: frozenset[str]) -> str:
+    """The deepest module among `units` that holds all names; the root when there is none."""
+    path, _, _ = names[0].rpartition(".")
+    while path:
+        if path in units and all(name.startswith(f"{path}.") for name in names):
+            return path
+        path, _, _ = path.rpartition(".")
+    return ""
+
+
+def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
+    """Why a parameter cannot be flat over the axes of a store; None when it can."""
+    assert store.flat is not None
+    spec, name = placed.spec, placed.tensor.name
+    if not isinstance(spec, Spec):
+        return Finding(
+            "E204", "a layout that names devices cannot be stored flat over mesh axes", store.origin,
+            f"{name} is `{spec}`", "write the layout in axes, or `override store` these tensors as `replicate`",
+            (), name,
+        )  # fmt: skip
+    used = plan.axes.leaves(sorted(spec.axis_names))
+    twice = next((axis for axis in store.flat.axes if set(plan.axes.leaves((axis,))) & set(used)), None)
+    if twice is None and spec.flat_part is None:
+        return None
+    shape = shape_text(placed.tensor.shape, placed.tensor.dims)
+    if twice is None:
+        fault, why = "this tensor is flat by its layout already", f"{name} is {shape}, laid out `{spec}`"
+        fix = "drop `flat` from the layout: `store` says how a parameter is kept"
+    else:
+        fault = f"axis `{twice}` cuts this tensor, and the store is flat over it"
+        why = f"each rank has a single {twice} coordinate; {name} is {shape}, laid out `{spec}`"
+        rest = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) & set(used)]
+        how = f"flat({'*'.join(rest)})" if rest else "replicate"
+        fix = f"give these tensors a line of their own: `override store PATTERN: {how}`"
+    return Finding("E204", fault, store.origin, why, fix, (), name)
+
+
+def _unit_faults(model: Model, kept: Mapping[str, Placed], stores: Mapping[str, Store]) -> Iterator[Finding]:
+    """Of gather units: parameters stored over different axes, and modules that nobody calls."""
+    first: dict[str, str] = {}
+    for name, store in stores.items():
+        unit = kept[name].unit or ""
+        if unit not in first:
+            first[unit] = name
+            module = model.modules.get(unit)
+            if module is not None and module.class_name in ("ModuleList", "ModuleDict"):
+                yield Finding(
+                    "E303", f"the gather unit {unit} is a {module.class_name}, which is never called", store.origin,
+                    "its parameters are gathered when its forward begins", f"write `by {unit}.*`", (), unit,
+                )  # fmt: skip
+        other = stores[first[unit]]
+        assert store.flat is not None and other.flat is not None
+        if store.flat.axes != other.flat.axes:
+            place = other.origin if other.origin is not None else f"`store {other.pattern}`"
+            yield Finding(
+                "E302", f"parameters of {f'the gather unit {unit}' if unit else 'one gather unit'} are stored over "
+                "different axes", store.origin,
+                f"{name} over {'*'.join(store.flat.axes)}, {first[unit]} over {'*'.join(other.flat.axes)}: a unit is "
+                "gathered in one message",
+                "store them alike, or name other modules after `by`", (f"the other line is {place}",), name,
+            )  # fmt: skip
+
+
+def _same_samples(plan: Plan, store: Store, name: str) -> Finding | None:
+    """A store over ranks that see the same samples: its gradients are not summed over them."""
+    assert store.flat is not None
+    data = plan.axes.leaves(plan.axes.data)
+    other = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) <= set(data)]
+    if not other:
+        return None
+    names = ", ".join(f"`{axis}`" for axis in other)
+    return Finding(
+        "E204", f"parameters are stored over {names}, along which samples do not differ", store.origin,
+        f"data is {'*'.join(plan.axes.data) or 'not said'}: gradients of ranges are summed over the axes of samples",
+        f"write `data {'*'.join((*plan.axes.data, *other))}`, or store them over axes of `data`", (), name,
+    )  # fmt: skip
+
+
+def _unequal(store: Store, placed: Placed) -> Finding | None:
+    """A store over parts of different sizes: ranks that gather together have ranges of one length."""
+    sizes = _sizes(placed.layout)
+    if len(sizes) < 2:
+        return None
+    name, shape = placed.tensor.name, shape_text(placed.tensor.shape, placed.tensor.dims)
+    parts = ", ".join(f"{size:,}" for size in sizes)
+    where = placed.line.origin if placed.line is not None else None
+    return Finding(
+        "E205", "the store is over parts of different sizes", store.origin,
+        f"{name} is {shape}, laid out `{placed.spec}`: ranks hold {parts} elements of it, and `store` cuts parts of "
+        "one size further",
+        f"cut it evenly, or give it a line of its own: `override store {name}: replicate`",
+        () if where is None else (f"its layout is {where}",), name,
+    )  # fmt: skip
+
+
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    """The numbers of elements that ranks hold, largest first; those of a few ranks where there are many."""
+    if isinstance(layout, CutLayout):
+        pieces = [cut.pieces for cut in layout.dims if cut is not None]
+        if all(each.size(i) == each.size(0) for each in pieces for i in _ends(each.count)):
+            return (layout.numel(layout.ranks[0]),)
+    first = layout.numel(layout.ranks[0])
+    other = next((size for rank in layout.ranks if (size := layout.numel(rank)) != first), first)
+    return tuple(sorted({first, other}, reverse=True))
+
+
+def _ends(count: int) -> range | tuple[int, ...]:
+    return range(count) if count <= 4096 else (count - 2, count - 1)
+
+
+def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:
+    place = other.pattern_origin if other.pattern_origin is not None else f"`store {other.pattern}`"
+    return Finding(
+        "W302" if agree else "E302",
+        f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.pattern_origin,
+        "a parameter is stored in one way: order in the file never decides",
+        "drop one of them" if agree else "narrow one pattern, or start this line with `override`",
+        (f"the other line is {place}",), name,
+    )  # fmt: skip
+
+
+def _unused(store: Store, tree: NameTree) -> list[Finding]:
+    found = []
+    if not tree.tensors(store.pattern):
+        fault = f"`store {store.pattern}` matches no tensor"
+        found.append(
+            Finding("W301", fault, store.pattern_origin, "it keeps nothing", "correct the pattern, or drop the line")
+        )
+    if store.by and not any(tree.modules(text) for text in store.by):  # one may be for other families
+        fault = f"`by {', '.join(store.by)}` matches no module"
+        why = "what no pattern after `by` holds is gathered all at once, with the root"
+        found.append(Finding("W301", fault, store.origin, why, "correct the pattern, or drop it"))
+    return found

@@ -1,0 +1,1 @@
+"""What a plan is checked against: names, shapes and kinds of layers."""

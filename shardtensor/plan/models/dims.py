@@ -1,0 +1,137 @@
+"""The tensors of a model from the `dims` lines of a plan and of `*.dims.shard` files beside it; no model needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+from pathlib import Path
+
+from shardtensor.errors import SpecError
+from shardtensor.plan.line import Dims
+from shardtensor.plan.models.model import BYTES, Model, TensorInfo
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.sources import PACKAGED
+from shardtensor.spec.diagnostics import Source
+
+MAX_TENSORS = 2**20
+_CHOICE = re.compile(r"\{([^{}]*)\}|<(\d+)>")
+_PARAM = re.compile(r"^[ \t]*param[ \t]+(\w+)", re.MULTILINE)
+
+
+def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
+    """Return the tensors that a plan's ``dims`` lines name, for its configuration and parameters.
+
+    Beside ``llama.shard``, and beside each plan that it includes, ``llama.dims.shard`` is read too.
+
+    Args:
+        plan: as read, with the configuration of the model.
+        config_source: what messages call the configuration.
+
+    Raises:
+        SpecError: no line says what tensors there are, two say different sizes of one, or a file has an error.
+
+    Example:
+        >>> from shardtensor.plan.text.reading import read_plan
+        >>> plan = read_plan("shard 1\\nlet L = 2\\ndims h.<L>.{q,k}.weight (out = 4, in = 8)\\n")
+        >>> [(tensor.name, tensor.shape) for tensor in model_from_dims(plan).tensors][:2]
+        [('h.0.q.weight', (4, 8)), ('h.0.k.weight', (4, 8))]
+    """
+    lines = list(plan.dims)
+    for source in filter(None, map(source_beside, plan.sources)):
+        declared = set(_PARAM.findall(source.text))
+        params = {name: value for name, value in plan.params.items() if name in declared}
+        read = read_plan(source, config=plan.config, world=plan.world, params=params, config_source=config_source)
+        lines += read.dims
+    if not lines:
+        files = [source.file for source in plan.sources if not source.file.startswith("<")]
+        raise SpecError(
+            "nothing says which tensors the model has",
+            {"looked for": ", ".join(map(_beside, files)) or "dims lines"},
+            [
+                'include the lines of a family, as in `include "llama.dims.shard"`',
+                "give --safetensors model.safetensors.index.json",
+                "give --module package.module:function",
+            ],
+            code="E301",
+        )
+    return Model(_tensors(lines, _dtype(plan)), source=config_source, config=plan.config)
+
+
+def source_beside(plan: Source) -> Source | None:
+    """The text of the file beside a plan that gives names and sizes; None when there is none."""
+    name = plan.file
+    if not name.endswith(".shard") or name.endswith(".dims.shard"):
+        return None
+    for path in (Path(name), PACKAGED / name):  # as messages call it: a packaged one by its place in the package
+        beside = Path(_beside(str(path)))
+        if path.is_file() and beside.is_file() and path.read_text(encoding="utf-8") == plan.text:
+            return Source(beside.read_text(encoding="utf-8"), _beside(name))
+    return None
+
+
+def _beside(name: str) -> str:
+    return f"{name.removesuffix('.shard')}.dims.shard"
+
+
+def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
+    found: dict[str, tuple[TensorInfo, Dims]] = {}
+    total = 0
+    for line in lines:
+        total += prod(
+            int(number) if number else options.count(",") + 1 for options, number in _CHOICE.findall(line.pattern)
+        )
+        if total > MAX_TENSORS:
+            raise _located(line, f"these are more than {MAX_TENSORS} tensors")
+    for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
+        for name, line in _layer_by_layer(list(run)):
+            tensor = TensorInfo(name, line.sizes, line.names, dtype)
+            if found.setdefault(name, (tensor, line))[0] != tensor:
+                raise _disagreement(found[name], tensor, line)
+    return tuple(tensor for tensor, _ in found.values())
+
+
+def _layer_by_layer(lines: list[Dims]) -> Iterator[tuple[str, Dims]]:
+    """The names of lines that begin with the same numbered modules, as a model has them: layer 0 first."""
+    first = re.search(r"<(\d+)>", lines[0].pattern)
+    for number in range(int(first[1])) if first else [0]:
+        for line in lines:
+            pattern = re.sub(r"<\d+>", str(number), line.pattern, count=1)
+            for name in expanded(pattern):
+                yield name, line
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """All names that a pattern of braces and numbers stands for, in order.
+
+    Example:
+        >>> list(expanded("h.<2>.{q,k}"))
+        ['h.0.q', 'h.0.k', 'h.1.q', 'h.1.k']
+    """
+    choice = _CHOICE.search(pattern)
+    if choice is None:
+        yield pattern.replace('"', "")
+        return
+    for picked in range(int(choice[2])) if choice[2] else choice[1].split(","):
+        yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
+
+
+def _dtype(plan: Plan) -> str:
+    """The element type that a configuration names; newer ones say ``dtype``, older ones ``torch_dtype``."""
+    said = str(plan.config.get("dtype") or plan.config.get("torch_dtype") or "").removeprefix("torch.")
+    return said if said in BYTES else "float32"
+
+
+def _disagreement(before: tuple[TensorInfo, Dims], tensor: TensorInfo, line: Dims) -> SpecError:
+    one, other = (
+        ", ".join(f"{d}={n}" for d, n in zip(each.names, each.sizes, strict=True)) for each in (before[1], line)
+    )
+    return _located(line, f"{tensor.name} is ({other}) here, and ({one}) at {before[1].origin}")
+
+
+def _located(line: Dims, fault: str) -> SpecError:
+    if line.origin is None:
+        return SpecError(fault)
+    return line.origin.source.error("E206", line.origin.span, fault, fix="keep one of the two lines")

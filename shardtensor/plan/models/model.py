@@ -1,0 +1,111 @@
+"""What a plan is checked against: the names, shapes and dims of a model's tensors. Where they come from is open."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+
+from shardtensor.plan.models.layer_kinds import LayerKind, kind_named, kind_with
+
+BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Of one element, by the name of its dtype."""
+
+
+@attrs.frozen
+class TensorInfo:
+    """One tensor of a model, under one of its names.
+
+    Attributes:
+        name: dotted, without what wrappers put into it.
+        shape: global.
+        dims: the names of its dims, such as ``("out", "in")``; None where they are not known.
+        dtype: as torch spells it, without ``torch.``.
+        is_buffer: a buffer that is saved, not a parameter.
+        requires_grad: as of a parameter in training.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...] | None = None
+    dtype: str = "float32"
+    is_buffer: bool = False
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.numel * BYTES[self.dtype]
+
+
+@attrs.frozen
+class ModuleInfo:
+    """What a real module tells beyond its tensors.
+
+    Attributes:
+        class_name: of its type.
+        arguments: the names of its forward's arguments.
+        counts: attributes that are whole numbers.
+    """
+
+    class_name: str
+    arguments: tuple[str, ...] = ()
+    counts: Mapping[str, int] = attrs.field(factory=dict)
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """The tensors of a model, in its order, tied ones under each of their names.
+
+    Attributes:
+        source: what it was read from, for messages: ``models/llama3-8b/config.json``.
+        modules: by path, where a real module was at hand; else empty, and the modules are the prefixes of names.
+        tied: names that are one tensor; known only from a real module.
+        config: the keys of its config.json.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    source: str = ""
+    modules: Mapping[str, ModuleInfo] = attrs.field(factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    config: Mapping[str, object] = attrs.field(factory=dict)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorInfo]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def dtype(self) -> str:
+        """That most elements of its parameters have."""
+        sizes = Counter({"float32": 0})
+        for tensor in self.tensors:
+            sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
+        return sizes.most_common(1)[0][0]
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all modules, parents first; the root is the empty one."""
+        if self.modules:
+            return tuple(self.modules)
+        found = {"": None}
+        for tensor in self.tensors:
+            segments = tensor.name.split(".")
+            found |= {".".join(segments[:i]): None for i in range(1, len(segments))}
+        return tuple(found)
+
+    def kind(self, path: str) -> LayerKind | None:
+        """The kind of the layer at a path, by its class or the names of its weight's dims; None if not known."""
+        if path in self.modules:
+            return kind_named(self.modules[path].class_name)
+        weight = self.by_name.get(f"{path}.weight" if path else "weight")
+        return kind_with(weight.dims) if weight is not None else None

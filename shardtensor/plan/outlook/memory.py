@@ -1,0 +1,258 @@
+"""The bytes that a rank of a plan holds through training, and which ranks hold the least and the most.
+
+They are the bytes of the tensors; an allocator rounds each up (CUDA's to 512). What a step makes and drops again,
+activations first of all, is not among them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, Protocol
+
+import attrs
+
+from shardtensor.errors import PlanError
+from shardtensor.layout.layout import CutLayout, Layout, ListedLayout
+from shardtensor.mesh import Mesh
+from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
+from shardtensor.plan.models.model import BYTES
+from shardtensor.plan.resolved import Resolved
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
+"""Tensors of state like the parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
+
+_LINE = 512  # bytes; where a gathered flat begins
+_SLOTS = 2  # units gathered at a time
+_PACKED = 2  # reductions on their way at a time
+
+
+@attrs.frozen
+class RankBytes:
+    """What one rank holds, in bytes.
+
+    Attributes:
+        parameters: as they are stored, with the padding of ranges.
+        gradients: of those that train, in their dtype.
+        optimizer: its state; counts of steps are left out.
+        buffers: those that are saved with the model.
+        gathered: memory that gathered units and packed gradients take in turns.
+        tensors: how many there are of all these: each may be rounded up by an allocator.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    gathered: int = 0
+    tensors: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
+
+    def plus(self, other: RankBytes, times: int = 1) -> RankBytes:
+        """The sum with so many of another."""
+        mine, theirs = attrs.astuple(self), attrs.astuple(other)
+        return RankBytes(*(a + times * b for a, b in zip(mine, theirs, strict=True)))
+
+
+@attrs.frozen
+class PlanBytes:
+    """The least and the most that a rank of a plan holds, and the first ranks that do."""
+
+    least: RankBytes
+    least_rank: int
+    most: RankBytes
+    most_rank: int
+
+
+class _Load(Protocol):
+    """What some tensors weigh on each rank."""
+
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        """The axes of the mesh along which it differs, each with the places from which on it may."""
+        ...
+
+    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes: ...
+
+
+@attrs.frozen(cache_hash=True)
+class _Tensor:
+    """A tensor that is kept as it computes."""
+
+    layout: Layout
+    dtype: str
+    trains: bool
+    is_buffer: bool
+
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        return {axis: range(mesh.sizes[axis]) for axis in _uneven_axes(self.layout, mesh)}
+
+    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+        size = self.layout.numel(rank) * BYTES[self.dtype]
+        if self.is_buffer:
+            return RankBytes(buffers=size, tensors=1)
+        if not self.trains:
+            return RankBytes(parameters=size, tensors=1)
+        return RankBytes(size, size, states * size, tensors=2 + states)
+
+
+@attrs.frozen(cache_hash=True)
+class _Range:
+    """A rank's range of parameters that are gathered together."""
+
+    flat: Flat
+
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        inner = {axis for layout in self.flat.layouts for axis in _uneven_axes(layout, mesh)}
+        found: dict[int, Sequence[int]] = {axis: range(mesh.sizes[axis]) for axis in inner}
+        ranges = self.flat.ranges(mesh.ranks[0])
+        if len(self.flat.layouts) > 1 or not ranges.waste or not self.flat.trains:
+            return found
+        # The optimizer steps the one parameter there is, not the padding after it.
+        if inner or len(self.flat.axes) > 1:
+            return found | {axis: range(mesh.sizes[axis]) for axis in self.flat.axes}
+        last = ranges.lengths[0] // ranges.chunk
+        return {self.flat.axes[0]: [place for place in (0, last, last + 1) if place < ranges.ranks]}
+
+    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+        ranges, item = self.flat.ranges(rank), BYTES[self.flat.dtype]
+        if not self.flat.trains:
+            return RankBytes(parameters=ranges.chunk * item, tensors=1)
+        stepped = ranges.chunk
+        if len(self.flat.layouts) == 1:
+            start, stop = ranges.piece(0, place_along(mesh, self.flat.axes, rank))
+            stepped = stop - start
+        size = ranges.chunk * item
+        return RankBytes(size, size, states * stepped * item, tensors=2 + states)
+
+
+def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype: str | None = None) -> RankBytes:
+    """What one rank holds.
+
+    Args:
+        rank: of the world.
+        optimizer: one of `OPTIMIZERS`.
+        dtype: in which gathered parameters compute and their gradients are summed; None for their own.
+
+    Raises:
+        PlanError: the optimizer is not known, or the plan has no such rank.
+    """
+    states = _states(optimizer)
+    mesh = resolved.plan.axes.mesh
+    if rank not in mesh.ranks:
+        raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
+    units = gather_units(resolved)
+    found = _gathered(units, mesh.ranks[0], dtype)
+    for load, times in _loads(resolved, units).items():
+        found = found.plus(load.on(rank, mesh, states), times)
+    return found
+
+
+def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", dtype: str | None = None) -> PlanBytes:
+    """The least and the most that any rank holds. Costs as many looks as there are different ranks, mostly one.
+
+    Args:
+        optimizer, dtype: as for `rank_bytes`.
+
+    Raises:
+        PlanError: the optimizer is not known.
+    """
+    states = _states(optimizer)
+    mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
+    first = mesh.ranks[0]
+    same = _gathered(units, first, dtype)
+    differing: list[tuple[_Load, int, tuple[int, ...]]] = []
+    places: dict[int, set[int]] = {}
+    for load, times in _loads(resolved, units).items():
+        along = load.along(mesh)
+        if along:
+            differing.append((load, times, tuple(along)))
+        else:
+            same = same.plus(load.on(first, mesh, states), times)
+        for axis, each in along.items():
+            places.setdefault(axis, set()).update(each)
+    union = sorted(places)
+    known: dict[tuple[int, tuple[int, ...]], RankBytes] = {}
+    least = most = None
+    for place in product(*(sorted(places[axis]) for axis in union)):
+        at = dict(zip(union, place, strict=True))
+        rank = mesh.rank_at([at.get(axis, 0) for axis in range(len(mesh.sizes))])
+        here = same
+        for i, (load, times, axes) in enumerate(differing):
+            key = (i, tuple(at[axis] for axis in axes))
+            if key not in known:
+                known[key] = load.on(rank, mesh, states)
+            here = here.plus(known[key], times)
+        if least is None or here.total < least[0].total:
+            least = here, rank
+        if most is None or here.total > most[0].total:
+            most = here, rank
+    assert least is not None and most is not None, "a mesh has a rank"
+    return PlanBytes(*least, *most)
+
+
+def place_along(mesh: Mesh, axes: tuple[int, ...], rank: int) -> int:
+    """The place of a rank among those along some axes, major first."""
+    here = mesh.coordinate(rank)
+    assert here is not None, "a rank of the mesh"
+    place = 0
+    for axis in axes:
+        place = place * mesh.sizes[axis] + here[axis]
+    return place
+
+
+def _states(optimizer: str) -> int:
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f'no optimizer is called "{optimizer}"', {"known": ", ".join(OPTIMIZERS)})
+    return OPTIMIZERS[optimizer]
+
+
+def _loads(resolved: Resolved, units: Sequence[GatherUnit]) -> Counter[_Load]:
+    """What there is, and how often: layers are alike."""
+    return Counter(_each_load(resolved, units))
+
+
+def _each_load(resolved: Resolved, units: Sequence[GatherUnit]) -> Iterator[_Load]:
+    for unit in units:
+        yield from map(_Range, unit.flats)
+    for placed in own_tensors(resolved):
+        tensor = placed.tensor
+        if placed.stored is None or tensor.is_buffer:
+            yield _Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)
+
+
+def _gathered(units: tuple[GatherUnit, ...], rank: int, dtype: str | None) -> RankBytes:
+    """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
+    own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
+    for unit in units:
+        wholes = [flat.ranges(rank).total * BYTES[dtype or flat.dtype] for flat in unit.flats]
+        size = sum(-(-whole // _LINE) * _LINE for whole in wholes)
+        packed = max([packed, *(whole for whole, flat in zip(wholes, unit.flats, strict=True) if flat.trains)])
+        if unit.holds_units or sum(wholes) <= SMALL:
+            own += size
+        else:
+            turns[ring % _SLOTS] = max(turns[ring % _SLOTS], size)
+            ring += 1
+    return RankBytes(gathered=own + sum(turns) + _PACKED * packed)
+
+
+def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The axes of the mesh along which ranks hold different numbers of elements."""
+    everything = tuple(range(len(mesh.sizes)))
+    if len(layout.grid) != len(mesh.sizes) or isinstance(layout, ListedLayout):
+        return everything  # one that names ranks
+    only = {axis for axis in everything if layout.grid[axis] != mesh.sizes[axis]}  # on one coordinate of these
+    if isinstance(layout, CutLayout):
+        cuts: list[Any] = [cut for cut in layout.dims if cut is not None]
+        return tuple(sorted(only.union(*(cut.axes for cut in cuts if not _is_even(cut.pieces)))))
+    return tuple(sorted({*only, *layout.parting_axes}))
+
+
+@lru_cache(maxsize=4096)
+def _is_even(pieces: Any) -> bool:
+    return len({pieces.size(i) for i in range(pieces.count)}) == 1

@@ -1,0 +1,258 @@
+"""Search the meshes of a plan: which values of its parameters fit into memory, and which make the shortest step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from shardtensor.cost.profile import Profile
+from shardtensor.errors import PlanError, SpecError
+from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.outlook.estimate import StepSeconds, step_seconds
+from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
+from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.text.reading import PlanReader, read_plan
+from shardtensor.plan.text.scope import Scope
+from shardtensor.plan.text.sources import Files
+
+
+@attrs.frozen(eq=False)
+class Choice:
+    """One mesh, and what a plan costs on it.
+
+    Attributes:
+        params: the values of the parameters that were searched.
+        mesh: as text.
+        fault: why it is none: a requirement, an error of the plan, memory; empty for one that passes.
+        held: of the rank that holds the most; None where the plan did not come so far.
+        kept_bytes: of activations.
+        seconds: of a step; None where it does not pass.
+    """
+
+    params: Mapping[str, int | bool]
+    mesh: str = ""
+    fault: str = ""
+    held: RankBytes | None = None
+    kept_bytes: int = 0
+    seconds: StepSeconds | None = None
+
+    @property
+    def bytes(self) -> int:
+        """That the fullest rank needs in a step."""
+        return 0 if self.held is None else self.held.total + self.kept_bytes
+
+
+def search(
+    path: str | Path,
+    model: Model,
+    *,
+    config: Mapping[str, Any],
+    world: int,
+    memory_bytes: int,
+    batch: Batch,
+    profile: Profile,
+    params: Mapping[str, Any] = {},
+    optimizer: str = "adamw",
+) -> tuple[Choice, ...]:
+    """Rank the meshes of a plan by the estimated seconds of a step; those that do not pass come last, with the reason.
+
+    Tried are, of the parameters that change the mesh, the divisors of the world whose product divides it, and of those
+    that are true or false, both. To read a plan tells most that fail; one layer of each kind tells the rest. Only what
+    passes is resolved whole, and only what fits into memory is estimated.
+
+    Args:
+        path: of the plan, or its text.
+        memory_bytes: of a rank.
+        params: values that stay as they are given.
+
+    Raises:
+        PlanError: it has no parameter that changes the mesh.
+    """
+    one, found = one_of_each(model), []
+    for values in candidates(path, config=config, world=world, params=params):
+        plan = _read(path, config, world, {**params, **values})
+        if isinstance(plan, str):
+            found.append(Choice(values, fault=plan))
+            continue
+        fault = _unfit(plan, one, batch)
+        if fault:
+            found.append(Choice(values, str(plan.axes.mesh), fault))
+            continue
+        found.append(_costed(Choice(values, str(plan.axes.mesh)), plan, model, memory_bytes, batch, profile, optimizer))
+    return tuple(sorted(found, key=lambda c: (c.seconds is None, c.seconds.total if c.seconds else 0.0, c.bytes)))
+
+
+def _costed(
+    choice: Choice, plan: Plan, model: Model, memory_bytes: int, batch: Batch, profile: Profile, optimizer: str
+) -> Choice:
+    resolved = resolve(plan, model)
+    held = plan_bytes(resolved, optimizer=optimizer).most
+    choice = attrs.evolve(choice, held=held, kept_bytes=kept_bytes(resolved, batch))
+    if choice.bytes > memory_bytes:
+        return attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
+    return attrs.evolve(choice, seconds=step_seconds(resolved, batch, profile, held=held))
+
+
+def candidates(
+    path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}
+) -> tuple[dict[str, int | bool], ...]:
+    """The values of parameters that `search` tries.
+
+    Raises:
+        PlanError: the plan has no parameter that changes its mesh.
+    """
+    found = _tried(path, config, world, params)
+    if not found:
+        known = _params(_head(path, config, world, params))
+        raise PlanError(
+            "the plan has no parameter that changes its mesh",
+            {"parameters": ", ".join(known) or "none"},
+            "write `param tp = 8` and use it in `mesh`; values given by --set stay as they are",
+        )
+    return found
+
+
+def _tried(
+    path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]
+) -> tuple[dict[str, int | bool], ...]:
+    head = _head(path, config, world, params)
+    names = _mesh_params(head, world)
+    if not names:
+        return ()
+    switches = [name for name, value in _params(head).items() if name not in params and type(value) is bool]
+    return tuple(
+        {**dict(zip(names, values, strict=True)), **dict(zip(switches, flags, strict=True))}
+        for values in _dividing(world, len(names))
+        for flags in product((False, True), repeat=len(switches))
+    )
+
+
+def passing_values(
+    path: str | Path, model: Model, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}
+) -> dict[str, tuple[int, ...]]:
+    """For each parameter that changes the mesh, its values that pass, the others being as they are.
+
+    Layers that differ in their number alone are looked at once.
+    """
+    head = _head(path, config, world, {})
+    one, found = one_of_each(model), {}
+    for name in _mesh_params(head, world):
+        fit = (n for n in _divisors(world) if not _faults(head.again({**params, name: n})))
+        plans = ((n, _read(path, config, world, {**params, name: n})) for n in fit)
+        found[name] = tuple(n for n, plan in plans if isinstance(plan, Plan) and not _unfit(plan, one))
+    return found
+
+
+def one_of_each(model: Model) -> Model:
+    """The model with one of those layers that differ in their number alone; experts, dealt by number, stay.
+
+    Example:
+        >>> from shardtensor.plan.models.model import TensorInfo
+        >>> layers = (TensorInfo(f"layers.{i}.experts.{j}.w", (2, 2)) for i in range(3) for j in range(2))
+        >>> [tensor.name for tensor in one_of_each(Model(tuple(layers))).tensors]
+        ['layers.0.experts.0.w', 'layers.0.experts.1.w']
+    """
+    kept: dict[tuple[object, ...], TensorInfo] = {}
+    for tensor in model.tensors:
+        kind = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", tensor.name, count=1)
+        kept.setdefault((kind, tensor.shape, tensor.dtype, tensor.dims, tensor.is_buffer), tensor)
+    names = {tensor.name for tensor in kept.values()}
+    tied = tuple(group for group in model.tied if names.issuperset(group))
+    return attrs.evolve(model, tensors=tuple(kept.values()), tied=tied)
+
+
+def _unfit(plan: Plan, one: Model, batch: Batch | None = None) -> str:
+    """Why a plan does not fit a model or a batch; empty where it does."""
+    resolved = resolve(plan, one)
+    if resolved.errors:
+        return f"{resolved.errors[0].code}: {resolved.errors[0].fault}"
+    if batch is not None and batch.samples % data_ranks(resolved):
+        return f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
+    return ""
+
+
+def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}) -> Plan:
+    """The plan with the values that it has by itself or, where those do not fit, with the first of `candidates`.
+
+    Raises:
+        SpecError: none reads; says what is wrong with the plan as it is.
+    """
+    try:
+        return read_plan(path, config=config, world=world, params=params)
+    except SpecError as error:
+        plans = (_read(path, config, world, {**params, **values}) for values in _tried(path, config, world, params))
+        found = next((plan for plan in plans if isinstance(plan, Plan)), None)
+        if found is None:
+            raise error
+        return found
+
+
+def _head(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> PlanReader:
+    """The numbers of a plan, whether or not they fit."""
+    files = Files()
+    reader = PlanReader(files, Scope(config, world, "config.json"), dict(params), only_head=True)
+    reader.read(files.main(path))
+    return reader
+
+
+def _params(head: PlanReader) -> dict[str, Any]:
+    return {name: binding.value for name, binding in head.scope.names.items() if binding.is_param}
+
+
+def _mesh_params(head: PlanReader, world: int) -> list[str]:
+    """The parameters, but for those given, with which the mesh changes or does not fit the world any more."""
+    names = []
+    for name, value in _params(head).items():
+        if name in head.given or type(value) is bool:
+            continue
+        outcomes = {_mesh(head.again({**head.given, name: n})) for n in _divisors(world)}
+        if len(outcomes) > 1:
+            names.append(name)
+    return names
+
+
+def _mesh(head: PlanReader) -> str:
+    if any(finding.code in ("E105", "E107") for finding in head.findings):
+        return ""
+    return "" if head.axes is None else str(head.axes.mesh)
+
+
+def _faults(head: PlanReader) -> list[Finding]:
+    return [finding for finding in head.findings if finding.severity == "error"]
+
+
+def _read(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> Plan | str:
+    """The plan with these values, or why they do not read."""
+    try:
+        return read_plan(path, config=config, world=world, params=params)
+    except SpecError as error:
+        faults = [finding for finding in error.findings if finding.severity == "error"]
+        return f"{faults[0].code}: {faults[0].fault}" if faults else str(error).splitlines()[0]
+
+
+def _dividing(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of so many numbers whose product divides `size`.
+
+    Example:
+        >>> list(_dividing(4, 2))
+        [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    """
+    if not count:
+        yield ()
+        return
+    for first in _divisors(size):
+        for rest in _dividing(size // first, count - 1):
+            yield (first, *rest)
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]

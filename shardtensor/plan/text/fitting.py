@@ -1,0 +1,80 @@
+"""Which values of its parameters a plan takes: found by reading its numbers again for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shardtensor.plan.text.explain import subtrees
+from shardtensor.plan.text.scope import Binding, Node
+
+if TYPE_CHECKING:
+    from shardtensor.plan.text.reading import PlanReader
+
+MOST_VALUES = 64
+"""Of one parameter that are tried."""
+MOST_STATEMENTS = 300
+"""Plans with more than so many are not read again."""
+
+
+class Fitting:
+    """Finds values of parameters that pass.
+
+    Args:
+        plan: the reader of the plan; what it was given for other parameters holds.
+    """
+
+    def __init__(self, plan: PlanReader) -> None:
+        self.plan = plan
+        self._found: dict[str, tuple[int | bool, ...]] = {}
+
+    def params_in(self, node: Node) -> tuple[str, ...]:
+        """The parameters that the value of an expression comes from, through the names in it."""
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        todo = [node]
+        while todo:
+            for tree in subtrees(todo.pop()):
+                name = str(tree.children[0]) if tree.data in ("word", "axis") else ""
+                if not name or name in seen:
+                    continue
+                seen.add(name)
+                binding = self.plan.scope.names.get(name, Binding(None))
+                if binding.is_param:
+                    found[name] = None
+                elif binding.node is not None:
+                    todo.append(binding.node)
+        return tuple(found)
+
+    def passing(self, names: Iterable[str]) -> dict[str, tuple[int | bool, ...]]:
+        """For each parameter, the values with which the numbers of the plan have no error, all else being as it is."""
+        if self.plan.only_head or sum(len(file.source.text) for file in self.plan.files.opened.values()) > 2**16:
+            return {}
+        return {name: self._passing(name) for name in names}
+
+    def advice(self, names: Iterable[str]) -> str:
+        """The values that pass, as a way out."""
+        model = f"this model and --world {self.plan.scope.world}"
+        ways = []
+        for name, values in self.passing(names).items():
+            shown = ", ".join(str(value).lower() for value in values)
+            ways.append(f"{name} that fit {model}: {shown}" if values else f"no {name} fits {model}")
+        return "; ".join(ways)
+
+    def _passing(self, name: str) -> tuple[int | bool, ...]:
+        if name not in self._found:
+            self._found[name] = ()
+            self._found[name] = tuple(value for value in self._candidates(name) if self._passes(name, value))
+        return self._found[name]
+
+    def _passes(self, name: str, value: int | bool) -> bool:
+        other = self.plan.again({**self.plan.given, name: value})
+        return not [finding for finding in other.findings if finding.severity == "error"]
+
+    def _candidates(self, name: str) -> list[int] | list[bool]:
+        value = self.plan.scope.names[name].value
+        if isinstance(value, bool):
+            return [False, True]
+        world = self.plan.scope.world
+        small = [n for n in range(1, min(world, 2**16) + 1) if world % n == 0 or n <= 16]
+        return sorted({*small[:MOST_VALUES], world})

@@ -1,0 +1,121 @@
+"""The files of a plan: found, read, parsed once each, within limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from shardtensor.errors import SpecError
+from shardtensor.plan.text.scope import Node
+from shardtensor.plan.text.syntax import MAX_LENGTH, parse_plan
+from shardtensor.spec.diagnostics import Source, nearest
+
+MAX_FILES = 64
+
+_HERE = Path(__file__).resolve().parents[2]
+PACKAGED = next((path for path in (_HERE / "specs", _HERE.parent / "specs") if path.is_dir()), _HERE / "specs")
+"""Where the plans of model families are that come with the package."""
+
+
+@attrs.frozen(eq=False)
+class File:
+    """One file of a plan.
+
+    Attributes:
+        key: what it is known by; files of one key are one file.
+        folder: where its includes are looked for first; None for a text that is in no file.
+        tree: its statements; an error where it could not be parsed.
+    """
+
+    source: Source
+    key: str
+    folder: Path | None
+    tree: Node | SpecError
+
+
+@attrs.define(eq=False)
+class Files:
+    """All files that a plan was read from, in the order in which they were opened."""
+
+    opened: dict[str, File] = attrs.field(factory=dict)
+
+    def main(self, plan: str | Path | Source) -> File:
+        """Open the plan itself: a path, the name of a packaged plan, or its text.
+
+        Raises:
+            SpecError: E003, it is not there or no text.
+        """
+        if isinstance(plan, Source):
+            folder = Path(plan.file).parent
+            return self._parsed(plan, plan.file, folder if folder.is_dir() else None)
+        if isinstance(plan, str) and ("\n" in plan or plan.startswith("shard ")):
+            return self._parsed(Source(plan, "<plan>"), "<plan>", None)
+        path = Path(plan)
+        for at in (path, PACKAGED / path, PACKAGED / f"{path}.shard"):
+            if _is_file(at):
+                try:
+                    return self._opened(at, path.as_posix() if at == path else _label(at))
+                except (UnicodeDecodeError, OSError) as error:
+                    raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
+        known = sorted(at.stem for at in PACKAGED.glob("*.shard") if not at.stem.endswith(".dims"))
+        facts = {"looked for": str(path), "packaged": ", ".join(known) or "(none)"}
+        raise SpecError(
+            "there is no such plan", facts, nearest(str(path), known) or "give the path of a file", code="E003"
+        )
+
+    def include(self, name: str, file: File, origin: Any) -> File:
+        """Open a file that another includes: relative to that one, then a packaged one.
+
+        Args:
+            origin: makes the error at the place of the include, from a fault, a reason and a way out.
+        """
+        folders = [folder for folder in (file.folder, PACKAGED) if folder is not None]
+        for folder in folders:
+            if "\0" not in name and _is_file(folder / name):
+                if len(self.opened) >= MAX_FILES:
+                    raise origin(f"a plan includes at most {MAX_FILES} files", "", "")
+                try:
+                    return self._opened(folder / name, _label(folder / name))
+                except (UnicodeDecodeError, OSError):
+                    raise origin(f"`{name}` cannot be read as text", "", "") from None
+        known = [str(at.relative_to(folder)) for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
+        looked = (
+            f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
+        )
+        raise origin(f"`{name}` is not there", looked, nearest(name, known))
+
+    def _opened(self, path: Path, label: str) -> File:
+        key = str(path.resolve())
+        if key in self.opened:
+            return self.opened[key]
+        with path.open(encoding="utf-8", newline="") as stream:
+            text = stream.read(MAX_LENGTH + 1)
+        return self._parsed(Source(text, label), key, path.parent)
+
+    def _parsed(self, source: Source, key: str, folder: Path | None) -> File:
+        tree: Node
+        try:
+            if sum(len(file.source.text) for file in self.opened.values()) + len(source.text) > 2 * MAX_LENGTH:
+                raise source.error("E001", (0, 1), "the files of this plan are too long together")
+            tree = parse_plan(source)
+        except SpecError as error:
+            tree = error
+        self.opened[key] = File(source, key, folder, tree)
+        return self.opened[key]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _label(path: Path) -> str:
+    """How messages call a file: packaged ones by their place in the package."""
+    resolved = path.resolve()
+    if resolved.is_relative_to(PACKAGED.resolve()):
+        return resolved.relative_to(PACKAGED.resolve()).as_posix()
+    return path.as_posix()

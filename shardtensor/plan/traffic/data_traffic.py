@@ -1,0 +1,234 @@
+"""What parameters send along the axes of the data: gathers of units, sums of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from shardtensor.plan.flows.modules import Modules, Names, is_below
+from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
+from shardtensor.plan.models.model import BYTES
+from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter
+
+BUCKET_BYTES = 25 << 20
+"""What a bucket of gradients holds at least."""
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""What the first one holds at least: it is small, so that the wire is busy early."""
+
+_SLOTS = 2  # units gathered at a time
+_FLAG = 2  # numbers by which ranks see whether they used the same parameters
+
+
+@attrs.frozen(eq=False)
+class _Gradient:
+    """A parameter whose gradient is averaged, and the axes along which others hold copies of it."""
+
+    numel: int
+    dtype: str
+    axes: Names
+
+
+class DataTraffic:
+    """The collectives of parameters, for one rank."""
+
+    def __init__(self, resolved: Resolved, modules: Modules, rank: int) -> None:
+        self._resolved, self._modules, self._rank = resolved, modules, rank
+        self._mesh = resolved.plan.axes.mesh
+        self._sizes = dict(self._mesh.axes)
+        self._units = [unit for unit in gather_units(resolved) if self._ranks(unit.flats[0]) > 1 or modules.data]
+
+    # -- stored parameters --------------------------------------------------------------------------------------------
+
+    def forward(self) -> Iterator[Collective]:
+        """Units are gathered just before they run."""
+        for unit in self._units:
+            yield from self._gathers(unit, "forward")
+
+    def backward(self) -> Iterator[Collective]:
+        """Units are gathered again, gradients of units are summed and dealt out, those of other parameters averaged."""
+        again = self._gathered_again()
+        for unit in reversed(self._units):
+            if any(unit is other for other in again):
+                yield from self._gathers(unit, "backward")
+            yield from self._reductions(unit)
+        yield from self._flags()
+        yield from self._averages()
+
+    def clipping(self) -> Iterator[Collective]:
+        """The norm of all gradients: squares of what each rank counts, summed over all ranks."""
+        size = self._mesh.size
+        if size > 1:
+            names = self._shown(self._mesh.names)
+            yield all_reduce(
+                "optimizer", names, size, 1, BYTES["float32"], dtype="float32", where="", why="the norm of gradients"
+            )
+
+    def _gathers(self, unit: GatherUnit, phase: str) -> Iterator[Collective]:
+        for flat in unit.flats:
+            ranges, size = flat.ranges(self._rank), self._ranks(flat)
+            if size > 1:
+                yield all_gather(
+                    phase, self._axes(flat), size, ranges.chunk, ranges.total, BYTES[flat.dtype],  # type: ignore[arg-type]
+                    dtype=flat.dtype, where=unit.path,
+                    why="its parameters are gathered" + (" again" if phase == "backward" else ""),
+                )  # fmt: skip
+
+    def _gathered_again(self) -> list[GatherUnit]:
+        """Those whose memory others took since their forward."""
+        kinds = self._modules.resolved.model.kind
+        slots: dict[int, GatherUnit] = {}
+        turns = [unit for unit in self._units if not self._stays(unit)]
+        place = {id(unit): i % _SLOTS for i, unit in enumerate(turns)}
+        for unit in turns:
+            slots[place[id(unit)]] = unit
+        found = []
+        for unit in reversed(turns):
+            kind = kinds(unit.path)
+            is_table = kind is not None and kind.name == "embedding" and self._is_part(unit)
+            if is_table or not any(flat.trains for flat in unit.flats):
+                continue  # its backward does not read it
+            if slots[place[id(unit)]] is not unit:
+                slots[place[id(unit)]] = unit
+                found.append(unit)
+        return found
+
+    def _is_part(self, unit: GatherUnit) -> bool:
+        """Whether it is a large layer of a unit that holds others, gathered by itself."""
+        return any(placed.unit != unit.path for placed in map(self._placed, unit.names[0]))
+
+    def _placed(self, name: str) -> Placed:
+        return self._resolved.tensors[name]
+
+    def _stays(self, unit: GatherUnit) -> bool:
+        whole = sum(flat.ranges(self._rank).total * BYTES[flat.dtype] for flat in unit.flats)
+        if self._is_part(unit):
+            return whole <= SMALL
+        return unit.holds_units or whole <= SMALL
+
+    def _reductions(self, unit: GatherUnit) -> Iterator[Collective]:
+        for flat in unit.flats:
+            if not flat.trains:
+                continue
+            ranges, size, item = flat.ranges(self._rank), self._ranks(flat), BYTES[flat.dtype]
+            if size > 1:
+                yield reduce_scatter(
+                    "backward", self._axes(flat), size, ranges.chunk, ranges.total, item,
+                    dtype=flat.dtype, where=unit.path, why="its gradients are summed, each rank keeps its range",
+                )  # fmt: skip
+            rest = self._copies(flat)
+            if rest:
+                yield all_reduce(
+                    "backward", self._shown(rest), self._size(rest), ranges.chunk, item,
+                    dtype=flat.dtype, where=unit.path, why="its range of gradients is summed over the copies",
+                )  # fmt: skip
+
+    def _flags(self) -> Iterator[Collective]:
+        """Two numbers, by which ranks see whether they used the same parameters; once for each set of axes."""
+        if not self._units:
+            return
+        flat = self._units[0].flats[0]
+        for axes in (self._names(flat), self._copies(flat)):
+            if axes and self._size(axes) > 1:
+                yield all_reduce(
+                    "backward", self._shown(axes), self._size(axes), _FLAG, BYTES["int64"],
+                    dtype="int64", where="", why="whether all ranks used the same parameters",
+                )  # fmt: skip
+
+    def _ranks(self, flat: Flat) -> int:
+        return flat.ranks
+
+    def _names(self, flat: Flat) -> Names:
+        return self._modules.leaves(self._mesh.names[i] for i in flat.axes)
+
+    def _axes(self, flat: Flat) -> Names:
+        return self._shown(self._names(flat))
+
+    def _copies(self, flat: Flat) -> Names:
+        """The axes of the data along which ranks hold the same ranges."""
+        return tuple(axis for axis in self._modules.data if axis not in self._names(flat))
+
+    # -- other parameters ---------------------------------------------------------------------------------------------
+
+    def _averages(self) -> Iterator[Collective]:
+        """Gradients of parameters that are kept as they compute, in buckets, the last parameters first."""
+        if not self._modules.data:
+            return
+        rest = [
+            placed for placed in own_tensors(self._resolved)
+            if not placed.tensor.is_buffer and placed.stored is None and placed.tensor.requires_grad
+        ]  # fmt: skip
+        for owner, placed in self._owners(rest).items():
+            gradients = [self._gradient(each) for each in placed]
+            for bucket, flags in buckets([g for g in gradients if g.axes]):
+                first = bucket[0]
+                numel = sum(gradient.numel for gradient in bucket) + flags
+                yield all_reduce(
+                    "backward", self._shown(first.axes), self._size(first.axes), numel, BYTES[first.dtype],
+                    dtype=first.dtype, where=owner, why=f"gradients of {len(bucket)} parameters are averaged",
+                )  # fmt: skip
+
+    def _gradient(self, placed: Placed) -> _Gradient:
+        layout = placed.layout
+        cut = set()
+        if len(layout.grid) == len(self._mesh.sizes):
+            cut = {self._mesh.names[i] for i in layout.parting_axes}
+            cut |= {name for i, name in enumerate(self._mesh.names) if layout.grid[i] != self._mesh.sizes[i]}
+        axes = tuple(axis for axis in self._modules.data if axis not in cut)
+        return _Gradient(layout.numel(self._rank), placed.tensor.dtype, axes)
+
+    def _owners(self, rest: Sequence[Placed]) -> dict[str, list[Placed]]:
+        """The outermost modules all of whose parameters are kept as they compute, with these; the root if all are."""
+        if not self._units:
+            return {"": list(rest)} if rest else {}
+        stored = {name for unit in self._units for names in unit.names for name in names}
+        found: dict[str, list[Placed]] = {}
+        for placed in rest:
+            segments = placed.tensor.name.split(".")[:-1]
+            for i in range(len(segments) + 1):
+                path = ".".join(segments[:i])
+                if not any(is_below(name, path) for name in stored) and not self._is_list(path):
+                    found.setdefault(path, []).append(placed)
+                    break
+        return found
+
+    def _is_list(self, path: str) -> bool:
+        """Whether a module is a list of others, which is never called: its children are numbers."""
+        start = f"{path}." if path else ""
+        children = {name[len(start) :].split(".")[0] for name in self._resolved.tensors if name.startswith(start)}
+        return bool(children) and all(child.isdecimal() for child in children)
+
+    def _size(self, axes: Names) -> int:
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def _shown(self, axes: Names) -> Names:
+        return tuple(self._modules.named(self._modules.leaves(axes)).split("*"))
+
+
+def buckets(gradients: Sequence[_Gradient]) -> list[tuple[list[_Gradient], int]]:
+    """Deal gradients to buckets as `data_parallel` does, with how many flags each carries.
+
+    Each kind fills buckets of its own; the last of a kind ends with a flag for each gradient of it.
+    """
+    counts: dict[tuple[Names, str], int] = {}
+    open_: dict[tuple[Names, str], list[_Gradient]] = {}
+    sizes: dict[tuple[Names, str], int] = {}
+    filled: list[list[_Gradient]] = []
+    for gradient in reversed(gradients):
+        kind = gradient.axes, gradient.dtype
+        counts[kind] = counts.get(kind, 0) + 1
+        open_.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.numel * BYTES[gradient.dtype]
+        if sizes[kind] >= (BUCKET_BYTES if filled else FIRST_BUCKET_BYTES):
+            filled.append(open_.pop(kind))
+            sizes[kind] = 0
+    filled += open_.values()
+    last = {(bucket[0].axes, bucket[0].dtype): i for i, bucket in enumerate(filled)}
+    return [
+        (bucket, counts[kind] if last[kind] == i else 0)
+        for i, bucket in enumerate(filled)
+        for kind in [(bucket[0].axes, bucket[0].dtype)]
+    ]
