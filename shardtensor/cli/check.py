@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from shardtensor.cli.arguments import add_model_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
 FAILS, USAGE = 1, 2
@@ -27,11 +28,7 @@ def add_parser(commands: Any) -> None:
         "is not there.",
     )
     parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
-    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
-    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
-    parser.add_argument(
-        "--set", action="append", default=[], type=_setting, metavar="K=V", help="the value of a parameter of the plan"
-    )
+    add_model_arguments(parser)
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     shapes.add_argument("--module", metavar="PKG:FN", help="names, shapes and ties of the module that FN() returns")
@@ -143,17 +140,3 @@ def _fail(options: argparse.Namespace, text: str) -> None:
         print("::error::" + text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
     else:
         print(text, file=sys.stderr)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
-    return name.strip(), value.strip()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtensor.cli import check, fmt, import_plan, plan, show
+from shardtensor.cli.arguments import positive
 from shardtensor.version import __version__
 
 
@@ -58,11 +59,11 @@ def _parser() -> argparse.ArgumentParser:
         "it on real text and compare every loss with the same training on one process. Exit status 0 when they are "
         "equal, 1 when they differ or a rank failed, 2 when the options are wrong.",
     )
-    demo.add_argument("--world", type=_positive, default=4, metavar="N", help="number of ranks (default 4)")
+    demo.add_argument("--world", type=positive, default=4, metavar="N", help="number of ranks (default 4)")
     demo.add_argument(
         "--text", type=Path, metavar="PATH", help="a text file, or a folder of them (default: Python's own library)"
     )
-    demo.add_argument("--steps", type=_positive, default=100, metavar="N", help="training steps (default 100)")
+    demo.add_argument("--steps", type=positive, default=100, metavar="N", help="training steps (default 100)")
     demo.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -70,13 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         help="auto takes CUDA when there is a GPU for each rank (default auto)",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardtensor.cli.arguments import add_model_arguments, positive
 from shardtensor.errors import ShardTensorError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -25,16 +26,14 @@ def add_parser(commands: Any) -> None:
         "wrong.",
     )
     parser.add_argument("plan", nargs="?", help="a plan file, or the name of one that comes with the package")
-    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json")
     parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
-    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks (default 1)")
-    parser.add_argument("--set", action="append", default=[], type=_setting, metavar="K=V", help="a parameter's value")
+    add_model_arguments(parser)
     parser.add_argument(
-        "--batch", type=_positive, default=1, metavar="N",
+        "--batch", type=positive, default=1, metavar="N",
         help="samples of each data rank in a step (default 1); with --search, N for each rank of the world, dealt to "
         "the data ranks, so that every mesh does the same work",
     )  # fmt: skip
-    parser.add_argument("--seq", type=_positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
+    parser.add_argument("--seq", type=positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
     dtypes = ("bfloat16", "float16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, help="of values between modules (default that of the parameters)")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum, sgd or none (default adamw)")
@@ -72,20 +71,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         (show_search if options.search else show_plan)(report)
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
-    return name.strip(), value.strip()
 
 
 def _bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from shardtensor.cli.arguments import add_model_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--shape", type=_shape, metavar="8x6", help="of the tensor, for a spec")
     parser.add_argument("--mesh", metavar="AXES", help='the ranks, for a spec: "dp=2, tp=4"')
     parser.add_argument("--dtype", default="float32", help="of the elements, for a spec (default float32)")
-    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json, for a plan")
-    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="number of ranks, for a plan")
-    parser.add_argument("--set", action="append", default=[], type=_setting, metavar="K=V", help="a parameter's value")
+    add_model_arguments(parser)
     parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     parser.add_argument("--tensor", default="", metavar="PATTERN", help="only these tensors, as plans name them")
     parser.add_argument(
@@ -47,9 +46,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``shardtensor show``; returns the exit status."""
-    if (options.shape is None) != (options.mesh is None):
-        missing = "--mesh" if options.mesh is None else "--shape"
-        print(f'shardtensor show: give {missing}, too, as in --shape 8x6 --mesh "dp=2, tp=4"', file=sys.stderr)
+    is_spec = options.what.lstrip().startswith("[") or options.what == "replicate"
+    missing = [name for name, given in (("--shape", options.shape), ("--mesh", options.mesh)) if given is None]
+    if len(missing) == 1 or (missing and is_spec):
+        print(f'shardtensor show: give {' and '.join(missing)}, too, as in --shape 8x6 --mesh "dp=2, tp=4"', file=sys.stderr)
         return USAGE
     began = time.perf_counter()
     try:
@@ -125,17 +125,3 @@ def _shape(text: str) -> tuple[int, ...]:
     if any(size < 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text} is no shape; write such as 8x6")
     return sizes
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
-    return name.strip(), value.strip()

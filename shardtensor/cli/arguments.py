@@ -1,0 +1,40 @@
+"""Arguments that several commands take alike: for which model, on how many ranks, with which parameters."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a plan is read for: ``--model``, ``--world``, ``--set``."""
+    parser.add_argument("--model", metavar="CONFIG", help="the model's config.json, for a plan")
+    parser.add_argument("--world", type=positive, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], type=setting, metavar="K=V", help="the value of a parameter of the plan"
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least one.
+
+    Example:
+        >>> positive("4")
+        4
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def setting(text: str) -> tuple[str, str]:
+    """A parameter and its value.
+
+    Example:
+        >>> setting("tp=4")
+        ('tp', '4')
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text} sets nothing; write such as tp=4")
+    return name.strip(), value.strip()
