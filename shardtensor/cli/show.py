@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     is_spec = options.what.lstrip().startswith("[") or options.what == "replicate"
     missing = [name for name, given in (("--shape", options.shape), ("--mesh", options.mesh)) if given is None]
     if len(missing) == 1 or (missing and is_spec):
-        print(f'shardtensor show: give {' and '.join(missing)}, too, as in --shape 8x6 --mesh "dp=2, tp=4"', file=sys.stderr)
+        wanted = " and ".join(missing)
+        print(f'shardtensor show: give {wanted}, too, as in --shape 8x6 --mesh "dp=2, tp=4"', file=sys.stderr)
         return USAGE
     began = time.perf_counter()
     try:

@@ -73,6 +73,7 @@ def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys):
     [
         (["[tp, -]", "--shape", "8x6"], 2, "give --mesh, too"),
         (["[tp, -]", "--mesh", "tp=2"], 2, "give --shape, too"),
+        (["[tp, -]"], 2, "give --shape and --mesh, too"),
         (["[tp, -", "--shape", "8x6", "--mesh", "tp=2"], 1, "expected `,` or `]`"),
         (["[tp, -]", "--shape", "7x6", "--mesh", "tp=2"], 1, "7 elements of dim 0 cannot be cut evenly over tp=2"),
         (["[tp, -]", "--shape", "8x6", "--mesh", "tp=2", "--to", "[ep, -]"], 1, "no mesh axis is called `ep`"),
