@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import family_plans
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import Decoder
 from torch import nn
 
 import shardtensor as st
-from shardtensor.comm import process_group
+from shardtensor.comm import primitives, process_group
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.flows.gradients import check_flows
 from shardtensor.plan.loading import load_plan
@@ -153,32 +157,86 @@ def _loss_of_all(model, ids):
     return F.cross_entropy(model(ids)["logits"].flatten(0, 1), ids.flatten())
 
 
+def _stepping(plan, family, batch):
+    """Shard a model of a family by a plan; a forward of some samples, the loss, and backward."""
+    each = family_plans.FAMILIES[family]
+    torch.manual_seed(0)
+    model = st.shard_module(each.make(), plan)
+    samples = each.batch(batch, torch.Generator().manual_seed(0))
+    if samples.is_floating_point() and samples.dim() == 3:
+        samples.requires_grad_()
+
+    def step():
+        loss = each.loss(model, samples) if "llama" not in family else _loss_of_all(model, samples)
+        loss.backward()
+        for param in model.parameters():
+            param.grad = None
+
+    return step
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_call_of_a_shipped_plan_is_listed(name):
     world, family, spec, params, (batch, seq) = SHIPPED[name]
     plan = family_plans.plan_for(spec, family, world, **params)
-    each = family_plans.FAMILIES[family]
-
-    def start():
-        torch.manual_seed(0)
-        model = st.shard_module(each.make(), plan)
-        samples = each.batch(batch, torch.Generator().manual_seed(0))
-        if samples.is_floating_point() and samples.dim() == 3:
-            samples.requires_grad_()
-
-        def step():
-            loss = each.loss(model, samples) if "llama" not in family else _loss_of_all(model, samples)
-            loss.backward()
-            for param in model.parameters():
-                param.grad = None
-
-        return step
-
-    ran = noted(world, start)
-    resolved = resolve(plan, model_info(each.make()))
+    ran = noted(world, lambda: _stepping(plan, family, batch))
+    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
     said = calls_of(step_collectives(resolved, batch=batch, seq=seq, dtype="float32"))
     assert not check_flows(resolved)
     assert Counter(said) == Counter(ran)
+
+
+def _elements(size: int, sent: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """What a rank sends and receives, in elements, of a collective that is given `sent`."""
+    own, all_but = sent.numel() / size, (size - 1) / size * sent.numel()
+    return {
+        "all_reduce": (2 * all_but, 2 * all_but),
+        "all_gather": (sent.numel() * (size - 1), sent.numel() * (size - 1)),
+        "reduce_scatter": (all_but, own * (size - 1)),
+    }
+
+
+@contextmanager
+def handed_over() -> Iterator[list[tuple[str, int, int, int]]]:
+    """Note every collective that this process hands to torch.distributed."""
+    calls: list[tuple[str, int, int, int]] = []
+
+    def noting(kind, call, place):
+        def noted(process_group, *args, **kwargs):
+            sent, size = args[place], dist.get_world_size(process_group)
+            moved = _elements(size, sent)[kind]
+            calls.append((kind, size, *(math.ceil(each * sent.element_size()) for each in moved)))
+            return call(process_group, *args, **kwargs)
+
+        return noted
+
+    ways = {
+        "all_reduce": ("all_reduce", 0), "all_reduce_async": ("all_reduce", 0), "all_gather": ("all_gather", 0),
+        "all_gather_into": ("all_gather", 1), "reduce_scatter": ("reduce_scatter", 0),
+        "reduce_scatter_async": ("reduce_scatter", 0), "reduce_scatter_into": ("reduce_scatter", 1),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (kind, place) in ways.items():
+            patch.setattr(primitives, name, noting(kind, getattr(primitives, name), place))
+        yield calls
+
+
+def _on_gloo(name: str) -> None:
+    world, family, spec, params, (batch, seq) = SHIPPED[name]
+    plan = family_plans.plan_for(spec, family, world, **params)
+    step = _stepping(plan, family, batch)
+    step()
+    with handed_over() as ran:
+        step()
+    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
+    said = step_collectives(resolved, batch=batch, seq=seq, dtype="float32", rank=dist.get_rank())
+    assert Counter(calls_of(said)) == Counter(ran)
+
+
+@pytest.mark.worlds("gloo")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_is_listed_is_what_processes_hand_over(world, name):
+    world(_on_gloo, SHIPPED[name][0], name=name)
 
 
 class Stack(nn.Module):
