@@ -62,6 +62,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **_head(options, resolved, batch),
         "mesh": str(plan.axes.mesh),
+        "data_ranks": data_ranks(resolved),
         "memory": memory,
         "collectives": rows,
         "step": _step(step, batch),

@@ -30,7 +30,7 @@ def show_plan(report: dict[str, Any]) -> None:
     console.print(table)
     console.print("activations are an estimate; nothing is taken to be computed again\n", style="dim")
     table = _table(
-        "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where"
+        "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where", "why"
     )
     for row in report["collectives"]:
         over = f"{row['over']}={row['group_size']}"
@@ -101,9 +101,11 @@ def _console() -> Console:
 
 def _say_head(console: Console, report: dict[str, Any]) -> None:
     of = "  ".join(filter(None, (report["plan"], report["model"])))
+    parts = report.get("data_ranks", 1)
+    dealt = f" ({report['batch'] // parts} on each of {parts} data ranks)" if parts > 1 else ""
     console.print(
         f"{of}  {report['parameters']:,} parameters on {report['world']} ranks {report.get('mesh', '')}  "
-        f"{report['batch']} x {report['seq']} tokens a step, {report['dtype']}, {report['optimizer']}, "
+        f"{report['batch']} x {report['seq']} tokens a step{dealt}, {report['dtype']}, {report['optimizer']}, "
         f"{report['hardware']}\n",
         highlight=False,
         markup=False,
