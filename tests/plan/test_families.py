@@ -17,7 +17,9 @@ from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import expanded, model_from_dims
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.text.formatting import format_plan
 from shardtensor.plan.text.sources import PACKAGED
+from shardtensor.spec.diagnostics import Source
 
 
 def _alarms(resolved: Resolved) -> list[str]:
@@ -217,3 +219,9 @@ def test_every_plan_is_installed_with_the_package():
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["shardtensor"]
     held = {path.resolve() for pattern in patterns for path in (root / "shardtensor").glob(pattern)}
     assert {*(root / "specs").glob("*.shard"), *(root / "specs/std").glob("*.shard")} <= held
+
+
+def test_plans_that_come_with_the_package_are_canonical():
+    for path in (*PACKAGED.glob("*.shard"), *PACKAGED.glob("std/*.shard")):
+        text = path.read_text()
+        assert format_plan(Source(text, path.name)) == text, path.name

@@ -227,7 +227,7 @@ MUTATIONS = {
         "ln_{1,2}: replicate", "ln_{1,2}: [tp]", "E403", "ln_{1,2}: [tp]", **GPT2
     ),
     "a table of positions passes a ShardedTensor": Mutation(
-        "                out:    [..., tp]\n", "", "E403", "weight: [-, tp]", **T5
+        "                out: [..., tp]\n", "", "E403", "weight: [-, tp]", **T5
     ),
     # -- experts
     "routing weights meet addends": Mutation(

@@ -85,7 +85,7 @@ specs/llama.shard:7:13: error[E104]: config.json has no key `n_heads`
         {},
         """
 specs/llama.shard:11:6: error[E105]: the mesh has 16 ranks (dp=2 x tp=8), but --world is 8
-   11 | mesh (dp = 2, tp (kvg = gcd(tp, kv), kvr = tp / kvg))    # tp=16, kv=8: kvg=8, kvr=2
+   11 | mesh (dp = 2, tp (kvg = gcd(tp, kv), kvr = tp / kvg))  # tp=16, kv=8: kvg=8, kvr=2
       |      ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   why: every rank of the world has one place in the mesh
   fix: write `dp = world / tp`, or run with --set tp=4, or with --world 16
@@ -126,7 +126,7 @@ specs/llama.shard:31:36: error[E204]: axis `tp` splits dim 0 and dim 1 of one te
         {"world": 6, "tp": 4},
         """
 specs/llama.shard:11:12: error[E107]: `world / tp` is not a whole number
-   11 | mesh (dp = world / tp, tp (kvg = gcd(tp, kv), kvr = tp / kvg))    # tp=16, kv=8: kvg=8, kvr=2
+   11 | mesh (dp = world / tp, tp (kvg = gcd(tp, kv), kvr = tp / kvg))  # tp=16, kv=8: kvg=8, kvr=2
       |            ^^^^^^^^^^
   why: world=6, tp=4, 6 % 4 = 2
   fix: tp that fit this model and --world 6: 1, 2
@@ -166,7 +166,7 @@ specs/llama.shard:END:9: error[E003]: `zzz` is not there
         {"sp": "4"},
         """
 specs/llama.shard:6:7: error[E107]: the parameter `sp` is true or false by default, and it is given a number
-    6 | param sp = false                                # sequence parallel between the products
+    6 | param sp = false  # sequence parallel between the products
       |       ^^
   note: from --set sp=4 on the command line
 """,

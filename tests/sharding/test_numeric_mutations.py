@@ -161,7 +161,7 @@ class OfModel:
 
 OF_MODELS = {
     "a bias is added before the sum": OfModel("mlp", "", own_projection, "bias:   replicate"),
-    "a weight lies transposed": OfModel("mlp", "", transposed, "in:     replicate"),
+    "a weight lies transposed": OfModel("mlp", "", transposed, "in:  replicate"),
     "values are divided by the number of heads": OfModel(
         "bert", "minilm", of_class(BertSelfAttention, ScaledByHeads), "{query,key,value}: colwise"
     ),
