@@ -96,6 +96,8 @@ MORE_WORLDS = [
     ("gpt2", "gpt2", 12, {}),
     ("bert", "minilm", 8, {}),  # heads do not divide: the written fallback
     ("mixtral", "mixtral-8x7b", 64, {"tp": 8, "ep": 8}),
+    ("mixtral", "mixtral-8x7b", 8, {"tp": 1, "ep": 8}),
+    ("mixtral", "mixtral-8x7b", 4, {"tp": 4, "ep": 1}),
     ("fsdp", "mixtral-8x7b", 64, {"copies": 2}),
 ]
 

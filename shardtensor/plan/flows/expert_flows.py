@@ -37,11 +37,12 @@ def expert_findings(modules: Modules) -> Iterator[Finding]:
 
 
 def _cut(placed: Placed, modules: Modules) -> Names:
-    """The axes over which a parameter is cut."""
+    """The axes over which a parameter is cut, those of one rank left out, as they are of flows."""
     layout = placed.layout
     if not isinstance(layout, CutLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
         return ()
-    return tuple(name for i, name in enumerate(modules.axes.mesh.names) if i in layout.parting_axes)
+    sizes = enumerate(modules.axes.mesh.axes)
+    return tuple(name for i, (name, size) in sizes if i in layout.parting_axes and size > 1)
 
 
 def _stacked(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
