@@ -15,6 +15,7 @@ from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_cl
 from shardtensor.plan.flows.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
+from shardtensor.spec.nodes import Spec
 
 
 @attrs.frozen(eq=False)
@@ -57,6 +58,7 @@ def settle(
     tensors: Mapping[str, Tensors],
     binder: Binder,
     taken: Collection[str] = (),
+    hooked: Collection[str] = (),
 ) -> list[Settled]:
     """Find what each module with a flow does.
 
@@ -66,6 +68,7 @@ def settle(
         tensors: the layouts of each module's own parameters, by its path.
         binder: turns axes into groups; one that does not is used for the checks, before ranks have agreed.
         taken: the modules whose local slices a hook takes.
+        hooked: the modules that have a hook, which may let them work on plain slices of their parameters.
 
     Raises:
         PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
@@ -92,6 +95,8 @@ def settle(
                 flow = layer_flow(module, flows, own, binder, inside)
                 found.append(Settled(path, module, flow, frozenset(own.specs)))
             else:
+                if own.specs and path not in hooked:
+                    flows = _of_sharded(module, flows)
                 found.append(_container(path, module, flows, addends[path], binder, bool(own.specs)))
         except PlanError as error:
             fault, *facts = str(error).splitlines()
@@ -159,6 +164,25 @@ def _container(
     found = {name: Result(move, takes_from) for name, move, takes_from in results if move or takes_from is not None}
     leaving = Leaving(found) if found else None
     return Settled(path, module, entering=entering, leaving=leaving)
+
+
+def _of_sharded(module: nn.Module, flows: Stated) -> Stated:
+    """The flows of a module that works on ShardedTensors: it gives sums where a layer would leave addends."""
+
+    def summed(flow: Flow) -> Flow:
+        if not flow.before.partial_parts:
+            return flow
+        if flow.after.partial_parts:
+            raise PlanError(
+                f"{type(module).__name__} works on ShardedTensors, which are summed at once: it leaves no addends",
+                {"out": str(flow)},
+                f"write `out: {flow.before} -> replicate`",
+            )
+        before = flow.before
+        return attrs.evolve(flow, before=Spec.of(before.dims, before.named, before.flat_part, before.only_part))
+
+    out = None if flows.out is None else summed(flows.out)
+    return attrs.evolve(flows, out=out, others={name: summed(flow) for name, flow in flows.others.items()})
 
 
 # -- what meets what ---------------------------------------------------------------------------------------------------

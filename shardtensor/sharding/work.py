@@ -98,7 +98,7 @@ class Work:
     def settled(self, binder: Binder) -> list[Settled]:
         """What each module with a flow does."""
         taken = [path for use in self.uses for path in use.takes]
-        return settle(self.module, self.flows, self._tensors, binder, taken)
+        return settle(self.module, self.flows, self._tensors, binder, taken, {path for path, _ in self.hooks})
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:

@@ -46,3 +46,37 @@ def adds_once(stream: str) -> None:
 @pytest.mark.parametrize("stream", ["replicate", "[-, tp, ...]"])
 def test_a_bias_of_addends_is_added_once(world, stream):
     world(adds_once, 2, stream=stream)
+
+
+class OfOnesOwn(nn.Linear):
+    """A class that is not known: it works on ShardedTensors, which are summed at once."""
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("to", ["replicate", "[-, tp, ...]"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_layer_of_ones_own_is_summed_once(world, size, to):
+    world(_of_ones_own, size, to=to)
+
+
+def _of_ones_own(to):
+    torch.manual_seed(0)
+    dense = nn.Sequential(OfOnesOwn(4, 8), nn.ReLU(), OfOnesOwn(8, 4), nn.LayerNorm(4)).double()
+    model = copy.deepcopy(dense)
+    rules = {
+        "0": {"in": "replicate", **st.colwise("tp")},
+        "2": st.rowwise("tp", to=to),
+        "3": {**st.along(to), "out": f"{to} -> replicate"} if to != "replicate" else st.along(to),
+    }
+    st.shard_module(model, rules)
+    x, other = (torch.arange(32.0, dtype=torch.float64).view(1, 8, 4).requires_grad_() for _ in range(2))
+    want, got = dense(x), model(other)
+    torch.testing.assert_close(whole(got), want)
+    want.square().sum().backward()
+    whole(got).square().sum().backward()
+    for (name, p), q in zip(dense.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, st.ShardedTensor) else x
