@@ -18,7 +18,6 @@ from shardtensor.layout.steps import Step, is_even
 Partial = tuple[tuple[int, str], ...]
 
 
-@lru_cache(maxsize=4096)
 def route(source: Layout, target: Layout) -> tuple[Step, ...]:
     """Return the steps that turn `source` into `target`; none when both mean the same.
 
@@ -39,6 +38,12 @@ def route(source: Layout, target: Layout) -> tuple[Step, ...]:
         >>> [(step.kind, step.received(0)) for step in route(rows, replicated((8, 8), range(4)))]
         [('all_gather', 48)]
     """
+    return _route(source, target, source.names, target.names)
+
+
+@lru_cache(maxsize=4096)
+def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Step, ...]:
+    """Layouts are equal whatever their axes are called, but messages say the names: so each has steps of its own."""
     if source.shape != target.shape:
         raise LayoutError(
             "a reshard keeps the shape of a tensor",
