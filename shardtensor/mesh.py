@@ -29,6 +29,22 @@ def as_ranks(ranks: Sequence[int]) -> Ranks:
     return ranks
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in order, runs of them folded.
+
+    Example:
+        >>> ranks_text([5, 0, 1, 2])
+        '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
 @attrs.frozen(cache_hash=True)
 class Mesh:
     """Ranks laid out row-major over named axes, the last axis fastest.

@@ -13,6 +13,7 @@ from hashlib import sha256
 from shardtensor import errors
 from shardtensor.comm.group import Group
 from shardtensor.errors import DisagreementError, ShardTensorError
+from shardtensor.mesh import ranks_text
 
 _SHOWN_VALUES = 8  # different values printed of one fact
 _SHOWN_FACTS = 8  # facts printed that differ
@@ -125,11 +126,5 @@ def name_ranks(ranks: Iterable[int]) -> str:
         >>> name_ranks([0, 1, 2, 5]), name_ranks([3])
         ('ranks 0-2, 5', 'rank 3')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + ", ".join(texts)
+    text = ranks_text(ranks)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"

@@ -163,9 +163,7 @@ class CheckedGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> CheckedGroup:
         group = CheckedGroup(self._group.on_mesh(mesh, axes), self._meeting)
-        group._axes, group._subgroups = axes, self._subgroups
-        for along in axes.values():
-            self._subgroups.setdefault(tuple(sorted(along.ranks)), along)
+        group._seen(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:

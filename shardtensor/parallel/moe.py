@@ -32,6 +32,15 @@ import torch
 from torch import nn
 
 
+def chosen(scores: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token and their weights by a router's scores (n, experts): (n, top_k) both."""
+    chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights, experts = chances.topk(top_k, -1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return experts, weights
+
+
 class MoE(nn.Module):
     """A router and its experts.
 
@@ -58,12 +67,7 @@ class MoE(nn.Module):
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token and their weights, (n, top_k) both; override it for another way to choose."""
-        scores = self.gate(tokens)
-        chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, experts = chances.topk(self.top_k, -1)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return experts, weights
+        return chosen(self.gate(tokens), self.top_k, self.normalize)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from shardtensor.mesh import ranks_text
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.devices import ChunkShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -58,14 +59,4 @@ def devices_text(placed: Placed) -> str:
     spec = placed.spec
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         return ", ".join(map(str, spec.placements.runs))
-    return f"ranks {_folded(placed.layout.ranks)}"
-
-
-def _folded(ranks: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"ranks {ranks_text(placed.layout.ranks)}"

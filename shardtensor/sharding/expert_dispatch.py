@@ -12,6 +12,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import PlanError
 from shardtensor.parallel.expert_places import place
 from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, stacked
+from shardtensor.parallel.moe import chosen
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of
@@ -131,10 +132,7 @@ class ListedExperts:
     def forward(self, hidden_states: torch.Tensor) -> Any:
         said, tokens = self._dealing, hidden_states.flatten(0, -2)
         scores = self.gate(tokens)
-        chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, ids = chances.topk(said.top_k, -1)
-        if said.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        ids, weights = chosen(scores, said.top_k, said.normalize)
         weights = self._touching(weights.to(tokens.dtype))
         sent = dispatch(tokens, ids, said.held, said.team, find_fault(tokens, ids, weights))
         out = combined(sent, [(number, self._expert(number)) for number in said.numbers], weights)

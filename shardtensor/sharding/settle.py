@@ -13,6 +13,7 @@ from shardtensor.errors import PlanError
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
 from shardtensor.plan.flows.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
+from shardtensor.plan.flows.modules import around, is_below
 from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
 from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
 from shardtensor.spec.nodes import Spec
@@ -91,7 +92,7 @@ def settle(
         own = tensors.get(path, none)
         try:
             if layer_class(type(module)) is not None:
-                inside = any(stated[above].ins for above in _above(path) if above in stated)
+                inside = any(stated[above].ins for above in around(path) if above in stated)
                 flow = layer_flow(module, flows, own, binder, inside)
                 found.append(Settled(path, module, flow, frozenset(own.specs)))
             else:
@@ -108,8 +109,8 @@ def settle(
     siblings: dict[str, list[str]] = {}
     for each in found:
         if _may_share(each):
-            around, _, name = each.path.rpartition(".")
-            siblings.setdefault(around, []).append(name)
+            parent, _, name = each.path.rpartition(".")
+            siblings.setdefault(parent, []).append(name)
     return [_with_siblings(each, siblings.get(each.path, [])) for each in found]
 
 
@@ -188,22 +189,11 @@ def _of_sharded(module: nn.Module, flows: Stated) -> Stated:
 # -- what meets what ---------------------------------------------------------------------------------------------------
 
 
-def _above(path: str) -> Iterable[str]:
-    """The paths of the modules around a path, innermost first; the root is the empty one."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _is_below(path: str, above: str) -> bool:
-    return path != above and (not above or path.startswith(f"{above}."))
-
-
 def _served(path: str, stated: Mapping[str, Stated]) -> Iterable[str]:
     """The modules below `path` whose inputs its `in` serves: no other `in` stands between, nor their own."""
     for other, flows in stated.items():
-        if _is_below(other, path) and not flows.ins:
-            nearest = next((above for above in _above(other) if above in stated and stated[above].ins), None)
+        if is_below(other, path) and not flows.ins:
+            nearest = next((above for above in around(other) if above in stated and stated[above].ins), None)
             if nearest == path:
                 yield other
 
@@ -233,17 +223,17 @@ def _refuse_forgotten(
     for path, module in root.named_modules():
         if path in stated or not any(param is not None for param in module._parameters.values()):
             continue
-        around = next((above for above in _above(path) if above in stated and stated[above].ins), None)
-        if around is not None and addends.get(around):
-            axes = "*".join(addends[around])
+        outer = next((above for above in around(path) if above in stated and stated[above].ins), None)
+        if outer is not None and addends.get(outer):
+            axes = "*".join(addends[outer])
             raise PlanError(
                 f"{path}: the gradients of its parameters along {axes} are not known",
-                {f"in of {around or 'the module'}": f"sums what comes back along {axes}", "why": "a sibling is cut"},
+                {f"in of {outer or 'the module'}": f"sums what comes back along {axes}", "why": "a sibling is cut"},
                 [f'give `{path}` a flow: along("replicate"), or an `in` and an `out`'],
             )
         copies = {
             axis
-            for above in _above(path)
+            for above in around(path)
             if above in stated
             for flow in stated[above].ins.values()
             for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))
@@ -275,7 +265,7 @@ def escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str,
     takes = takers(root, stated, tensors)
     found = []
     for path, flows in stated.items():
-        above = [flow for around in _above(path) if around in stated for flow in stated[around].outs]
+        above = [flow for outer in around(path) if outer in stated for flow in stated[outer].outs]
         for flow in flows.outs if path else ():
             gone = {*cut_axes(flow.after), *partial_axes(flow.after)}
             expected = any(other != path and gone <= set(cut_axes(take.before)) for other, take in takes)
