@@ -4,6 +4,8 @@ once, and put in terms of the module's own tensors and paths.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import torch
 from torch import nn
@@ -20,13 +22,14 @@ from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.flows.flow import cuts
+from shardtensor.plan.flows.gradients import flows_of
+from shardtensor.plan.flows.modules import Stated
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.sharding.flows import Stated
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.passings import counts_of, flows_of, hooks_of
+from shardtensor.sharding.passings import counts_of, hooks_of
 from shardtensor.sharding.stores import Keeping, gather_units
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -69,19 +72,20 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
         PlanError: the plan has errors; its text is theirs. LayoutError: a spec does not fit these ranks.
     """
     resolved = resolve(plan, model_info(module))
-    errors = [finding for finding in check_plan(resolved) if finding.severity == "error"]
+    if resolved.errors:
+        raise PlanError(text_report(folded(resolved.errors)))
+    flows = flows_of(resolved)
+    errors = [finding for finding in check_plan(resolved, flows) if finding.severity == "error"]
     if errors:
         raise PlanError(text_report(folded(errors)))
     modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
-    spelled = plan.axes.spelled
-    flows = flows_of(passings, spelled)
-    targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows)
-    _flow_where_only(module, targets, flows)
+    targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows.modules.stated)
+    lone = _where_only(module, targets, flows.modules.stated)
     keeping = _keeping(module, resolved, modules, targets)
     said = {"mesh": str(plan.axes.mesh)} | dict(canonical_lines(resolved)) | keeping.facts()
-    counts = counts_of(module, passings, group, spelled)
-    return Work(module, group, targets, flows, counts, hooks_of(passings), wholes, ties, keeping, said=said)
+    counts = counts_of(module, passings, group, plan.axes.spelled)
+    return Work(module, group, targets, flows, counts, hooks_of(passings), wholes, ties, keeping, lone, said=said)
 
 
 def _names(module: nn.Module) -> dict[str, str]:
@@ -91,7 +95,7 @@ def _names(module: nn.Module) -> dict[str, str]:
 
 
 def _tensors(
-    module: nn.Module, resolved: Resolved, group: Group, src_rank: int, flows: dict[str, Stated]
+    module: nn.Module, resolved: Resolved, group: Group, src_rank: int, flows: Mapping[str, Stated]
 ) -> tuple[tuple[Target, ...], tuple[tuple[str, torch.Tensor], ...], tuple[tuple[str, str], ...]]:
     """The tensors that become ShardedTensors, those that stay plain, and those that others take the place of."""
     names = _names(module)
@@ -136,23 +140,26 @@ def _layout(
         raise LayoutError("\n".join([f"{name}: {fault}", *facts])) from None
 
 
-def _works_on_sharded(module: nn.Module, name: str, flows: dict[str, Stated]) -> bool:
+def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated]) -> bool:
     """Whether a tensor's module is of unknown kind and is given parts of values: then it works on ShardedTensors."""
     path = name.rpartition(".")[0]
-    stated = flows.get(path)
+    stated = flows.get(unwrapped(path))
     if stated is None or layer_class(type(module.get_submodule(path))) is not None:
         return False
     return any(cuts(flow.after) for flow in stated.ins.values())
 
 
-def _flow_where_only(module: nn.Module, targets: tuple[Target, ...], flows: dict[str, Stated]) -> None:
-    """Let layers that exist on some ranks only work on plain values there: no other rank calls them."""
+def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[str, Stated]) -> tuple[str, ...]:
+    """The layers without flows that exist on some ranks only: there they work on plain values, no other calls them."""
+    found: dict[str, None] = {}
     for target in targets:
         if isinstance(target.spec, Spec) and target.spec.only_part is not None:
             for name in target.names:
                 path = name.rpartition(".")[0]
-                if path not in flows and layer_class(type(module.get_submodule(path))) is not None:
-                    flows[path] = Stated()
+                stated = flows.get(unwrapped(path), Stated())
+                if not (stated.ins or stated.outs) and layer_class(type(module.get_submodule(path))) is not None:
+                    found[unwrapped(path)] = None
+    return tuple(found)
 
 
 def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str], targets: tuple[Target, ...]) -> Keeping:

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardtensor.comm.group import Group, team_along
 from shardtensor.errors import PlanError
+from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
-from shardtensor.sharding.flows import Stated, Tensors
 
 _HOOKS: dict[str, Callable[..., Any]] = {}
 
@@ -26,16 +26,16 @@ class Site:
         path, module: of the module in whose block it stands.
         root: the module that is sharded.
         group: all ranks, with the axes of the plan.
-        flows: how values pass modules, by path.
-        tensors: how the parameters of those modules lie, and of this one.
+        flows: how values pass modules, and how the parameters of layers lie.
+        modules: by their paths, as the flows have them.
     """
 
     path: str
     module: nn.Module
     root: nn.Module
     group: Group
-    flows: Mapping[str, Stated]
-    tensors: Mapping[str, Tensors]
+    flows: Flows
+    modules: Mapping[str, nn.Module]
 
     def team(self, axes: str | Iterable[str]) -> Group:
         """The ranks along some axes of the plan. All ranks ask for it, and only when the hook is applied."""

@@ -1,4 +1,4 @@
-"""What a plan says of modules, in the words of the torch side: flows, attributes that count, hooks."""
+"""What a plan says of modules beside their flows, in the words of the torch side: attributes that count, hooks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from shardtensor.comm.group import Group
-from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook
 from shardtensor.plan.resolved import Passing
 from shardtensor.sharding.counts import Count, count
-from shardtensor.sharding.flows import Stated
 from shardtensor.spec.nodes import Spec
 
 Passings = Mapping[str, Passing]
@@ -22,28 +20,13 @@ def _as_it_is(spec: Spec) -> Spec:
     return spec
 
 
-def flows_of(passings: Passings, spelled: Callable[[Spec], Spec] = _as_it_is) -> dict[str, Stated]:
-    """The flows of the modules that have some; `spelled` writes a spec in the axes of the mesh."""
-
-    def read(flow: Flow) -> Flow:
-        grad = spelled(Spec().partial(*flow.addends)) if flow.addends else None
-        addends = tuple(axis for part in grad.partial_parts for axis in part.axes) if grad is not None else ()
-        return Flow(spelled(flow.before), spelled(flow.after), addends)
-
-    found = {}
-    for path, passing in passings.items():
-        ins = {name or None: read(flow) for name, (flow, _) in passing.ins.items()}
-        outs = {name: read(flow) for name, (flow, _) in passing.outs.items()}
-        if ins or outs:
-            out = outs.pop("", None)
-            found[path] = Stated(ins, out, outs)
-    return found
-
-
 def counts_of(
     root: nn.Module, passings: Passings, group: Group, spelled: Callable[[Spec], Spec] = _as_it_is
 ) -> tuple[Count, ...]:
     """The attributes that become this rank's share; of a module under two names once.
+
+    Args:
+        spelled: writes a spec in the axes of the mesh.
 
     Raises:
         PlanError, LayoutError: an attribute is missing, or cannot be cut so.

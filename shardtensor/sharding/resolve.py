@@ -18,7 +18,8 @@ from shardtensor.plan.blocks import lines
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.patterns import is_below, matches, nearest, unwrapped
 from shardtensor.plan.resolved import Passing
-from shardtensor.sharding.passings import counts_of, flows_of, hooks_of
+from shardtensor.sharding.part_of_model import checked_flows
+from shardtensor.sharding.passings import counts_of, hooks_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
@@ -60,7 +61,7 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
             rules[name] = line.pattern, spec
             overridden |= {name} if line.is_override else set()
     passings = _passings(plan_lines, module, modules)
-    targets = _targets(module, rules, group, src_rank)
+    targets = tuple(_targets(module, rules, group, src_rank))
     outputs = [
         (path, _spec(value, f"Only `ShardingSpec` is supported as output_plan for `{pattern}`"))
         for pattern, value in (plan.output_plan or {}).items()
@@ -70,8 +71,8 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
     return Work(
         module,
         group,
-        tuple(targets),
-        flows_of(passings),
+        targets,
+        checked_flows(module, group, targets, passings) if passings else None,
         counts_of(module, passings, group),
         hooks_of(passings),
         sharders=tuple(sharders.items()),

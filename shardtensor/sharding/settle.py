@@ -1,8 +1,8 @@
-"""The flows of all modules of a plan settled together: what each layer and container does, and what is forgotten."""
+"""What is to be done to each module with flows: the class that it gets, or the hooks that move its values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -10,18 +10,24 @@ from torch import nn
 
 from shardtensor.comm.along_dim import Stretches
 from shardtensor.errors import PlanError
-from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
-from shardtensor.plan.flows.flow import Axes, Flow, changes, cut_axes, cuts, partial_axes
-from shardtensor.plan.flows.modules import around, is_below
-from shardtensor.sharding.flows import Binder, Stated, Tensors, addend_axes, layer_flow, natural_layout
+from shardtensor.plan.flows.flow import Axes, Flow, changes, cuts
+from shardtensor.plan.flows.gradients import Flows
+from shardtensor.plan.flows.layer_flows import layer_work
+from shardtensor.plan.flows.modules import Stated
+from shardtensor.sharding.flows import Binder, layer_flow
 from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
 from shardtensor.spec.nodes import Spec
 
 
 @attrs.frozen(eq=False)
 class Settled:
-    """What is to be done to one module."""
+    """What is to be done to one module.
+
+    Attributes:
+        path: as the plan calls it.
+        cut: names of its parameters that are sharded.
+    """
 
     path: str
     module: nn.Module
@@ -54,64 +60,59 @@ def unsettle(module: Any) -> None:
 
 
 def settle(
-    root: nn.Module,
-    stated: Mapping[str, Stated],
-    tensors: Mapping[str, Tensors],
+    modules: Mapping[str, nn.Module],
+    flows: Flows,
+    sharded: Mapping[str, frozenset[str]],
     binder: Binder,
-    taken: Collection[str] = (),
-    hooked: Collection[str] = (),
+    lone: Collection[str] = (),
 ) -> list[Settled]:
     """Find what each module with a flow does.
 
     Args:
-        root: the module that is sharded.
-        stated: the flows, by the path of their module.
-        tensors: the layouts of each module's own parameters, by its path.
+        modules: by their paths, as the plan calls them.
+        flows: of the plan, in which nothing was found that is wrong.
+        sharded: the names of each module's own parameters that are ShardedTensors, by its path.
         binder: turns axes into groups; one that does not is used for the checks, before ranks have agreed.
-        taken: the modules whose local slices a hook takes.
-        hooked: the modules that have a hook, which may let them work on plain slices of their parameters.
+        lone: layers of which nothing is said, and that work on plain values all the same.
 
     Raises:
-        PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
+        PlanError: a module cannot do what the plan says.
     """
-    none = Tensors()
-    found = []
-    addends = {path: _addends_at(path, root, stated, tensors) for path in stated}
+    stated = flows.modules.stated
+    found: list[Settled] = []
     met: dict[int, str] = {}
-    for path, flows in stated.items():
-        module = root.get_submodule(path)
+    for path in (*(path for path, each in stated.items() if each.ins or each.outs), *lone):
+        module, flow = modules[path], stated.get(path, Stated())
         first = met.setdefault(id(module), path)
-        if first != path:  # one module under two names
-            if stated[first] != flows:
-                raise PlanError(
-                    f"{first} and {path} are one module, and the plan has different flows for them",
-                    {first: _said(stated[first]), path: _said(flows)},
-                    "give both the same",
-                )
-            continue
-        own = tensors.get(path, none)
-        try:
-            if layer_class(type(module)) is not None:
-                inside = any(stated[above].ins for above in around(path) if above in stated)
-                flow = layer_flow(module, flows, own, binder, inside)
-                found.append(Settled(path, module, flow, frozenset(own.specs)))
-            else:
-                if own.specs and path not in hooked:
-                    flows = _of_sharded(module, flows)
-                found.append(_container(path, module, flows, addends[path], binder, bool(own.specs)))
-        except PlanError as error:
-            fault, *facts = str(error).splitlines()
-            raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
-    _refuse_forgotten(root, stated, addends, tensors)
-    for path in escapes(root, stated, tensors):
-        if path not in taken:
-            raise _escaped(path, root.get_submodule(path), stated[path])
+        if first == path:
+            try:
+                found.append(_settled(path, module, flows, sharded.get(path, frozenset()), binder))
+            except PlanError as error:
+                fault, *facts = str(error).splitlines()
+                raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
+        elif stated.get(first, Stated()).said != flow.said:  # one module under two names
+            raise PlanError(
+                f"{first} and {path} are one module, and the plan has different flows for them",
+                {first: _text(stated.get(first, Stated()).said), path: _text(flow.said)},
+                "give both the same",
+            )
     siblings: dict[str, list[str]] = {}
     for each in found:
         if _may_share(each):
             parent, _, name = each.path.rpartition(".")
             siblings.setdefault(parent, []).append(name)
     return [_with_siblings(each, siblings.get(each.path, [])) for each in found]
+
+
+def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str], binder: Binder) -> Settled:
+    known, stated = flows.modules.layers.get(path), flows.modules.stated.get(path, Stated())
+    if known is not None and layer_class(type(module)) is not None:
+        work = flows.works.get(path) or layer_work(known, flows.modules.nearest_in(path) is not None)
+        rank = flows.modules.axes.mesh.ranks[binder.group.index]
+        return Settled(path, module, layer_flow(module, known, work, binder, rank), sharded)
+    if sharded and not stated.passing.uses:  # a hook may let it work on plain slices of its parameters
+        stated = _of_sharded(stated)
+    return _container(path, module, stated, flows.meetings.addends.get(path, ()), binder, bool(sharded))
 
 
 def _may_share(layer: Settled) -> bool:
@@ -132,19 +133,17 @@ def _with_siblings(settled: Settled, names: list[str]) -> Settled:
     return attrs.evolve(settled, entering=attrs.evolve(entering, siblings=tuple(names)))
 
 
-def _said(flows: Stated) -> str:
-    sides = [f"in{f' {name}' if name else ''}: {flow}" for name, flow in flows.ins.items()]
-    outs = {"": flows.out, **flows.others} if flows.out else flows.others
-    return ", ".join([*sides, *(f"out{f' {name}' if name else ''}: {flow}" for name, flow in outs.items())])
+def _text(flows: Mapping[str, Flow]) -> str:
+    return ", ".join(f"{side}: {flow}" for side, flow in flows.items())
 
 
 def _container(
-    path: str, module: nn.Module, flows: Stated, addends: Axes, binder: Binder, has_tensors: bool
+    path: str, module: nn.Module, stated: Stated, addends: Axes, binder: Binder, has_tensors: bool
 ) -> Settled:
     names = arguments(module)
     moves, wraps = {}, {}
-    for said, flow in flows.ins.items():
-        name = next(iter(names), "") if said is None else said
+    for said, flow in stated.ins.items():
+        name = said or next(iter(names), "")
         if name not in names:
             raise PlanError(
                 f"forward has no argument `{name}`", {"arguments": ", ".join(names)}, "name one of them, or write `in`"
@@ -160,143 +159,20 @@ def _container(
     entering = None
     if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
         entering = Entering(moves, names, wraps, bool(addends) and not has_tensors)
-    outs = {"": flows.out, **flows.others} if flows.out is not None else flows.others
-    results = ((name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in outs.items())
+    results = (
+        (name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in stated.outs.items()
+    )
     found = {name: Result(move, takes_from) for name, move, takes_from in results if move or takes_from is not None}
     leaving = Leaving(found) if found else None
     return Settled(path, module, entering=entering, leaving=leaving)
 
 
-def _of_sharded(module: nn.Module, flows: Stated) -> Stated:
+def _of_sharded(stated: Stated) -> Stated:
     """The flows of a module that works on ShardedTensors: it gives sums where a layer would leave addends."""
 
     def summed(flow: Flow) -> Flow:
-        if not flow.before.partial_parts:
-            return flow
-        if flow.after.partial_parts:
-            raise PlanError(
-                f"{type(module).__name__} works on ShardedTensors, which are summed at once: it leaves no addends",
-                {"out": str(flow)},
-                f"write `out: {flow.before} -> replicate`",
-            )
         before = flow.before
-        return attrs.evolve(flow, before=Spec.of(before.dims, before.named, before.flat_part, before.only_part))
+        bare = Spec.of(before.dims, before.named, before.flat_part, before.only_part)
+        return attrs.evolve(flow, before=bare) if before.partial_parts else flow
 
-    out = None if flows.out is None else summed(flows.out)
-    return attrs.evolve(flows, out=out, others={name: summed(flow) for name, flow in flows.others.items()})
-
-
-# -- what meets what ---------------------------------------------------------------------------------------------------
-
-
-def _served(path: str, stated: Mapping[str, Stated]) -> Iterable[str]:
-    """The modules below `path` whose inputs its `in` serves: no other `in` stands between, nor their own."""
-    for other, flows in stated.items():
-        if is_below(other, path) and not flows.ins:
-            nearest = next((above for above in around(other) if above in stated and stated[above].ins), None)
-            if nearest == path:
-                yield other
-
-
-def _addends_at(path: str, root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> Axes:
-    """The axes along which what comes back to the `in` of a container is an addend: the same for all that it serves."""
-    found: dict[str, Axes] = {}
-    none = Tensors()
-    for other in _served(path, stated) if stated[path].ins else ():
-        module = root.get_submodule(other)
-        if layer_class(type(module)) is not None and not isinstance(module, nn.Embedding):  # ids have no gradient
-            found[other] = addend_axes(module, stated[other], tensors.get(other, none))
-    if len({frozenset(axes) for axes in found.values()}) > 1:
-        raise PlanError(
-            f"{path or 'the module'}: what comes back to its `in` is not of one kind: addends meet copies",
-            {other: f"addends along {'*'.join(axes)}" if axes else "copies" for other, axes in found.items()},
-            "give those that are not addends along the same axes an `in` of their own",
-        )
-    return next(iter(found.values()), ())
-
-
-def _refuse_forgotten(
-    root: nn.Module, stated: Mapping[str, Stated], addends: Mapping[str, Axes], tensors: Mapping[str, Tensors]
-) -> None:
-    """Refuse values that reach modules which do not expect them."""
-    streams = {axis: path for path in reversed(list(stated)) for axis in _stream_axes(stated[path])}
-    for path, module in root.named_modules():
-        if path in stated or not any(param is not None for param in module._parameters.values()):
-            continue
-        outer = next((above for above in around(path) if above in stated and stated[above].ins), None)
-        if outer is not None and addends.get(outer):
-            axes = "*".join(addends[outer])
-            raise PlanError(
-                f"{path}: the gradients of its parameters along {axes} are not known",
-                {f"in of {outer or 'the module'}": f"sums what comes back along {axes}", "why": "a sibling is cut"},
-                [f'give `{path}` a flow: along("replicate"), or an `in` and an `out`'],
-            )
-        copies = {
-            axis
-            for above in around(path)
-            if above in stated
-            for flow in stated[above].ins.values()
-            for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))
-        }
-        left = [axis for axis in streams if axis not in copies]
-        if left:
-            raise PlanError(
-                f"{path or type(module).__name__}: it may meet values that are cut along {left[0]}, "
-                "and its gradients would be addends",
-                {f"flow of {streams[left[0]]}": str(stated[streams[left[0]]].outs[0])},
-                f'give `{path}` a flow: along("[-, {left[0]}, ...]") if values come so, along("replicate") if not',
-            )
-
-
-def _stream_axes(flows: Stated) -> Axes:
-    """Axes along which values leave a module cut along a dim that is not the last, by a sum that was scattered."""
-    return tuple(
-        axis
-        for flow in flows.outs
-        for dim, cut in cuts(flow.after).items()
-        if dim != -1
-        for axis in cut.axes
-        if axis in partial_axes(flow.before)
-    )
-
-
-def escapes(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[str]:
-    """The modules that let go of local slices which no other takes: they would be met as if they were the whole."""
-    takes = takers(root, stated, tensors)
-    found = []
-    for path, flows in stated.items():
-        above = [flow for outer in around(path) if outer in stated for flow in stated[outer].outs]
-        for flow in flows.outs if path else ():
-            gone = {*cut_axes(flow.after), *partial_axes(flow.after)}
-            expected = any(other != path and gone <= set(cut_axes(take.before)) for other, take in takes)
-            expected = expected or any(gone <= {*cut_axes(out.before), *partial_axes(out.before)} for out in above)
-            if gone and not expected:
-                found.append(path)
-    return found
-
-
-def takers(root: nn.Module, stated: Mapping[str, Stated], tensors: Mapping[str, Tensors]) -> list[tuple[str, Flow]]:
-    """How values enter modules, said or following from a weight."""
-    takes: list[tuple[str, Flow]] = []
-    for path, flows in stated.items():
-        takes += [(path, flow) for flow in flows.ins.values()]
-        module = root.get_submodule(path)
-        if not flows.ins and layer_class(type(module)) is not None and path in tensors:
-            is_linear = "in" in (dim_names(module, "weight") or ())
-            in_axes = tensors[path].cut(module, "weight", "in") if is_linear else ()
-            if in_axes:
-                natural = natural_layout(in_axes)
-                takes.append((path, Flow(natural, natural)))
-    return takes
-
-
-def _escaped(path: str, module: nn.Module, flows: Stated) -> PlanError:
-    last = flows.outs[0]
-    return PlanError(
-        f"{path}: its local slices reach no module that expects them",
-        {"out": str(last), "layer": type(module).__name__},
-        [
-            f"declare who takes them: `in: {last.after}` there, or such an `out` on the module around",
-            f"gather them: `out: {last.before} -> replicate`",
-        ],
-    )
+    return attrs.evolve(stated, outs={name: summed(flow) for name, flow in stated.outs.items()})

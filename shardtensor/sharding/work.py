@@ -12,14 +12,17 @@ from torch import nn
 from shardtensor.comm.group import Group
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout
+from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
+from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.sharding.counts import Count
-from shardtensor.sharding.flows import Binder, Stated, Tensors
+from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.hooks import Site, Use, called
 from shardtensor.sharding.plan import Sharder
 from shardtensor.sharding.settle import Settled, settle
 from shardtensor.sharding.stores import Keeping
-from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -53,10 +56,11 @@ class Work:
         group: all ranks, with the axes of the plan.
         targets: tensors that become ShardedTensors.
         wholes: tensors that stay plain; all ranks take the source's values.
-        flows: how values pass modules.
+        flows: how values pass modules, in which nothing is wrong; None where nothing is said of modules.
         counts: attributes that become the rank's share.
         hooks: calls of hooks, with the module each stands in.
         ties: names, each with the name of the tensor that takes its place.
+        lone: layers that work on plain values though nothing is said of them: they exist on some ranks only.
         keeping: what of the parameters is kept while nobody computes, and over which axes samples differ.
         sharders, outputs, local_outputs: what torch's own plans say beside.
         said: facts that all ranks must have alike, beside those that follow from the above.
@@ -65,12 +69,13 @@ class Work:
     module: nn.Module
     group: Group
     targets: tuple[Target, ...]
-    flows: Mapping[str, Stated]
+    flows: Flows | None = None
     counts: tuple[Count, ...] = ()
     hooks: tuple[tuple[str, Hook], ...] = ()
     wholes: tuple[tuple[str, torch.Tensor], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     keeping: Keeping | None = None
+    lone: tuple[str, ...] = ()
     sharders: tuple[tuple[str, Sharder], ...] = ()
     outputs: tuple[tuple[str, ShardingSpec], ...] = ()
     local_outputs: tuple[str, ...] = ()
@@ -85,56 +90,48 @@ class Work:
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
         found = {**self.said, **found, **self.said}  # which begins with what all else follows from
         found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
-        for path, flows in self.flows.items():
-            where = path or "the module"
-            found |= {f"in {name or ''} of {where}": str(flow) for name, flow in flows.ins.items()}
-            found |= {f"out of {where}": str(flows.out)} if flows.out is not None else {}
-            found |= {f"out {name} of {where}": str(flow) for name, flow in flows.others.items()}
+        for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
+            found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
         found |= {f"local {count.name} of {count.path or 'the module'}": str(count) for count in self.counts}
         found |= {f"use {i} of {path or 'the module'}": str(hook) for i, (path, hook) in enumerate(self.hooks)}
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.local_outputs}
 
     def settled(self, binder: Binder) -> list[Settled]:
-        """What each module with a flow does."""
-        taken = [path for use in self.uses for path in use.takes]
-        return settle(self.module, self.flows, self._tensors, binder, taken, {path for path, _ in self.hooks})
+        """What each module with a flow does.
+
+        Raises:
+            PlanError: one cannot do it, or no hook takes what only a hook could.
+        """
+        if self.flows is None:
+            return []
+        taken = {unwrapped(path) for use in self.uses for path in use.takes}
+        left = [finding for path, finding in self.flows.to_hooks.items() if path not in taken]
+        if left:
+            raise PlanError(text_report(left))
+        return settle(self._modules, self.flows, self._sharded, binder, self.lone)
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
         """What each hook is going to do."""
-        root, flows, tensors = self.module, self.flows, self._tensors
-        sites = (Site(path, root.get_submodule(path), root, self.group, flows, tensors) for path, _ in self.hooks)
+        if self.flows is None:
+            return ()
+        root, modules, flows = self.module, self._modules, self.flows
+        sites = (Site(path, root.get_submodule(path), root, self.group, flows, modules) for path, _ in self.hooks)
         return tuple(called(hook, site) for (_, hook), site in zip(self.hooks, sites, strict=True))
 
-    @cached_property
-    def _tensors(self) -> dict[str, Tensors]:
-        """How the parameters of the modules with flows lie."""
-        targets = {id(target.tensor): target for target in self.targets if target.layout is not None}
-        paths = dict.fromkeys((*self.flows, *(path for path, _ in self.hooks)))
-        axis = self._the_axis() if self.group.mesh is None and paths else "*"
-        found = {}
-        for path in paths:
-            specs: dict[str, ShardingSpec] = {}
-            layouts: dict[str, Layout] = {}
-            for name, tensor in self.module.get_submodule(path).named_parameters(recurse=False):
-                target = targets.get(id(tensor))  # under whatever name the plan sharded it: it may be tied
-                if target is not None and target.layout is not None:
-                    specs[name], layouts[name] = target.spec, target.layout
-                elif isinstance(tensor, ShardedTensor):  # it was sharded before
-                    specs[name], layouts[name] = tensor.sharding_spec(), tensor._layout
-            found[path] = Tensors(specs, layouts, self.group.mesh, axis)
-        return found
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        """By their paths as plans see them: what is wrapped, not what wraps."""
+        return {unwrapped(path): module for path, module in self.module.named_modules(remove_duplicate=False)}
 
-    def _the_axis(self) -> str:
-        """What the plan calls the one axis of a group that has no mesh."""
-        flows = [flow for stated in self.flows.values() for flow in (*stated.ins.values(), *stated.outs)]
-        names = {axis for flow in flows for side in (flow.before, flow.after) for axis in side.axis_names}
-        names |= {axis for target in self.targets if isinstance(target.spec, Spec) for axis in target.spec.axis_names}
-        if len(names) > 1:
-            raise PlanError(
-                "the ranks have one axis, and the plan has several names for it",
-                {"names": ", ".join(sorted(names))},
-                ["use one name", "pass a DeviceMesh with these axes as process_group"],
-            )
-        return names.pop() if names else "*"
+    @cached_property
+    def _sharded(self) -> dict[str, frozenset[str]]:
+        """The names of each module's own parameters that are going to be ShardedTensors, or are."""
+        targets = {id(target.tensor) for target in self.targets if target.layout is not None}
+        found: dict[str, set[str]] = {}
+        for full, tensor in self.module.named_parameters(remove_duplicate=False):
+            if id(tensor) in targets or isinstance(tensor, ShardedTensor):
+                path, _, name = unwrapped(full).rpartition(".")
+                found.setdefault(path, set()).add(name)
+        return {path: frozenset(names) for path, names in found.items()}

@@ -122,7 +122,8 @@ CASES = [
     ("an alternative for nothing: W303", [("{gate,up}", "{gate,up,down2}")], {}),
     ("an axis that idles: W304", [("mesh (dp = world / tp", "mesh (pp = 2, dp = world / tp / 2")], {"world": 16}),
     ("empty and unequal: W305", [(DOWN, BY_HAND)], {}),
-    ("a large copy: W306", [(HEAD, "lm_head: replicate")], {}),
+    ("a loss whose head is whole: E403", [(HEAD, "lm_head: replicate")], {}),
+    ("a large copy: W306", [(HEAD, "lm_head: replicate"), (USE, "")], {}),
     ("padding: N002", [("vocab_embedding(tp, pad=64", "vocab_embedding(tp, pad=500")], {}),
     ("fallen to unmatched: N003", [(NORM, ""), (USE, USE + "unmatched: replicate\n")], {}),
 ]

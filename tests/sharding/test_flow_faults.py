@@ -57,55 +57,54 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches,
         {"up": st.colwise(), "down": {**st.rowwise(), "in": "replicate"}},
         PlanError,
-        """down: `in` contradicts the layout of `weight`
-  in      replicate
-  weight  4 x 8 as [in: tp]
-  fix     write `in: [..., tp]`""",
+        """error[E402]: down: `in: replicate` contradicts the layout of the weight
+  why: the weight (out=4, in=8) is `[in: tp]`, so its input is wanted cut over tp on its last dim
+  fix: write `in: [..., tp]`""",
     ),
     "a sum that is not said": (
         Branches,
         {"up": st.colwise(), "down": {**st.rowwise(), "out": "replicate"}},
         PlanError,
-        """down: `out` contradicts the layout of `weight`
-  out     replicate
-  weight  4 x 8 as [in: tp]
-  fix     write `out: partial(tp) -> replicate`""",
+        """error[E402]: down: `out: replicate` contradicts the layout of the weight
+  why: the weight (out=4, in=8) is `[in: tp]`, so what it makes is an addend along tp until it is summed
+  fix: write `out: partial(tp) -> replicate`""",
     ),
     "a bias cut where the weight is not": (
         Branches,
         {"up": {**st.colwise(), "optional bias": "replicate"}, "down": {**st.rowwise(), "bias": "[tp]"}},
         PlanError,
-        """down: the bias is cut over other axes than the weight
-  weight  [in: tp]
-  bias    [tp]
-  fix     cut the bias as the weight's `out` is cut, or leave it whole""",
+        """error[E402]: down: the bias is cut over other axes than the weight's `out`
+  why: the weight is `[in: tp]`, the bias `[tp]`: each rank would add a part to the whole sum
+  fix: keep the bias whole (`replicate`): it is added once, to what leaves""",
     ),
     "slices that nobody takes": (
         Branches,
         {"up": st.colwise()},
         PlanError,
-        """up: its local slices reach no module that expects them
-  out     [..., tp]
-  layer   Linear
-  either  declare who takes them: `in: [..., tp]` there, or such an `out` on the module around
-  or      gather them: `out: [..., tp] -> replicate`""",
+        """error[E403]: up: this value leaves cut along tp, and no module takes it so
+  why: what meets it next would take one rank's part for the whole
+  fix: say who takes it: `in: [..., tp]` there, \
+or such an `out` on the module around; or gather it: `out: [..., tp] -> replicate`; \
+for logits: `use cross_entropy()`""",
     ),
     "a layer between addends": (
         Branches,
         {"in": "replicate", "up": st.colwise(), "down": st.rowwise()},
         PlanError,
-        """side: the gradients of its parameters along tp are not known
-  in of the module  sums what comes back along tp
-  why               a sibling is cut
-  fix               give `side` a flow: along("replicate"), or an `in` and an `out`""",
+        """error[E401]: the gradient of `side.weight` along tp is not known
+  why: the `in` of the module sums what comes back along tp, for up is cut: the gradients \
+here may be addends, or copies
+  fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole; \
+or move `in` to the modules that are cut, so that this one is not inside""",
     ),
     "a norm that a stream forgot": (
         lambda: Decoder(heads=2, kv_heads=2),
         {key: value for key, value in rules("[-, tp, ...]").items() if key != "norm"},
         PlanError,
-        """norm: it may meet values that are cut along tp, and its gradients would be addends
-  flow of embed  replicate partial(tp) -> [-, tp, ...]
-  fix            give `norm` a flow: along("[-, tp, ...]") if values come so, along("replicate") if not""",
+        """error[E401]: the gradient of `norm.weight` along tp is not known
+  why: embed leaves values cut along tp: if it meets such values, its gradients are addends, \
+and one rank's would be taken for the sum
+  fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole""",
     ),
     "an argument that is not there": (
         Branches,
@@ -135,10 +134,9 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches,
         {"up": {**st.colwise(), "in": "replicate -> replicate partial(tp)"}, "down": st.rowwise()},
         PlanError,
-        """up: `in` contradicts the layout of `weight`
-  in      replicate -> replicate partial(tp)
-  weight  8 x 4 as [out: tp]
-  fix     write `in: replicate`""",
+        """error[E402]: up: `in: replicate -> partial(tp)` contradicts the layout of the weight
+  why: the weight (out=8, in=4) is `[out: tp]`, so what it makes is complete on every rank: nothing is left to sum
+  fix: write `in: replicate`""",
     ),
 }
 

@@ -18,11 +18,16 @@ TOKENS, WEIGHTS = "", "top_k_weights"
 """The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
 
 
-def expert_findings(modules: Modules) -> Iterator[Finding]:
-    """What is wrong with the experts of a plan."""
+def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
+    """What is wrong with the experts of a plan.
+
+    Args:
+        is_whole: the plan says along which axes samples differ.
+    """
     found = dealings(modules)
     for path, dealing in found.items():
-        yield from _same_samples(path, dealing, modules)
+        if is_whole:
+            yield from _same_samples(path, dealing, modules)
         if not dealing.is_list:
             yield from _stacked(path, dealing, modules)
     for path, params in modules.owned.items():

@@ -24,6 +24,10 @@ Parts = frozenset[tuple[str, str]]
 """Axes along which ranks hold parts of a value, each with what it cuts: ``features``, or ``tokens`` of some dim."""
 
 
+_MAKERS = ("dispatch",)
+"""Hooks that make the result of their module, and take none."""
+
+
 class _Index:
     """By each module, sets of what modules in it speak of: a few of those, and the places of the first and the last."""
 
@@ -62,12 +66,18 @@ class _Index:
 class Givers:
     """What modules give and take.
 
+    Args:
+        broken: layers that contradict themselves: they may take what they say, or what their weight wants.
+        is_whole: modules of which nothing is said give whole values, and all that is given is taken in the model.
+
     Attributes:
-        to_hooks: modules whose cut result a hook takes, and no module.
+        to_hooks: modules whose cut result no module takes, but a hook may; and what is wrong if none does.
     """
 
-    def __init__(self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset()) -> None:
-        self._modules, self._meetings, self._broken = modules, meetings, broken
+    def __init__(
+        self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset(), is_whole: bool = True
+    ) -> None:
+        self._modules, self._meetings, self._broken, self._is_whole = modules, meetings, broken, is_whole
         self._takes_addends, self._gives_addends = _Index(modules.places), _Index(modules.places)
         takes: list[tuple[str, Parts]] = []
         gives: list[tuple[str, Parts]] = []
@@ -80,11 +90,11 @@ class Givers:
             for flow in stated.ins.values():
                 self._takes_addends.add(path, _addends(flow.before))
         for path, layer in modules.layers.items():
-            if not layer.stated.ins and layer.kind.name == "linear":
+            if layer.kind.name == "linear" and (not layer.stated.ins or path in broken):
                 takes.append((path, _features(layer.cut("weight", "in"))))
         self._gives_anywhere, self._takes, self._gives = self._near(takes, gives)
         self._escaped = list(self._escapes())
-        self.to_hooks = frozenset(path for path, _, is_hooked in self._escaped if is_hooked)
+        self.to_hooks = {path: self._told(path, name) for path, name, is_hooked in self._escaped if is_hooked}
 
     def findings(self) -> Iterator[Finding]:
         """E403 and E404."""
@@ -92,7 +102,8 @@ class Givers:
             if not is_hooked and path not in self._broken:
                 yield self._told(path, name)
         yield from self._without_heads()
-        yield from self._not_given()
+        if self._is_whole:
+            yield from self._not_given()
         yield from self._not_made()
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -140,10 +151,12 @@ class Givers:
                 cut, addends = self._parts(flow.after), _addends(flow.after)
                 if not (cut or addends):
                     continue
-                is_taken, is_hooked = False, path in self._heads and "cross_entropy" in self._hooks(path, flow)
+                own = [name for name in self._hooks(path, flow) if name not in _MAKERS]
+                is_taken, is_hooked = False, any(name != "cross_entropy" or path in self._heads for name in own)
                 block, after = _block(path), -1
+                is_through = not self._is_whole and all(sort != "features" for _, sort in cut)  # a stream from outside
                 for above in around(path):
-                    if not (above == block or is_below(above, block)):
+                    if not (is_through or above == block or is_below(above, block)):
                         after = self._modules.places.get(path, -1)  # layers before it do not hear of it
                     takes = (not cut or self._takes.has(above, cut, path, after)) and (
                         not addends or self._takes_addends.has(above, addends, path, after)
@@ -188,23 +201,24 @@ class Givers:
         return frozenset(found or inner)
 
     def _without_heads(self) -> Iterator[Finding]:
-        """Losses that should take cut logits where nothing leaves such."""
-        for at, stated in self._modules.stated.items():
-            line = next((line for hook, line in stated.passing.uses if hook.name == "cross_entropy"), None)
-            below = (path for path, layer in self._modules.layers.items() if layer.kind.name == "linear")
-            outs = (
-                self._modules.stated[p].passing.outs
-                for p in below
-                if p in self._modules.stated and (p == at or is_below(p, at))
-            )
-            if line is None or any(last_cut(flow.after) for each in outs for flow, _ in each.values()):
-                continue
-            yield Finding(
-                "E403", "this loss finds no head that leaves its logits cut", line.origin,
-                "it takes logits whose classes are cut over ranks, from a linear layer "
-                + ("that is" if at in self._modules.layers else "below") + " here with such an `out`",
-                "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook", (), at,
-            )  # fmt: skip
+        """Losses that should take cut logits where nothing leaves such, or all that is left so goes elsewhere."""
+        stated = self._modules.stated
+        linear = [p for p, layer in self._modules.layers.items() if layer.kind.name == "linear" and p in stated]
+        for at, here in stated.items():
+            line = next((line for hook, line in here.passing.uses if hook.name == "cross_entropy"), None)
+            below = [path for path in linear if path == at or is_below(path, at)] if line is not None else []
+            is_said = any(last_cut(flow.after) for path in below for flow, _ in stated[path].passing.outs.values())
+            left = [path for path in below if (out := stated[path].out) is not None and last_cut(out.after)]
+            if line is None or (is_said and (not left or any(path in self.logits for path in below))):
+                continue  # which may be whole in this world, over axes of one rank
+            why = "it takes logits whose classes are cut over ranks, from a linear layer "
+            why += ("that is" if at in self._modules.layers else "below") + " here with such an `out`"
+            fix = "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook"
+            taken = next((path for path in left if not self._is_alike(path)), None)
+            if taken is not None:
+                why += f"; what `{taken}` leaves cut another module takes"
+                fix += "; or write `use cross_entropy()` in the block of the head"
+            yield Finding("E403", "this loss finds no head that leaves its logits cut", line.origin, why, fix, (), at)
 
     def _is_alike(self, path: str) -> bool:
         """Whether a module is one of several alike, or in one."""
@@ -212,13 +226,13 @@ class Givers:
 
     @property
     def logits(self) -> list[str]:
-        """The modules whose logits a loss takes as they are cut."""
-        found = []
-        for path in self.to_hooks:
-            flow = self._modules.stated[path].out
-            if flow is not None and path in self._heads:
-                found.append(path)
-        return sorted(found)
+        """The modules whose logits a loss takes as they are cut: it stands in their block, or no module takes them."""
+        return sorted(path for path in self._heads if path in self.to_hooks or self._is_own(path))
+
+    def _is_own(self, path: str) -> bool:
+        """Whether the hook of a loss stands in the block of a head itself."""
+        flow = self._modules.stated[path].out
+        return flow is not None and "cross_entropy" in self._hooks(path, flow)
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
@@ -301,6 +315,8 @@ class Givers:
                 if not addends or self._gives_addends.has(path, _addends(flow.before), path):
                     continue
                 summing = next((other for other in self._sums(addends) if is_below(other, path)), None)
+                if summing is None and not self._is_whole:
+                    continue
                 line = stated.line("out", name)
                 why = "copies would be summed: the value comes out as many times too large as there are ranks"
                 if summing is not None:

@@ -13,7 +13,7 @@ from shardtensor.layout.layout import CutLayout, FlatLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
-from shardtensor.plan.flows.flow import cut_axes, union
+from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes, union
 from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.meetings import Meetings
@@ -30,17 +30,25 @@ class Flows:
         modules: the plan, module by module.
         works: what each known layer does that has a flow; those that contradict themselves are missing.
         meetings: which layers each `in` serves.
+        to_hooks: modules whose cut result no module takes, but a hook may; and what is wrong if none does.
+        logits: modules whose logits a loss takes as they are cut.
         findings: E401 to E404.
     """
 
     modules: Modules
     works: Mapping[str, LayerWork]
     meetings: Meetings
+    to_hooks: Mapping[str, Finding]
+    logits: tuple[str, ...]
     findings: tuple[Finding, ...]
 
 
-def flows_of(resolved: Resolved) -> Flows:
-    """Work out the flows of a plan. Pure, and linear in the number of modules."""
+def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
+    """Work out the flows of a plan. Pure, and linear in the number of modules.
+
+    Args:
+        is_whole: see `check_flows`.
+    """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
     findings: list[Finding] = []
@@ -54,15 +62,15 @@ def flows_of(resolved: Resolved) -> Flows:
     broken = frozenset(path for path, layer in modules.layers.items() if layer.has_flow and path not in works)
     meetings = Meetings(modules, broken)
     findings += _containers(modules, meetings)
-    givers = Givers(modules, meetings, broken)
-    findings += meetings.findings(givers.to_hooks)
+    givers = Givers(modules, meetings, broken, is_whole)
+    findings += meetings.findings(givers.to_hooks, is_whole)
     findings += givers.findings()
     findings += Streams(modules, meetings).findings()
-    findings += expert_findings(modules)
-    return Flows(modules, works, meetings, tuple(findings))
+    findings += expert_findings(modules, is_whole)
+    return Flows(modules, works, meetings, givers.to_hooks, tuple(givers.logits), tuple(findings))
 
 
-def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
+def check_flows(resolved: Resolved, *, is_whole: bool = True) -> tuple[Finding, ...]:
     """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404.
 
     Pure: no torch, no processes. Known layers (linear, embedding, norm) are worked out; of other modules it is believed
@@ -70,11 +78,15 @@ def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
 
     Args:
         resolved: with every tensor placed; what could not be placed is passed over.
+        is_whole: the plan speaks of the whole model. Rules of a part of one leave the rest as it is, plain and made for
+            whole values: there it is no fault that nobody is said to give what a module takes in parts, that a sibling
+            is not mentioned, or which samples ranks have. What contradicts itself is one, and so is what would go wrong
+            silently: parts that nobody takes, and gradients beside addends or streams of which nothing is known.
 
     Returns:
         a finding for each module concerned, at the line of the plan that is at fault.
     """
-    return flows_of(resolved).findings
+    return flows_of(resolved, is_whole=is_whole).findings
 
 
 def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:
@@ -136,6 +148,12 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
     return Finding(found.code, found.fault, origin, found.why, found.fix, style_note(origin, what), layer.path)
 
 
+def _works_on_shards(path: str, modules: Modules) -> bool:
+    """Whether a module that is no known layer gets ShardedTensors; with a hook it may work on slices of its own."""
+    is_cut = any(not placed.layout.is_replicated for placed in modules.owned.get(path, {}).values())
+    return is_cut and not modules.stated[path].passing.uses
+
+
 def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
     """Flows of modules that are no known layers and have no way from their left to their right."""
     findings = []
@@ -148,6 +166,14 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
             line = stated.line(side, name)
             origin = line.origin if line is not None else None
             try:
+                if side == "out" and partial_axes(flow.after) and _works_on_shards(path, modules):
+                    named = modules.named(partial_axes(flow.after))
+                    raise Contradiction(
+                        "E402", side, f"this module leaves no addends along {named}",
+                        "its class is not known and its parameters are cut, so it works on ShardedTensors, which are "
+                        "summed at once",
+                        f"write `out: {as_written(stated.passing.outs[name][0].before)} -> replicate`",
+                    )  # fmt: skip
                 steps(flow, side, addends)
                 twice = [axis for axis in flow.addends if axis in cut_axes(flow.after)]
                 if twice:

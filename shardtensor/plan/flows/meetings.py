@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
@@ -101,19 +101,21 @@ class Meetings:
 
     # -- findings -----------------------------------------------------------------------------------------------------
 
-    def findings(self, to_hooks: frozenset[str]) -> Iterator[Finding]:
+    def findings(self, to_hooks: Container[str], is_whole: bool = True) -> Iterator[Finding]:
         """E401.
 
         Args:
             to_hooks: modules whose result a hook takes, and no module.
+            is_whole: what is not said can be told by what is said of others.
         """
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
-        yield from self._summed_otherwise()
-        yield from self._among_plain_values()
-        yield from self._of_another_width()
-        yield from self._forgotten(to_hooks)
+        if is_whole:
+            yield from self._summed_otherwise()
+            yield from self._among_plain_values()
+            yield from self._of_another_width()
+        yield from self._forgotten(self._cut_beside(to_hooks) if is_whole else {})
 
     def _siblings_inside_an_axis(self) -> Iterator[Finding]:
         """Outputs that are cut along a factor and copied along another of the same axis."""
@@ -305,10 +307,9 @@ class Meetings:
                 found.setdefault(above, []).append(path)
         return found
 
-    def _forgotten(self, to_hooks: frozenset[str]) -> Iterator[Finding]:
+    def _forgotten(self, cut_beside: dict[str, dict[str, str]]) -> Iterator[Finding]:
         """Copied parameters beside cut values, of modules of which nothing is said."""
         modules = self.modules
-        cut_beside = self._cut_beside(to_hooks)
         for path, params in modules.owned.items():
             stated = modules.stated.get(path)
             copied = [p for p in params.values() if p.layout.is_replicated and p.tensor.requires_grad]
@@ -337,7 +338,9 @@ class Meetings:
             else:
                 continue
             shown = modules.named(axes)
-            fix = f"write `along([-, {shown}, ...])` if values come cut so, `along(replicate)` if they come whole"
+            quote = "" if modules.resolved.plan.sources else '"'  # rules in Python
+            cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
+            fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
             if addends:
                 fix += "; or move `in` to the modules that are cut, so that this one is not inside"
             name = copied[0].tensor.name
@@ -347,7 +350,7 @@ class Meetings:
                 (), name,
             )  # fmt: skip
 
-    def _cut_beside(self, to_hooks: frozenset[str]) -> dict[str, dict[str, str]]:
+    def _cut_beside(self, to_hooks: Container[str]) -> dict[str, dict[str, str]]:
         """By each module, the axes along which one directly in it leaves values cut, and which one."""
         found: dict[str, dict[str, str]] = {}
         for path, stated in self.modules.stated.items():

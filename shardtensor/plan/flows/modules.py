@@ -38,6 +38,12 @@ class Stated:
         """Of the first result."""
         return self.outs.get("")
 
+    @property
+    def said(self) -> dict[str, Flow]:
+        """The flows as the plan has them, by their side: ``in``, ``in mask``, ``out 1``."""
+        sides = {"in": self.passing.ins, "out": self.passing.outs}
+        return {f"{side} {name}".strip(): flow for side, said in sides.items() for name, (flow, _) in said.items()}
+
     def line(self, side: str, name: str = "") -> Line | None:
         """What said a flow."""
         found = (self.passing.ins if side == "in" else self.passing.outs).get(name)
