@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
-from shardtensor.plan.flows.layer_flows import natural
+from shardtensor.plan.flows.layer_flows import LayerWork, natural
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Modules, Names, around, is_below
 from shardtensor.plan.line import Line
@@ -67,6 +67,7 @@ class Givers:
     """What modules give and take.
 
     Args:
+        works: what known layers do that have flows.
         broken: layers that contradict themselves: they may take what they say, or what their weight wants.
         is_whole: modules of which nothing is said give whole values, and all that is given is taken in the model.
 
@@ -75,15 +76,23 @@ class Givers:
     """
 
     def __init__(
-        self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset(), is_whole: bool = True
+        self,
+        modules: Modules,
+        meetings: Meetings,
+        works: Mapping[str, LayerWork],
+        broken: frozenset[str] = frozenset(),
+        is_whole: bool = True,
     ) -> None:
         self._modules, self._meetings, self._broken, self._is_whole = modules, meetings, broken, is_whole
+        self._outs = {path: dict(stated.outs) for path, stated in modules.stated.items()}
+        for path, work in works.items():  # what it leaves also where that is not said
+            self._outs[path].setdefault("", work.leaves)
         self._takes_addends, self._gives_addends = _Index(modules.places), _Index(modules.places)
         takes: list[tuple[str, Parts]] = []
         gives: list[tuple[str, Parts]] = []
         self._heads = self._heads_of_losses()
         for path, stated in modules.stated.items():
-            gives += [(path, self._parts(flow.after)) for flow in stated.outs.values()]
+            gives += [(path, self._parts(flow.after)) for flow in self._outs[path].values()]
             takes += [(path, self._parts(flow.before)) for flow in stated.ins.values()]
             for flow in stated.outs.values():
                 self._gives_addends.add(path, _addends(flow.after))
@@ -93,6 +102,7 @@ class Givers:
             if layer.kind.name == "linear" and (not layer.stated.ins or path in broken):
                 takes.append((path, _features(layer.cut("weight", "in"))))
         self._gives_anywhere, self._takes, self._gives = self._near(takes, gives)
+        self._from_outside = self._entering(takes, gives)
         self._escaped = list(self._escapes())
         self.to_hooks = {path: self._told(path, name) for path, name, is_hooked in self._escaped if is_hooked}
 
@@ -131,6 +141,18 @@ class Givers:
             givers.add(path, parts, self._scope(path, parts, every_taker, is_taker=False))
         return every_giver, takers, givers
 
+    def _entering(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> Parts:
+        """Parts of tokens that come from outside of a part of a model, for a module takes them before any gives such:
+        they may leave it, too."""
+        places = self._modules.places
+        first: dict[tuple[str, str], tuple[int, bool]] = {}
+        for is_given, found in ((False, takes), (True, gives)):
+            for path, parts in found if not self._is_whole else ():
+                for part in parts:
+                    here = places.get(path, 0), is_given
+                    first[part] = min(first.get(part, here), here)
+        return frozenset(part for part, (_, is_given) in first.items() if part[1] != "features" and not is_given)
+
     def _scope(self, path: str, parts: Parts, others: _Index, is_taker: bool) -> str:
         """The module in which parts of features come or go; the root where that is not known, and for tokens."""
         here = self._modules.places.get(path, 0)
@@ -146,15 +168,15 @@ class Givers:
 
     def _escapes(self) -> Iterator[tuple[str, str, bool]]:
         """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
-        for path, stated in self._modules.stated.items():
-            for name, flow in stated.outs.items() if path else ():
+        for path, outs in self._outs.items():
+            for name, flow in outs.items() if path else ():
                 cut, addends = self._parts(flow.after), _addends(flow.after)
                 if not (cut or addends):
                     continue
                 own = [name for name in self._hooks(path, flow) if name not in _MAKERS]
                 is_taken, is_hooked = False, any(name != "cross_entropy" or path in self._heads for name in own)
                 block, after = _block(path), -1
-                is_through = not self._is_whole and all(sort != "features" for _, sort in cut)  # a stream from outside
+                is_through = cut <= self._from_outside
                 for above in around(path):
                     if not (is_through or above == block or is_below(above, block)):
                         after = self._modules.places.get(path, -1)  # layers before it do not hear of it
@@ -236,8 +258,10 @@ class Givers:
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
-        flow, line = stated.outs[name], stated.line("out", name)
-        said = stated.passing.outs[name][0]
+        flow, line = self._outs[path][name], stated.line("out", name)
+        said = stated.passing.outs[name][0] if line is not None else flow
+        if line is None:
+            line = self._modules.layers[path].params["weight"].line
         origin = line.origin if line is not None else None
         addends = partial_axes(flow.after)
         if addends:
@@ -264,6 +288,8 @@ class Givers:
         """Modules that take a value in parts which no module leaves so."""
         for path, stated in self._modules.stated.items():
             for name, flow in stated.ins.items() if path and path not in self._broken else ():
+                if _addends(flow.before) and not self._is_added(path, _addends(flow.before)):
+                    yield self._no_addends(path, partial_axes(flow.before), stated.line("in", name))
                 cut = self._parts(flow.before)
                 if cut and not self._is_given(path, cut, name):
                     line = stated.line("in", name)
@@ -293,6 +319,27 @@ class Givers:
             if stated.ins:
                 return False
         return False
+
+    def _is_added(self, path: str, addends: Parts) -> bool:
+        """Whether some module, or one around with an `in` of the kind, may give addends to a module."""
+        for above in around(path):
+            stated = self._modules.stated.get(above)
+            flows = stated.ins.values() if stated is not None else ()
+            if self._gives_addends.has(above, addends, path) or any(addends <= _addends(flow.after) for flow in flows):
+                return True
+            if stated is not None and any(hook.name != "cross_entropy" for hook, _ in stated.passing.uses):
+                return True
+        return False
+
+    def _no_addends(self, path: str, axes: Names, line: Line | None) -> Finding:
+        named = self._modules.named(axes)
+        origin = line.origin if line is not None else None
+        return Finding(
+            "E403", f"`{path}` takes addends along {named}, and no module leaves such", origin,
+            "copies would be summed: the value comes out as many times too large as there are ranks",
+            f"drop `partial({named})` here, or the arrow that sums them where they are made",
+            style_note(origin, "flow"), path,
+        )  # fmt: skip
 
     def _refused(self, path: str, cut: Parts, text: str, line: Line | None) -> Finding:
         origin = line.origin if line is not None else None

@@ -14,6 +14,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
 from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes, union
+from shardtensor.plan.flows.forgotten import forgotten
 from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.meetings import Meetings
@@ -62,10 +63,11 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     broken = frozenset(path for path, layer in modules.layers.items() if layer.has_flow and path not in works)
     meetings = Meetings(modules, broken)
     findings += _containers(modules, meetings)
-    givers = Givers(modules, meetings, broken, is_whole)
-    findings += meetings.findings(givers.to_hooks, is_whole)
+    givers = Givers(modules, meetings, works, broken, is_whole)
+    findings += meetings.findings(is_whole)
+    findings += forgotten(meetings, givers.to_hooks if is_whole else None)
     findings += givers.findings()
-    findings += Streams(modules, meetings).findings()
+    findings += Streams(modules, meetings, works).findings()
     findings += expert_findings(modules, is_whole)
     return Flows(modules, works, meetings, givers.to_hooks, tuple(givers.logits), tuple(findings))
 

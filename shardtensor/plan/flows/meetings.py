@@ -1,14 +1,14 @@
-"""What meets at the `in` of a module: addends, copies, and parameters whose gradient nobody knows (E401)."""
+"""What meets at the `in` of a module: addends and copies (E401), values of other widths (E403)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.origin import Origin
-from shardtensor.plan.findings.places import pattern_place, style_note
+from shardtensor.plan.findings.places import style_note
 from shardtensor.plan.flows.flow import cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import addends_of
 from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, around
@@ -101,11 +101,10 @@ class Meetings:
 
     # -- findings -----------------------------------------------------------------------------------------------------
 
-    def findings(self, to_hooks: Container[str], is_whole: bool = True) -> Iterator[Finding]:
+    def findings(self, is_whole: bool = True) -> Iterator[Finding]:
         """E401.
 
         Args:
-            to_hooks: modules whose result a hook takes, and no module.
             is_whole: what is not said can be told by what is said of others.
         """
         yield from self._siblings_inside_an_axis()
@@ -115,7 +114,6 @@ class Meetings:
             yield from self._summed_otherwise()
             yield from self._among_plain_values()
             yield from self._of_another_width()
-        yield from self._forgotten(self._cut_beside(to_hooks) if is_whole else {})
 
     def _siblings_inside_an_axis(self) -> Iterator[Finding]:
         """Outputs that are cut along a factor and copied along another of the same axis."""
@@ -307,63 +305,6 @@ class Meetings:
                 found.setdefault(above, []).append(path)
         return found
 
-    def _forgotten(self, cut_beside: dict[str, dict[str, str]]) -> Iterator[Finding]:
-        """Copied parameters beside cut values, of modules of which nothing is said."""
-        modules = self.modules
-        for path, params in modules.owned.items():
-            stated = modules.stated.get(path)
-            copied = [p for p in params.values() if p.layout.is_replicated and p.tensor.requires_grad]
-            if (stated is not None and (stated.ins or stated.outs)) or len(copied) < len(params) or not copied:
-                continue
-            around_it = modules.nearest_in(path)
-            addends = self.addends.get(around_it, ()) if around_it is not None else ()
-            parent = path.rpartition(".")[0] if path else None
-            beside = cut_beside.get(parent, {}) if parent is not None else {}
-            gathered = self.gathers(path)
-            streams = [axis for axis in self.streams if axis not in gathered]
-            if addends:
-                axes = addends
-                why = f"the `in` of {around_it or 'the module'} sums what comes back along {modules.named(axes)}, for "
-                why += f"{self.served[around_it or ''][0].path} is cut: the gradients here may be addends, or copies"
-            elif beside:
-                axis, other = next(iter(beside.items()))
-                axes = tuple(beside)
-                why = f"{other} beside it leaves values cut along {modules.named((axis,))}: met by such values, its "
-                why += "gradients are addends; met by copies, they are copies"
-            elif streams:
-                axes = tuple(streams)
-                other = self.streams[streams[0]]
-                why = f"{other} leaves values cut along {modules.named(axes)}: if it meets such values, its gradients "
-                why += "are addends, and one rank's would be taken for the sum"
-            else:
-                continue
-            shown = modules.named(axes)
-            quote = "" if modules.resolved.plan.sources else '"'  # rules in Python
-            cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
-            fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
-            if addends:
-                fix += "; or move `in` to the modules that are cut, so that this one is not inside"
-            name = copied[0].tensor.name
-            yield Finding(
-                "E401", f"the gradient of `{name}` along {shown} is not known", _place(copied[0].line, modules),
-                why, fix,
-                (), name,
-            )  # fmt: skip
-
-    def _cut_beside(self, to_hooks: Container[str]) -> dict[str, dict[str, str]]:
-        """By each module, the axes along which one directly in it leaves values cut, and which one."""
-        found: dict[str, dict[str, str]] = {}
-        for path, stated in self.modules.stated.items():
-            if not path or path in to_hooks:
-                continue
-            outside = set(self.streams) - self.gathers(path)  # where every forgotten parameter is told already
-            for flow in stated.outs.values():
-                for dim, cut in cuts(flow.after).items():
-                    for axis in cut.axes:
-                        if dim == -1 or axis not in outside:
-                            found.setdefault(path.rpartition(".")[0], {}).setdefault(axis, path)
-        return found
-
 
 def _unknown_siblings(path: str, whole: str, inside: list[str], copies: list[str], line: Line | None) -> Finding:
     cut, copied = "*".join(inside), "*".join(copies)
@@ -383,10 +324,3 @@ def _unknown_siblings(path: str, whole: str, inside: list[str], copies: list[str
 
 def _origin(line: Line | None) -> Origin | None:
     return line.origin if line is not None else None
-
-
-def _place(line: Line | None, modules: Modules) -> Origin | None:
-    if line is not None:
-        return pattern_place(line)
-    unmatched = modules.resolved.plan.unmatched
-    return unmatched.origin if unmatched is not None else None

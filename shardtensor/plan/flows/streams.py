@@ -5,13 +5,14 @@ Layers that are alike, `layers.0`, `layers.1` ..., hear of each other; what stan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from shardtensor.plan.findings.brief import skeleton
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
-from shardtensor.plan.flows.flow import as_written, cut_axes, cuts, partial_axes
+from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, partial_axes
+from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Layer, Modules, around, is_below
 
@@ -19,8 +20,8 @@ from shardtensor.plan.flows.modules import Layer, Modules, around, is_below
 class Streams:
     """For each axis along which values are dealt out by tokens: who takes and who leaves them whole."""
 
-    def __init__(self, modules: Modules, meetings: Meetings) -> None:
-        self._modules, self._meetings = modules, meetings
+    def __init__(self, modules: Modules, meetings: Meetings, works: Mapping[str, LayerWork]) -> None:
+        self._modules, self._meetings, self._works = modules, meetings, works
 
     def findings(self) -> Iterator[Finding]:
         """E403 for modules that take whole values where none come, or leave such where none are taken."""
@@ -69,13 +70,18 @@ class Streams:
 
     def _makers(self, axis: str) -> Iterator[str]:
         """Modules that make values of their own and leave them whole."""
-        for path, stated in self._modules.stated.items():
+        for path in self._modules.stated:
             layer = self._modules.layers.get(path)
-            flow = stated.out
+            flow = self._out(path)
             if flow is None or (layer is not None and layer.kind.name == "norm" and flow.before == flow.after):
                 continue
             if axis not in (*cut_axes(flow.after), *partial_axes(flow.after)):
                 yield path
+
+    def _out(self, path: str) -> Flow | None:
+        """How a module leaves its first result, said or following from a weight."""
+        said, work = self._modules.stated[path].out, self._works.get(path)
+        return work.leaves if said is None and work is not None else said
 
     @cached_property
     def _beside(self) -> set[str]:
@@ -99,7 +105,7 @@ class Streams:
             return any(  # of layers that deal values out, and of what stands after them
                 not dealing
                 or (_block(other) and skeleton(_block(other)) == skeleton(dealing))
-                or places.get(other, 0) > places.get(dealing, 0)
+                or places.get(dealing, 0) < places.get(other, 0) < places.get(path, 0)
                 for other in makers
             )
         if path != block and any(skeleton(_block(other)) == skeleton(block) for other in makers):
@@ -123,9 +129,9 @@ class Streams:
 
     def _leaves(self, path: str, axis: str) -> bool:
         """Whether what a module makes goes beyond those around it that gather."""
-        own = self._modules.stated[path].out
+        own = self._out(path)
         if not _block(path) and own is not None and axis in cut_axes(own.before):
-            return False  # it gathers, once in the model: so the last norm lets the values go
+            return self._is_taken_later(path, axis)  # else it gathers, once in the model: a last norm lets values go
         if axis not in self._gathers[path]:
             return True
         modules = self._modules
@@ -136,6 +142,16 @@ class Streams:
         return not any(
             is_below(other, around_it) and modules.places.get(other, 0) > here and not layer.cut("weight", "in")
             for other, layer in modules.layers.items()
+        )
+
+    def _is_taken_later(self, path: str, axis: str) -> bool:
+        """Whether a module after this one, outside of layers that are alike, takes values cut along an axis."""
+        places = self._modules.places
+        return any(
+            not _block(other) and places.get(other, 0) > places.get(path, 0) and axis in _tokens(flow)
+            for other, stated in self._modules.stated.items()
+            if not is_below(other, path)
+            for flow in stated.ins.values()
         )
 
     def _gathered_by(self, path: str) -> set[str]:
@@ -172,12 +188,14 @@ class Streams:
 
     def _leaves_whole(self, path: str, axis: str) -> Finding:
         modules = self._modules
-        stated = modules.stated[path]
-        line = stated.line("out")
+        line = modules.stated[path].line("out")
+        said = modules.stated[path].passing.outs[""][0] if line is not None else self._out(path)
+        assert said is not None, "it makes values"
+        if line is None:
+            line = modules.layers[path].params["weight"].line
         origin = line.origin if line is not None else None
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
-        said = stated.passing.outs[""][0]
         return Finding(
             "E403", f"`{path}` leaves whole values, and all modules take them cut along {axes}",
             origin,
@@ -190,6 +208,11 @@ class Streams:
         """A module that deals values out, and how."""
         source = self._meetings.streams[axis]
         return source, next(flow.after for flow, _ in self._modules.stated[source].passing.outs.values())
+
+
+def _tokens(flow: Flow) -> set[str]:
+    """The axes along which a value comes cut along a dim that is not the last."""
+    return {axis for dim, cut in cuts(flow.before).items() if dim != -1 for axis in cut.axes}
 
 
 def _takes_copies(layer: Layer, axis: str) -> bool:
