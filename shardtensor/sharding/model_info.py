@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardtensor.parallel.dim_names import dim_names
+from shardtensor.parallel.layers import layer_class
 from shardtensor.plan.match.patterns import unwrapped
+from shardtensor.plan.models.layer_kinds import kind_named
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 
 
@@ -65,8 +67,18 @@ def _module(module: nn.Module) -> ModuleInfo:
         for name, value in vars(module).items()
         if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_")
     }
-    name = "Embedding" if isinstance(module, nn.Embedding) else type(module).__name__
-    return ModuleInfo(name, tuple(each.name for each in arguments if each.kind in named)[1:], counts)
+    return ModuleInfo(_class_name(module), tuple(each.name for each in arguments if each.kind in named)[1:], counts)
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of a module's class, by which its arithmetic is known: with its package where it is another's."""
+    cls = type(module)
+    kind = kind_named(cls.__name__)
+    if isinstance(module, nn.Embedding):
+        return "Embedding"
+    if kind is not None and not cls.__module__.startswith("torch.") and layer_class(cls) is None:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return cls.__name__
 
 
 def _config(module: nn.Module) -> Mapping[str, Any]:

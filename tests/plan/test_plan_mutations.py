@@ -229,6 +229,40 @@ MUTATIONS = {
     "a table of positions passes a ShardedTensor": Mutation(
         "                out: [..., tp]\n", "", "E403", "weight: [-, tp]", **T5
     ),
+    # -- what follows from weights, and what meets it
+    "a head says what enters it and not what leaves": Mutation(
+        "lm_head: vocab_head(tp, pad=64, from=stream)\nuse cross_entropy()",
+        block("lm_head", "weight: [out: tp pad(64)]", "in: replicate"),
+        "E403",
+        "weight: [out: tp",
+    ),
+    "an in sums copies": Mutation(
+        "mlp {\n            in: stream -> replicate",
+        "mlp {\n            in: partial(tp) -> replicate",
+        "E403",
+        "in: partial",
+    ),
+    "the last norm cuts what comes cut": Mutation(
+        "    norm: along(stream)\n    layers.0",
+        block("    norm", "weight: replicate", "in: replicate -> stream", "out: stream") + "\n    layers.0",
+        "E403",
+        "in: replicate -> stream",
+        params=SP,
+    ),
+    "the last norm gathers what the head gathers": Mutation(
+        "    norm: along(stream)\n    layers.0",
+        block("    norm", "weight: replicate", "in: stream", "out: stream -> replicate") + "\n    layers.0",
+        "E403",
+        "out: stream -> replicate",
+        params=SP,
+    ),
+    "a cut table beside a stream": Mutation(
+        "embed_tokens: vocab_embedding(tp, pad=64)",
+        "embed_tokens.weight: [vocab: tp pad(64)]",
+        "E403",
+        "embed_tokens",
+        params=SP,
+    ),
     # -- experts
     "routing weights meet addends": Mutation(
         "in top_k_weights: replicate grad partial(tp)", "# no weights", "E401", "gate_up_proj:", **MIXTRAL

@@ -48,6 +48,22 @@ def test_a_bias_of_addends_is_added_once(world, stream):
     world(adds_once, 2, stream=stream)
 
 
+def gathered() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    module = st.shard_module(copy.deepcopy(dense), {"0": {"weight": "[out: tp]", "out": "[..., tp] -> replicate"}})
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for each in (dense, module):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(module[0].bias.grad, dense[0].bias.grad)
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_whole_bias_of_a_product_that_is_gathered_gets_the_whole_gradient(world, size):
+    world(gathered, size)
+
+
 class OfOnesOwn(nn.Linear):
     """A class that is not known: it works on ShardedTensors, which are summed at once."""
 

@@ -28,6 +28,10 @@ class Branches(nn.Module):
         return self.down(self.up(x) * scale)
 
 
+class OfOnesOwn(nn.Linear):
+    """A class that is not known."""
+
+
 def told(module: nn.Module, plan: dict[str, Any], kind: type[Exception]) -> str:
     before = copy.deepcopy(module.state_dict())
     classes = [type(m) for m in module.modules()]
@@ -129,6 +133,22 @@ and one rank's would be taken for the sum
         """up.in: a flow has one arrow
   found  replicate -> replicate -> replicate
   fix    write `LAYOUT -> LAYOUT`""",
+    ),
+    "a whole bias of features that are dealt out": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
+        {"0": st.colwise(), "1": st.rowwise(to="[..., tp]"), "out": "[..., tp]"},
+        PlanError,
+        """error[E402]: 1: `out: partial(tp) -> [..., tp]` leaves parts of the features, and the bias is whole
+  why: it is added once, to what leaves: each rank would add all of it to its part
+  fix: leave the sum whole (`-> replicate`) or cut along tokens; or drop the bias""",
+    ),
+    "a module of one's own that shall leave addends": (
+        lambda: nn.Sequential(OfOnesOwn(4, 4)),
+        {"0": {"weight": "[in: tp]", "in": "replicate", "out": "partial(tp)"}, "out": "partial(tp) -> replicate"},
+        PlanError,
+        """error[E402]: 0: this module leaves no addends along tp
+  why: its class is not known and its parameters are cut, so it works on ShardedTensors, which are summed at once
+  fix: write `out: partial(tp) -> replicate`""",
     ),
     "a copy that shall become addends": (
         Branches,

@@ -67,6 +67,37 @@ class Mixer(nn.Module):
         return torch.tanh(x * self.scale) @ self.mix + self.scale.sum()
 
 
+class Linear(nn.Module):
+    """Named as torch's, and does something else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.square())
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Linear(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) + x
+
+
+class Channels(nn.Module):
+    """A convolution, whose channels are not the last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.view(2, 3, 2, 4))
+
+
 class Around(nn.Module):
     """A mixer between a column- and a row-parallel layer."""
 
@@ -87,6 +118,26 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
         CrossAttention,
         {"in": "replicate", "in memory": "replicate", "{q,k,v}": st.colwise(), "o": st.rowwise()},
         2,
+    ),
+    "features that are cut and gathered on the way": (
+        lambda: nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in [(8, 16), (16, 4), (4, 12), (12, 4)])),
+        {
+            "0": st.colwise(),
+            "1": st.rowwise(to="[..., tp]"),
+            "2": {"weight": "[out: tp]", "in": "[..., tp] -> replicate", "out": "[..., tp]"},
+            "3": st.rowwise(),
+        },
+        1,
+    ),
+    "another class of a known name": (
+        Named,
+        {"in": "replicate", "up": {"weight": "[tp, -]", "in": "replicate", "out": "[..., tp]"}, "down": st.rowwise()},
+        1,
+    ),
+    "a convolution": (
+        Channels,
+        {"conv": {"weight": "[out: tp]", "bias": "[out: tp]", "in": "replicate", "out": "[-, tp, ...] -> replicate"}},
+        1,
     ),
     "a module of one's own": (
         Around,

@@ -20,7 +20,7 @@ from shardtensor.plan.canonical import canonical_text
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.hooks import register_hook
+from shardtensor.sharding.hooks import Use, register_hook
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.tiny.llama import LlamaForCausalLM
 
@@ -202,6 +202,21 @@ def test_a_hook_that_cannot_be_used_is_refused_before_anything_changes(call, tex
     found = st.simulate(2, lambda: told(mlp(), use(call)))
     assert found[0] == found[1]
     assert found[0].startswith(f"PlanError: {text}")
+
+
+@register_hook("taking")
+def taking(site: Any, takes: bool) -> Use:
+    return Use(lambda: None, ("0",) if takes else ())
+
+
+@pytest.mark.parametrize("make", [dict, lambda rules: Plan.from_rules({**rules, "unmatched": "replicate"}, "tp=2")])
+def test_parts_that_no_module_takes_are_those_that_a_hook_says_it_takes(make):
+    def rules(call: str) -> Any:
+        return make({"0": st.colwise("tp"), "use": call})
+
+    found = st.simulate(2, lambda: told(mlp(), rules("taking(takes=false)")))
+    assert found[0].startswith("PlanError: error[E403]: 0: this value leaves cut along tp, and no module takes it so")
+    st.simulate(2, lambda: st.shard_module(mlp(), rules("taking(takes=true)")))
 
 
 def test_logits_that_nobody_leaves_cut_are_told():

@@ -144,6 +144,13 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
                 "keep the bias whole (`replicate`): it is added once, to what leaves" if in_axes
                 else "cut the bias as the weight's `out` is cut, or leave it whole",
             )  # fmt: skip
+        across = last_cut(leaves.after)
+        if in_axes and across is not None and across.axes != out_axes:
+            raise Contradiction(
+                "E402", "out", f"`out: {layer.said('out')}` leaves parts of the features, and the bias is whole",
+                "it is added once, to what leaves: each rank would add all of it to its part",
+                "leave the sum whole (`-> replicate`) or cut along tokens; or drop the bias",
+            )  # fmt: skip
         if in_axes:
             left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
             sums["bias"] = union(left, partial_axes(leaves.after), leaves.addends)

@@ -198,7 +198,7 @@ class Modules:
     def _layer(self, path: str) -> Layer | None:
         kind = self.resolved.model.kind(path)
         params = self.owned[path]
-        if kind is None or "weight" not in params:
+        if kind is None or kind.name == "conv" or "weight" not in params:
             return None
         cuts: dict[tuple[str, str], Names] = {}
         loose = ""

@@ -37,7 +37,7 @@ class Streams:
                 if not self._hears(path, makers, axis):
                     yield self._takes_whole(path, axis)
             for path in makers:
-                if self._leaves(path, axis) and not self._is_heard(path, takers):
+                if self._leaves(path, axis) and not self._is_heard(path, takers, axis):
                     yield self._leaves_whole(path, axis)
 
     def _is_silent(self, axis: str) -> bool:
@@ -159,11 +159,12 @@ class Streams:
         flows = stated.ins.values() if stated is not None else ()
         return {axis for flow in flows for axis in set(cut_axes(flow.before)) - set(cut_axes(flow.after))}
 
-    def _is_heard(self, path: str, takers: Sequence[str]) -> bool:
-        block, places = _block(path), self._modules.places
+    def _is_heard(self, path: str, takers: Sequence[str], axis: str) -> bool:
+        block, places, own = _block(path), self._modules.places, self._out(path)
+        later = [other for other in takers if places.get(other, 0) > places.get(path, 0)]
         if not block:
-            return bool(takers)
-        later = (other for other in takers if places.get(other, 0) > places.get(path, 0))
+            is_gathered = own is not None and axis in cut_axes(own.before)  # it stands after what dealt it out
+            return bool(later if is_gathered else takers)
         inside = (other for other in takers if other != _block(other) and skeleton(_block(other)) == skeleton(block))
         return any(not _block(other) or other == _block(other) for other in later) or any(inside)
 

@@ -110,7 +110,8 @@ class _Placing:
             return self._fallen(info)
         line: Line | None = lines[0]
         if len(lines) > 1 or lines[0].is_override:
-            line = self._disputes.winner(info.name, lines, self._binder.meanings(list(lines), info))
+            only = {id(each): self._dealt[id(each)].get(info.name) for each in lines}
+            line = self._disputes.winner(info.name, lines, self._binder.meanings(lines, info, only))
         if line is None:
             return None
         bound = self._binder.bound(line.value, info, self._dealt[id(line)].get(info.name))
