@@ -17,50 +17,12 @@ from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_c
 from shardtensor.plan.flows.layer_flows import LayerWork, natural
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Modules, Names, around, is_below
+from shardtensor.plan.flows.parts import Index, Parts, addends_in, block_of, features
 from shardtensor.plan.line import Line
 from shardtensor.spec.nodes import Spec
 
-Parts = frozenset[tuple[str, str]]
-"""Axes along which ranks hold parts of a value, each with what it cuts: ``features``, or ``tokens`` of some dim."""
-
-
 _MAKERS = ("dispatch",)
 """Hooks that make the result of their module, and take none."""
-
-
-class _Index:
-    """By each module, sets of what modules in it speak of: a few of those, and the places of the first and the last."""
-
-    def __init__(self, places: Mapping[str, int]) -> None:
-        self._places = places
-        self._found: dict[str, dict[Parts, tuple[list[str], int, int]]] = {}
-
-    def add(self, path: str, parts: Parts, scope: str = "") -> None:
-        """Register a module with those around it, up to the one that is its `scope`."""
-        if parts:
-            place = self._places.get(path, 0)
-            for above in around(path):
-                of_it = self._found.setdefault(above, {})
-                known, first, last = of_it.get(parts, ([], place, place))
-                if len(known) < 4 and path not in known:
-                    known.append(path)
-                of_it[parts] = known, min(first, place), max(last, place)
-                if above == scope:
-                    break
-
-    def has(self, above: str, parts: Parts, besides: str, after: int = -1, before: int | None = None) -> bool:
-        """Whether some module in `above`, not `besides` itself nor one around it, speaks of all these parts.
-
-        Args:
-            after, before: one that stands after this place, or before it, in the order of the model.
-        """
-        return any(
-            parts <= key
-            and last > after
-            and (before is None or first < before)
-            and any(path != besides and not is_below(besides, path) for path in paths)
-            for key, (paths, first, last) in self._found.get(above, {}).items()
-        )
 
 
 class Givers:
@@ -87,7 +49,7 @@ class Givers:
         self._outs = {path: dict(stated.outs) for path, stated in modules.stated.items()}
         for path, work in works.items():  # what it leaves also where that is not said
             self._outs[path].setdefault("", work.leaves)
-        self._takes_addends, self._gives_addends = _Index(modules.places), _Index(modules.places)
+        self._takes_addends, self._gives_addends = Index(modules.places), Index(modules.places)
         takes: list[tuple[str, Parts]] = []
         gives: list[tuple[str, Parts]] = []
         self._heads = self._heads_of_losses()
@@ -95,12 +57,12 @@ class Givers:
             gives += [(path, self._parts(flow.after)) for flow in self._outs[path].values()]
             takes += [(path, self._parts(flow.before)) for flow in stated.ins.values()]
             for flow in stated.outs.values():
-                self._gives_addends.add(path, _addends(flow.after))
+                self._gives_addends.add(path, addends_in(flow.after))
             for flow in stated.ins.values():
-                self._takes_addends.add(path, _addends(flow.before))
+                self._takes_addends.add(path, addends_in(flow.before))
         for path, layer in modules.layers.items():
             if layer.kind.name == "linear" and (not layer.stated.ins or path in broken):
-                takes.append((path, _features(layer.cut("weight", "in"))))
+                takes.append((path, features(layer.cut("weight", "in"))))
         self._gives_anywhere, self._takes, self._gives = self._near(takes, gives)
         self._from_outside = self._entering(takes, gives)
         self._escaped = list(self._escapes())
@@ -128,10 +90,10 @@ class Givers:
             for axis in cut.axes
         )
 
-    def _near(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> tuple[_Index, ...]:
+    def _near(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> tuple[Index, ...]:
         """Who gives parts, known anywhere; who takes them and who gives them, known as far as these come from or go."""
         places = self._modules.places
-        every_taker, every_giver, takers, givers = (_Index(places) for _ in range(4))
+        every_taker, every_giver, takers, givers = (Index(places) for _ in range(4))
         for index, found in ((every_taker, takes), (every_giver, gives)):
             for path, parts in found:
                 index.add(path, parts)
@@ -153,7 +115,7 @@ class Givers:
                     first[part] = min(first.get(part, here), here)
         return frozenset(part for part, (_, is_given) in first.items() if part[1] != "features" and not is_given)
 
-    def _scope(self, path: str, parts: Parts, others: _Index, is_taker: bool) -> str:
+    def _scope(self, path: str, parts: Parts, others: Index, is_taker: bool) -> str:
         """The module in which parts of features come or go; the root where that is not known, and for tokens."""
         here = self._modules.places.get(path, 0)
         for above in around(path) if any(sort == "features" for _, sort in parts) else ():
@@ -170,12 +132,12 @@ class Givers:
         """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
         for path, outs in self._outs.items():
             for name, flow in outs.items() if path else ():
-                cut, addends = self._parts(flow.after), _addends(flow.after)
+                cut, addends = self._parts(flow.after), addends_in(flow.after)
                 if not (cut or addends):
                     continue
                 own = [name for name in self._hooks(path, flow) if name not in _MAKERS]
                 is_taken, is_hooked = False, any(name != "cross_entropy" or path in self._heads for name in own)
-                block, after = _block(path), -1
+                block, after = block_of(path), -1
                 is_through = cut <= self._from_outside
                 for above in around(path):
                     if not (is_through or above == block or is_below(above, block)):
@@ -198,7 +160,7 @@ class Givers:
         if stated is None:
             return False
         flows = [*stated.outs.values(), *(stated.ins.values() if not above else ())]
-        return any(cut <= self._parts(flow.before) and addends <= _addends(flow.before) for flow in flows)
+        return any(cut <= self._parts(flow.before) and addends <= addends_in(flow.before) for flow in flows)
 
     def _hooks(self, above: str, flow: Flow) -> list[str]:
         """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
@@ -224,14 +186,14 @@ class Givers:
 
     def _without_heads(self) -> Iterator[Finding]:
         """Losses that should take cut logits where nothing leaves such, or all that is left so goes elsewhere."""
-        stated = self._modules.stated
+        stated, logits = self._modules.stated, self.logits
         linear = [p for p, layer in self._modules.layers.items() if layer.kind.name == "linear" and p in stated]
         for at, here in stated.items():
             line = next((line for hook, line in here.passing.uses if hook.name == "cross_entropy"), None)
             below = [path for path in linear if path == at or is_below(path, at)] if line is not None else []
             is_said = any(last_cut(flow.after) for path in below for flow, _ in stated[path].passing.outs.values())
             left = [path for path in below if (out := stated[path].out) is not None and last_cut(out.after)]
-            if line is None or (is_said and (not left or any(path in self.logits for path in below))):
+            if line is None or (is_said and (not left or any(path in logits for path in below))):
                 continue  # which may be whole in this world, over axes of one rank
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in self._modules.layers else "below") + " here with such an `out`"
@@ -244,7 +206,7 @@ class Givers:
 
     def _is_alike(self, path: str) -> bool:
         """Whether a module is one of several alike, or in one."""
-        return _block(path) in (path, *around(path))
+        return block_of(path) in (path, *around(path))
 
     @property
     def logits(self) -> list[str]:
@@ -288,14 +250,14 @@ class Givers:
         """Modules that take a value in parts which no module leaves so."""
         for path, stated in self._modules.stated.items():
             for name, flow in stated.ins.items() if path and path not in self._broken else ():
-                if _addends(flow.before) and not self._is_added(path, _addends(flow.before)):
+                if addends_in(flow.before) and not self._is_added(path, addends_in(flow.before)):
                     yield self._no_addends(path, partial_axes(flow.before), stated.line("in", name))
                 cut = self._parts(flow.before)
                 if cut and not self._is_given(path, cut, name):
                     line = stated.line("in", name)
                     yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line)
         for path, layer in self._modules.layers.items():
-            cut = _features(layer.cut("weight", "in")) if layer.kind.name == "linear" else frozenset()
+            cut = features(layer.cut("weight", "in")) if layer.kind.name == "linear" else frozenset()
             is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
             if path and cut and not is_said and not self._is_given(path, cut):
                 line = layer.params["weight"].line
@@ -304,7 +266,7 @@ class Givers:
 
     def _is_given(self, path: str, cut: Parts, name: str = "") -> bool:
         gives = self._gives_anywhere if name else self._gives  # arguments by name may come from afar
-        block, before = _block(path), None
+        block, before = block_of(path), None
         for above in around(path):
             if self._is_alike(path) and not (above == block or is_below(above, block)):
                 before = self._modules.places.get(path)  # layers do not hear of those after them
@@ -325,7 +287,9 @@ class Givers:
         for above in around(path):
             stated = self._modules.stated.get(above)
             flows = stated.ins.values() if stated is not None else ()
-            if self._gives_addends.has(above, addends, path) or any(addends <= _addends(flow.after) for flow in flows):
+            if self._gives_addends.has(above, addends, path) or any(
+                addends <= addends_in(flow.after) for flow in flows
+            ):
                 return True
             if stated is not None and any(hook.name != "cross_entropy" for hook, _ in stated.passing.uses):
                 return True
@@ -359,7 +323,7 @@ class Givers:
                 continue
             for name, flow in stated.outs.items():
                 addends = set(partial_axes(flow.before))
-                if not addends or self._gives_addends.has(path, _addends(flow.before), path):
+                if not addends or self._gives_addends.has(path, addends_in(flow.before), path):
                     continue
                 summing = next((other for other in self._sums(addends) if is_below(other, path)), None)
                 if summing is None and not self._is_whole:
@@ -379,17 +343,3 @@ class Givers:
         for path, stated in self._modules.stated.items():
             if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
                 yield path
-
-
-def _features(axes: Names) -> Parts:
-    return frozenset((axis, "features") for axis in axes)
-
-
-def _addends(spec: Spec) -> Parts:
-    """The axes along which a value is an addend."""
-    return frozenset((axis, "addends") for axis in partial_axes(spec))
-
-
-def _block(path: str) -> str:
-    """The innermost module around a path, or itself, that is one of several alike: whose name is a number."""
-    return next((each for each in (path, *around(path)) if each.rpartition(".")[2].isdecimal()), "\0")

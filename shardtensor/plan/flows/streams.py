@@ -161,10 +161,10 @@ class Streams:
 
     def _is_heard(self, path: str, takers: Sequence[str], axis: str) -> bool:
         block, places, own = _block(path), self._modules.places, self._out(path)
-        later = [other for other in takers if places.get(other, 0) > places.get(path, 0)]
+        later = (other for other in takers if places.get(other, 0) > places.get(path, 0))
         if not block:
             is_gathered = own is not None and axis in cut_axes(own.before)  # it stands after what dealt it out
-            return bool(later if is_gathered else takers)
+            return any(True for _ in later) if is_gathered else bool(takers)
         inside = (other for other in takers if other != _block(other) and skeleton(_block(other)) == skeleton(block))
         return any(not _block(other) or other == _block(other) for other in later) or any(inside)
 
