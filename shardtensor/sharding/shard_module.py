@@ -58,8 +58,8 @@ def shard_module(
             ``"out NAME"`` (a result) say how values enter and leave the module: ``"[-, tp, ...] -> replicate"``;
             ``"local NAME"`` which attribute becomes the rank's share, ``"use"`` a hook (see `register_hook`). Modules
             with flows take and give plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding` and
-            `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's are, but
-            that modules of which no rule speaks may give values in whatever way rules say that these come.
+            `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's are,
+            but that modules of which no rule speaks may give values in whatever way rules say that these come.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
             ranks call this. A `Plan` makes its mesh over them by itself.
