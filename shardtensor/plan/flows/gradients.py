@@ -14,6 +14,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
 from shardtensor.plan.flows.flow import cut_axes, union
+from shardtensor.plan.flows.fused_flows import fused_findings
 from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.meetings import Meetings
@@ -59,11 +60,13 @@ def flows_of(resolved: Resolved) -> Flows:
     findings += givers.findings()
     findings += Streams(modules, meetings).findings()
     findings += expert_findings(modules)
+    findings += fused_findings(modules)
     return Flows(modules, works, meetings, tuple(findings))
 
 
 def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
-    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404.
+    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404, and E206 for
+    blocks that are cut as one.
 
     Pure: no torch, no processes. Known layers (linear, embedding, norm) are worked out; of other modules it is believed
     what the plan says.
