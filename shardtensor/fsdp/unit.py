@@ -17,9 +17,14 @@ from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
 from shardtensor.plan.match.units import SMALL
+from shardtensor.tensor.untraced import untraced
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
+
+UNCOMPILED = (
+    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
+)
 
 
 class Unit:
@@ -166,6 +171,7 @@ class Unit:
 
     # -- forward and backward ---------------------------------------------------------------------------------------
 
+    @untraced(UNCOMPILED)
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the module's forward."""
         schedule = self.schedule
@@ -180,6 +186,7 @@ class Unit:
         self.is_running += 1
         return args, kwargs
 
+    @untraced(UNCOMPILED)
     def leave(self, output: Any) -> Any:
         """After the module's forward."""
         self._left()
@@ -191,6 +198,7 @@ class Unit:
         self.schedule.leave(self)
         return output
 
+    @untraced(UNCOMPILED)
     def abandon(self) -> None:
         """After a forward that raised."""
         self._left()
