@@ -18,12 +18,13 @@ def untraced(reason: str) -> Callable[[Function], Function]:
         reason: what ``fullgraph=True`` is refused with, with the way out.
 
     Example:
-        >>> import torch
-        >>> @untraced("it asks the user")
-        ... def asked(x):
-        ...     return x if torch.compiler.is_compiling() else x + 1
-        >>> torch.compile(lambda x: asked(x * 2), backend="eager")(torch.ones(1))
-        tensor([3.])
+        >>> @untraced("it counts its calls: compile what stands before it")
+        ... def counted(x):
+        ...     calls.append(x)
+        ...     return x
+        >>> calls = []
+        >>> counted(3), calls
+        (3, [3])
     """
 
     def mark(function: Function) -> Function:
