@@ -9,7 +9,10 @@ take what the attention leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+
+import attrs
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import style_note
@@ -24,12 +27,23 @@ Parts = frozenset[tuple[str, str]]
 """Axes along which ranks hold parts of a value, each with what it cuts: ``features``, or ``tokens`` of some dim."""
 
 
+@attrs.define(eq=False)
+class _Speakers:
+    """A few of those that speak of some parts, and the places of the first and the last of all."""
+
+    few: list[str]
+    first: int
+    last: int
+
+
 class _Index:
     """By each module, sets of what modules in it speak of: a few of those, and the places of the first and the last."""
 
-    def __init__(self, places: Mapping[str, int]) -> None:
+    def __init__(self, places: Mapping[str, int], everywhere: Iterable[tuple[str, Parts]] = ()) -> None:
         self._places = places
-        self._found: dict[str, dict[Parts, tuple[list[str], int, int]]] = {}
+        self._found: dict[str, dict[Parts, _Speakers]] = {}
+        for path, parts in everywhere:
+            self.add(path, parts)
 
     def add(self, path: str, parts: Parts, scope: str = "") -> None:
         """Register a module with those around it, up to the one that is its `scope`."""
@@ -37,10 +51,12 @@ class _Index:
             place = self._places.get(path, 0)
             for above in around(path):
                 of_it = self._found.setdefault(above, {})
-                known, first, last = of_it.get(parts, ([], place, place))
-                if len(known) < 4 and path not in known:
-                    known.append(path)
-                of_it[parts] = known, min(first, place), max(last, place)
+                found = of_it.get(parts)
+                if found is None:
+                    found = of_it[parts] = _Speakers([], place, place)
+                if len(found.few) < 4 and path not in found.few:
+                    found.few.append(path)
+                found.first, found.last = min(found.first, place), max(found.last, place)
                 if above == scope:
                     break
 
@@ -52,39 +68,33 @@ class _Index:
         """
         return any(
             parts <= key
-            and last > after
-            and (before is None or first < before)
-            and any(path != besides and not is_below(besides, path) for path in paths)
-            for key, (paths, first, last) in self._found.get(above, {}).items()
+            and found.last > after
+            and (before is None or found.first < before)
+            and any(path != besides and not is_below(besides, path) for path in found.few)
+            for key, found in self._found.get(above, {}).items()
         )
 
 
 class Givers:
-    """What modules give and take.
-
-    Attributes:
-        to_hooks: modules whose cut result a hook takes, and no module.
-    """
+    """What modules give and take."""
 
     def __init__(self, modules: Modules, meetings: Meetings, broken: frozenset[str] = frozenset()) -> None:
         self._modules, self._meetings, self._broken = modules, meetings, broken
-        self._takes_addends, self._gives_addends = _Index(modules.places), _Index(modules.places)
-        takes: list[tuple[str, Parts]] = []
-        gives: list[tuple[str, Parts]] = []
+        self._known: dict[Spec, Parts] = {}
+        self._hooked = {
+            path: [hook.name for hook, _ in stated.passing.uses]
+            for path, stated in modules.stated.items() if stated.passing.uses
+        }  # fmt: skip
         self._heads = self._heads_of_losses()
-        for path, stated in modules.stated.items():
-            gives += [(path, self._parts(flow.after)) for flow in stated.outs.values()]
-            takes += [(path, self._parts(flow.before)) for flow in stated.ins.values()]
-            for flow in stated.outs.values():
-                self._gives_addends.add(path, _addends(flow.after))
-            for flow in stated.ins.values():
-                self._takes_addends.add(path, _addends(flow.before))
-        for path, layer in modules.layers.items():
-            if not layer.stated.ins and layer.kind.name == "linear":
-                takes.append((path, _features(layer.cut("weight", "in"))))
-        self._gives_anywhere, self._takes, self._gives = self._near(takes, gives)
-        self._escaped = list(self._escapes())
-        self.to_hooks = frozenset(path for path, _, is_hooked in self._escaped if is_hooked)
+
+    @cached_property
+    def _escaped(self) -> list[tuple[str, str, bool]]:
+        return list(self._escapes(self._modules.stated))
+
+    @cached_property
+    def to_hooks(self) -> frozenset[str]:
+        """Modules whose cut result a hook takes, and no module."""
+        return frozenset(path for path, _, is_hooked in self._escaped if is_hooked)
 
     def findings(self) -> Iterator[Finding]:
         """E403 and E404."""
@@ -100,25 +110,60 @@ class Givers:
     def _parts(self, spec: Spec) -> Parts:
         """How a value is cut. A view may turn features into heads: so a part of any dim is one of features, but for
         those dims along which some module deals values out."""
-        last = last_cut(spec)
-        return frozenset(
-            (axis, f"tokens {dim}" if cut != last and (axis, dim) in self._meetings.dealt else "features")
-            for dim, cut in cuts(spec).items()
-            for axis in cut.axes
-        )
+        if spec not in self._known:
+            last = last_cut(spec)
+            self._known[spec] = frozenset(
+                (axis, f"tokens {dim}" if cut != last and (axis, dim) in self._meetings.dealt else "features")
+                for dim, cut in cuts(spec).items()
+                for axis in cut.axes
+            )
+        return self._known[spec]
 
-    def _near(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> tuple[_Index, ...]:
-        """Who gives parts, known anywhere; who takes them and who gives them, known as far as these come from or go."""
-        places = self._modules.places
-        every_taker, every_giver, takers, givers = (_Index(places) for _ in range(4))
-        for index, found in ((every_taker, takes), (every_giver, gives)):
-            for path, parts in found:
-                index.add(path, parts)
-        for path, parts in takes:
-            takers.add(path, parts, self._scope(path, parts, every_giver, is_taker=True))
-        for path, parts in gives:
-            givers.add(path, parts, self._scope(path, parts, every_taker, is_taker=False))
-        return every_giver, takers, givers
+    @cached_property
+    def _all_takes(self) -> list[tuple[str, Parts]]:
+        stated, layers = self._modules.stated.items(), self._modules.layers.items()
+        takes = [(path, self._parts(flow.before)) for path, each in stated for flow in each.ins.values()]
+        return takes + [
+            (path, _features(layer.cut("weight", "in")))
+            for path, layer in layers if not layer.stated.ins and layer.kind.name == "linear"
+        ]  # fmt: skip
+
+    @cached_property
+    def _all_gives(self) -> list[tuple[str, Parts]]:
+        stated = self._modules.stated.items()
+        return [(path, self._parts(flow.after)) for path, each in stated for flow in each.outs.values()]
+
+    @cached_property
+    def _gives_anywhere(self) -> _Index:
+        return _Index(self._modules.places, self._all_gives)
+
+    @cached_property
+    def _takes(self) -> _Index:
+        """Who takes parts, known as far as these come from."""
+        index, givers = _Index(self._modules.places), self._gives_anywhere
+        for path, parts in self._all_takes:
+            index.add(path, parts, self._scope(path, parts, givers, is_taker=True))
+        return index
+
+    @cached_property
+    def _gives(self) -> _Index:
+        """Who gives parts, known as far as these go."""
+        index, takers = _Index(self._modules.places), _Index(self._modules.places, self._all_takes)
+        for path, parts in self._all_gives:
+            index.add(path, parts, self._scope(path, parts, takers, is_taker=False))
+        return index
+
+    @cached_property
+    def _takes_addends(self) -> _Index:
+        stated = self._modules.stated.items()
+        found = [(path, _addends(flow.before)) for path, each in stated for flow in each.ins.values()]
+        return _Index(self._modules.places, found)
+
+    @cached_property
+    def _gives_addends(self) -> _Index:
+        stated = self._modules.stated.items()
+        found = [(path, _addends(flow.after)) for path, each in stated for flow in each.outs.values()]
+        return _Index(self._modules.places, found)
 
     def _scope(self, path: str, parts: Parts, others: _Index, is_taker: bool) -> str:
         """The module in which parts of features come or go; the root where that is not known, and for tokens."""
@@ -133,10 +178,10 @@ class Givers:
 
     # -- what is given and not taken ----------------------------------------------------------------------------------
 
-    def _escapes(self) -> Iterator[tuple[str, str, bool]]:
+    def _escapes(self, paths: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
         """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
-        for path, stated in self._modules.stated.items():
-            for name, flow in stated.outs.items() if path else ():
+        for path in paths:
+            for name, flow in self._modules.stated[path].outs.items() if path else ():
                 cut, addends = self._parts(flow.after), _addends(flow.after)
                 if not (cut or addends):
                     continue
@@ -167,23 +212,24 @@ class Givers:
 
     def _hooks(self, above: str, flow: Flow) -> list[str]:
         """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
-        stated = self._modules.stated.get(above)
-        hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
-        is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
-        return [name for name in hooks if name != "cross_entropy" or is_logits]
+        hooks = self._hooked.get(above, ())
+        return [name for name in hooks if name != "cross_entropy" or _is_logits(flow)]
 
     def _heads_of_losses(self) -> frozenset[str]:
         """The linear layers whose logits a loss may take: with its hook, or else in a module that has it. Those in
         modules that are alike, such as layers, only where there are no others."""
         found: set[str] = set()
         inner: set[str] = set()
+        losses = {path for path, hooks in self._hooked.items() if "cross_entropy" in hooks}
+        if not losses:
+            return frozenset()
         for path, layer in self._modules.layers.items():
             flow = layer.stated.out
-            if layer.kind.name != "linear" or flow is None:
+            if layer.kind.name != "linear" or flow is None or not _is_logits(flow):
                 continue
-            if "cross_entropy" in self._hooks(path, flow):
+            if path in losses:
                 found.add(path)
-            elif any("cross_entropy" in self._hooks(above, flow) for above in around(path)):
+            elif not losses.isdisjoint(around(path)):
                 (inner if self._is_alike(path) else found).add(path)
         return frozenset(found or inner)
 
@@ -213,12 +259,7 @@ class Givers:
     @property
     def logits(self) -> list[str]:
         """The modules whose logits a loss takes as they are cut."""
-        found = []
-        for path in self.to_hooks:
-            flow = self._modules.stated[path].out
-            if flow is not None and path in self._heads:
-                found.append(path)
-        return sorted(found)
+        return sorted({path for path, _, is_hooked in self._escapes(self._heads) if is_hooked})
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
@@ -318,10 +359,17 @@ class Givers:
                 yield path
 
 
+@lru_cache(maxsize=4096)
 def _features(axes: Names) -> Parts:
     return frozenset((axis, "features") for axis in axes)
 
 
+def _is_logits(flow: Flow) -> bool:
+    """Whether a result may be logits that are cut by classes."""
+    return list(cuts(flow.after)) == [-1] and not partial_axes(flow.after)
+
+
+@lru_cache(maxsize=4096)
 def _addends(spec: Spec) -> Parts:
     """The axes along which a value is an addend."""
     return frozenset((axis, "addends") for axis in partial_axes(spec))

@@ -5,7 +5,8 @@ A missing or doubled reduction is silent: the loss falls, a little slower. Here 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import attrs
 
@@ -30,38 +31,52 @@ class Flows:
     Attributes:
         modules: the plan, module by module.
         works: what each known layer does that has a flow; those that contradict themselves are missing.
-        meetings: which layers each `in` serves.
-        findings: E401 to E404.
+        contradictions: of those.
     """
 
     modules: Modules
     works: Mapping[str, LayerWork]
-    meetings: Meetings
-    findings: tuple[Finding, ...]
+    contradictions: Mapping[str, Contradiction]
+
+    @cached_property
+    def meetings(self) -> Meetings:
+        """Which layers each `in` serves."""
+        return Meetings(self.modules, frozenset(self.contradictions))
+
+    @cached_property
+    def givers(self) -> Givers:
+        """Who gives parts of values, and who takes them."""
+        return Givers(self.modules, self.meetings, frozenset(self.contradictions))
+
+    def findings(self) -> Iterator[Finding]:
+        """E401 to E404, and E206 for blocks that are cut as one."""
+        for path, contradiction in self.contradictions.items():
+            yield _finding(self.modules.layers[path], contradiction)
+        yield from _containers(self.modules, self.meetings)
+        yield from self.meetings.findings(self.givers.to_hooks)
+        yield from self.givers.findings()
+        yield from Streams(self.modules, self.meetings).findings()
+        yield from expert_findings(self.modules)
+        yield from fused_findings(self.modules)
 
 
 def flows_of(resolved: Resolved) -> Flows:
     """Work out the flows of a plan. Pure, and linear in the number of modules."""
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
-    findings: list[Finding] = []
+    contradictions: dict[str, Contradiction] = {}
+    alike: dict[object, LayerWork] = {}
     for path, layer in modules.layers.items():
         if not layer.has_flow:
             continue
+        is_inside = modules.nearest_in(path) is not None
+        key = layer.likeness, is_inside
         try:
-            works[path] = layer_work(layer, modules.nearest_in(path) is not None)
+            work = alike.get(key)
+            works[path] = alike[key] = layer_work(layer, is_inside) if work is None else work
         except Contradiction as found:
-            findings.append(_finding(layer, found))
-    broken = frozenset(path for path, layer in modules.layers.items() if layer.has_flow and path not in works)
-    meetings = Meetings(modules, broken)
-    findings += _containers(modules, meetings)
-    givers = Givers(modules, meetings, broken)
-    findings += meetings.findings(givers.to_hooks)
-    findings += givers.findings()
-    findings += Streams(modules, meetings).findings()
-    findings += expert_findings(modules)
-    findings += fused_findings(modules)
-    return Flows(modules, works, meetings, tuple(findings))
+            contradictions[path] = found
+    return Flows(modules, works, contradictions)
 
 
 def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
@@ -77,7 +92,7 @@ def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
     Returns:
         a finding for each module concerned, at the line of the plan that is at fault.
     """
-    return flows_of(resolved).findings
+    return tuple(flows_of(resolved).findings())
 
 
 def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:

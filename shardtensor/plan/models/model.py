@@ -102,8 +102,11 @@ class Model:
             return tuple(self.modules)
         found = {"": None}
         for tensor in self.tensors:
-            segments = tensor.name.split(".")
-            found |= {".".join(segments[:i]): None for i in range(1, len(segments))}
+            path, new = tensor.name.rpartition(".")[0], []
+            while path not in found:
+                new.append(path)
+                path = path.rpartition(".")[0]
+            found |= dict.fromkeys(reversed(new))
         return tuple(found)
 
     def kind(self, path: str) -> LayerKind | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from shardtensor.layout.layout import Layout
 from shardtensor.plan.flows.modules import Modules, Names, is_below
 from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
@@ -39,6 +40,7 @@ class DataTraffic:
         self._resolved, self._modules, self._rank = resolved, modules, rank
         self._mesh = resolved.plan.axes.mesh
         self._sizes = dict(self._mesh.axes)
+        self._gradients: dict[tuple[Layout, str], _Gradient] = {}
         self._units = [unit for unit in gather_units(resolved) if self._ranks(unit.flats[0]) > 1 or modules.data]
 
     # -- stored parameters --------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class DataTraffic:
             if not placed.tensor.is_buffer and placed.stored is None and placed.tensor.requires_grad
         ]  # fmt: skip
         for owner, placed in self._owners(rest).items():
-            gradients = [self._gradient(each) for each in placed]
+            gradients = [self._gradient(each.layout, each.tensor.dtype) for each in placed]
             for bucket, flags in buckets([g for g in gradients if g.axes]):
                 first = bucket[0]
                 numel = sum(gradient.numel for gradient in bucket) + flags
@@ -171,14 +173,16 @@ class DataTraffic:
                     dtype=first.dtype, where=owner, why=f"gradients of {len(bucket)} parameters are averaged",
                 )  # fmt: skip
 
-    def _gradient(self, placed: Placed) -> _Gradient:
-        layout = placed.layout
+    def _gradient(self, layout: Layout, dtype: str) -> _Gradient:
+        if (layout, dtype) in self._gradients:
+            return self._gradients[layout, dtype]
         cut = set()
         if len(layout.grid) == len(self._mesh.sizes):
             cut = {self._mesh.names[i] for i in layout.parting_axes}
             cut |= {name for i, name in enumerate(self._mesh.names) if layout.grid[i] != self._mesh.sizes[i]}
         axes = tuple(axis for axis in self._modules.data if axis not in cut)
-        return _Gradient(layout.numel(self._rank), placed.tensor.dtype, axes)
+        self._gradients[layout, dtype] = found = _Gradient(layout.numel(self._rank), dtype, axes)
+        return found
 
     def _owners(self, rest: Sequence[Placed]) -> dict[str, list[Placed]]:
         """The outermost modules all of whose parameters are kept as they compute, with these; the root if all are."""

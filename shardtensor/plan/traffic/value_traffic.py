@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from shardtensor.plan.flows.flow import changes, cuts
-from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.modules import Layer, Names
@@ -199,7 +198,7 @@ class ValueTraffic:
         """Cross entropy of logits that stay cut: the maxima of rows, and their sums."""
         modules = self._modules
         dtype = "float64" if self._dtype == "float64" else _LOSSES
-        for path in Givers(modules, self._flows.meetings).logits:
+        for path in self._flows.givers.logits:
             out = modules.stated[path].out
             assert out is not None
             axes = tuple(axis for cut in cuts(out.after).values() for axis in cut.axes)
