@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan.configs import LLAMA_8B
 from torch import nn
 
 from shardtensor.cli.main import main
@@ -77,14 +78,8 @@ def test_a_sum_that_is_made_twice_fails_at_the_line_of_the_parameter(capsys, tmp
     assert "    4 | scale: replicate\n" in text
 
 
-LLAMA = {
-    "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "vocab_size": 128256,
-}  # fmt: skip
-
-
 def check_shipped(capsys, tmp_path, *args: str) -> tuple[int, str]:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     code = main(["check", *args, "--model", str(tmp_path / "config.json"), "--numeric"])
     said = capsys.readouterr()
     return code, said.out + said.err
