@@ -145,7 +145,6 @@ class Schedule:
         self.is_stale = False
         self._runs_far = any(ahead != 1 for unit in self.units for ahead in unit.ahead)
         self.keeps_some = any(unit.keeps_after_backward for unit in self.units)
-        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         self._orders.clear()
         self._passage = None
         kept = [(unit, [flat.whole for flat in unit.flats]) for unit in self._kept.units() if unit.is_gathered]
@@ -154,6 +153,7 @@ class Schedule:
         for unit in self.units:
             unit.settle()
         memory.lend(self.units)
+        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         for unit in self.units:
             unit.is_gathered = False
             unit.make_swaps()
@@ -205,11 +205,11 @@ class Schedule:
             take_in(unit)
         check_place(self.units)
         if not self.reductions.fits():  # complete conversions were taken in already, when they were made
-            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
-            self.reductions.suit(self._trains)
             self._orders.clear()
             self._kept.keep_only(())
             memory.lend(self.units)
+            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
+            self.reductions.suit(self._trains)
         trains = self._who_train()
         if trains != self._trains:
             self._trains = trains
@@ -281,9 +281,13 @@ class Schedule:
         if self._runs_far:
             self._run_ahead(passage.reach(unit.ahead[self._is_backward]))
             return
-        ahead = passage.ahead()
+        ahead = passage.ahead(self._is_there_to_stay)
         if ahead is not None and self._is_free(self.units[ahead]):
             self._gather(ahead)
+
+    def _is_there_to_stay(self, number: int) -> bool:
+        unit = self.units[number]
+        return unit.is_gathered and unit.has_own_slot
 
     def _run_ahead(self, numbers: Sequence[int]) -> None:
         """Gather units in the order of their use, as long as that takes no memory from one of them."""
@@ -310,7 +314,6 @@ class Schedule:
             holder.is_gathered = False
             if holder is not unit:
                 holder.finish()
-        unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, seen_on, team_along
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.release import release
@@ -148,7 +148,7 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str)
         ranks = group.mesh.ranks_along(group.rank, [group.mesh.names.index(axis) for axis in (*rest, *axes)])
     copies = _size(group, rest) if rest else 1
     grid = ((name, len(ranks)),) if copies == 1 else (("copies", copies), (name, len(ranks) // copies))
-    return team.on_mesh(Mesh(grid, ranks), {})
+    return seen_on(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 
 def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:

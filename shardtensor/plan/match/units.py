@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.ranges import Ranges, lay_out, together
+from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 
 LARGE = 1 << 20
@@ -17,6 +18,9 @@ LARGE = 1 << 20
 
 SMALL = 1 << 16
 """Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
+
+CONVOY = 1 << 20
+"""Bytes; small units are gathered in one message, and reduced in one, as many as have no more than this together."""
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
@@ -27,6 +31,32 @@ def name_order(name: str) -> list[tuple[int, str]]:
         ['layers.9.w', 'layers.10.w']
     """
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
+    """Which small units travel together, by number; those that do so alone are not named.
+
+    Args:
+        units: in the order of a model, of each its kind and bytes; None for one that is not small. What is of one kind
+            can travel together.
+
+    Example:
+        >>> convoys([("a", 600_000), None, ("b", 10), ("a", 500_000), ("a", 10), ("b", 20)])
+        [[2, 5], [3, 4]]
+    """
+    found: list[list[int]] = []
+    latest: dict[Hashable, tuple[list[int], int]] = {}
+    for number, unit in enumerate(units):
+        if unit is None:
+            continue
+        kind, size = unit
+        members, total = latest.get(kind, ([], 0))
+        if not members or total + size > CONVOY:
+            members, total = [], 0
+            found.append(members)
+        members.append(number)
+        latest[kind] = members, total + size
+    return [members for members in found if len(members) > 1]
 
 
 @attrs.frozen(cache_hash=True)
@@ -90,6 +120,27 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
             found[place] = _unit(resolved, place, group, holds and place == path)
     order = {path: i for i, path in enumerate(resolved.model.paths)}
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
+
+
+def in_company(units: Sequence[GatherUnit], rank: int, dtype: str | None = None) -> list[list[GatherUnit]]:
+    """The gather units in their order, those that travel together as one, in the place of the first of them.
+
+    Args:
+        rank: whose.
+        dtype: in which they compute; None for their own.
+    """
+    companies = convoys([_small(unit, rank, dtype) for unit in units])
+    first = {members[0]: members for members in companies}
+    others = {number for members in companies for number in members[1:]}
+    return [[units[i] for i in first.get(number, [number])] for number in range(len(units)) if number not in others]
+
+
+def _small(unit: GatherUnit, rank: int, dtype: str | None) -> tuple[Hashable, int] | None:
+    flat = unit.flats[0]
+    if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
+        return None
+    size = flat.ranges(rank).total * BYTES[dtype or flat.dtype]
+    return ((flat.axes, flat.dtype), size) if size <= SMALL else None
 
 
 def own_tensors(resolved: Resolved) -> list[Placed]:

@@ -17,7 +17,7 @@ import attrs
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout, Layout, ListedLayout
 from shardtensor.mesh import Mesh
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
+from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
 
@@ -229,6 +229,12 @@ def _each_load(resolved: Resolved, units: Sequence[GatherUnit]) -> Iterator[_Loa
 def _gathered(units: tuple[GatherUnit, ...], rank: int, dtype: str | None) -> RankBytes:
     """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
     own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
+    for company in in_company(units, rank, dtype):
+        if len(company) > 1:  # side by side, and each where it is used
+            flats = [flat for unit in company for flat in unit.flats]
+            wholes = [flat.ranges(rank).total * BYTES[dtype or flat.dtype] for flat in flats]
+            own += sum(wholes)
+            packed = max(packed, 2 * sum(whole for whole, flat in zip(wholes, flats, strict=True) if flat.trains))
     for unit in units:
         wholes = [flat.ranges(rank).total * BYTES[dtype or flat.dtype] for flat in unit.flats]
         size = sum(-(-whole // _LINE) * _LINE for whole in wholes)

@@ -6,7 +6,6 @@ ranks learn what to expect of each other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import attrs
@@ -14,7 +13,7 @@ import attrs
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.flows.gradients import flows_of
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collective import Collective
+from shardtensor.plan.traffic.collective import Collective, starred
 from shardtensor.plan.traffic.data_traffic import DataTraffic
 from shardtensor.plan.traffic.value_traffic import ValueTraffic
 
@@ -73,16 +72,6 @@ def folded(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         key = attrs.evolve(each, where=starred(each.where), count=1)
         found[key] = found.get(key, 0) + each.count
     return tuple(attrs.evolve(key, count=count) for key, count in found.items())
-
-
-def starred(path: str) -> str:
-    """A path with its numbers as ``*``.
-
-    Example:
-        >>> starred("model.layers.11.mlp")
-        'model.layers.*.mlp'
-    """
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def describe(collectives: Iterable[Collective]) -> str:
