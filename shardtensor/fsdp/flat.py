@@ -106,7 +106,7 @@ class Flat(FlatGradients):
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
+        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.entries[i].sizes(self.ranges, i)
         if inner is None:
             group = self.domain.whole
             spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)

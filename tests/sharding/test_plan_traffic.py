@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import Decoder
+from test_plan_parity import STORED
 from torch import nn
 
 import shardtensor as st
@@ -151,6 +152,7 @@ SHIPPED = {
     "fsdp": (4, "llama", "fsdp", {}, (2, 4)),
     "hsdp": (4, "llama", "fsdp", {"copies": 2}, (2, 4)),
     "fsdp in grains": (4, "llama", "fsdp", {"grain": 8}, (2, 4)),
+    "stored parts of different sizes": (4, "uneven", STORED, {}, (2, 4)),
 }
 
 
