@@ -113,7 +113,7 @@ class Flat(FlatGradients):
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
+        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.entries[i].sizes(self.ranges, i)
         if inner is None:
             group = self.domain.whole
             spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)
@@ -282,11 +282,11 @@ class _Gathered(torch.autograd.Function):
                 "the gradient of a fully sharded parameter has no gradient (create_graph=True)",
                 fix="keep what needs second derivatives out of fully_shard",
             )
-        flats: list[Flat | None] = [flat() for flat in ctx.flats]
+        flats: list[Flat] = [flat() for flat in ctx.flats]
         if None not in flats:
             found = iter(grads)
             each = [[next(found) if trains else None for trains in mask] for mask in ctx.trains]
-            on_gradients = flats[0].on_gradients  # type: ignore[union-attr]
+            on_gradients = flats[0].on_gradients
             assert on_gradients is not None, "flats whose views are used belong to a schedule"
             on_gradients(flats, each)
         return None, None

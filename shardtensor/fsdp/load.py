@@ -25,7 +25,7 @@ class Packing:
     parts: list[torch.Tensor]
     padding: list[torch.Tensor]
     rows: list[torch.Tensor]
-    sent_rows: Sequence[torch.Tensor]
+    sent_rows: tuple[torch.Tensor, ...]
 
 
 class Load:

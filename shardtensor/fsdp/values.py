@@ -60,5 +60,6 @@ def _register(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     if type(x) is not torch.Tensor or x._backward_hooks is not None or x.grad_fn is None:
         x.register_hook(hook)
         return
-    x._backward_hooks = OrderedDict(((hook, hook),))
+    hooks: OrderedDict[Any, Any] = OrderedDict(((hook, hook),))
+    x._backward_hooks = hooks
     x.grad_fn._register_hook_dict(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -82,13 +81,12 @@ def keep_as_before(module: nn.Module) -> None:
 
 
 def gather_units(
-    root: nn.Module, stored: Iterable[tuple[str, str, Flat]], layouts: Mapping[str, Any], data: Sequence[str]
+    root: nn.Module, stored: Iterable[tuple[str, str, Flat]], data: Sequence[str]
 ) -> tuple[GatherUnit, ...]:
     """Group stored parameters by their gather unit, inner ones first.
 
     Args:
         stored: the name of each parameter, the path of its unit, and what is kept of it, in the axes of the mesh.
-        layouts: of those that are cut while computing, by name.
         data: the axes along which samples differ.
 
     Raises:
@@ -102,13 +100,6 @@ def gather_units(
                 f"the gather unit {path or 'of the root'} is stored over different axes",
                 {name: f"flat({'*'.join(flat.axes)})", "the others": f"flat({'*'.join(unit.axes)})"},
                 "store them alike, or name other modules after `by`",
-            )
-        layout = layouts.get(name)
-        if layout is not None and any(layout.numel(rank) != layout.numel(layout.ranks[0]) for rank in layout.ranks):
-            raise PlanError(
-                f"the parts of `{name}` are of different sizes, and `store` cuts parts of one size further",
-                {"elements": ", ".join(str(layout.numel(rank)) for rank in list(layout.ranks)[:16])},
-                f"cut it evenly, or `override store {name}: replicate`",
             )
         unit.grains[name] = flat.unit  # type: ignore[index]
     for unit in units.values():

@@ -63,7 +63,7 @@ def batch_of(step, index, size):
 
 
 def _train(widths, frozen, used, waits):
-    """Backwards that add up: layers in `waits` reduce in the last one only, those not in a mask of `used` are skipped."""
+    """Backwards that add up; layers in `waits` reduce in the last one only, `used` tells which each goes through."""
     dense, model = stacks(widths, frozen)
     me = as_group()
     for step, mask in enumerate(used):

@@ -42,9 +42,9 @@ def test_least_and_most_are_those_of_all_ranks(specs, optimizer):
 @settings(max_examples=60, deadline=None)
 @given(some.lists(some.integers(1, 400), min_size=1, max_size=4), some.integers(2, 9), some.booleans(), some.booleans())
 def test_least_and_most_of_stored_ranges_are_those_of_all_ranks(lengths, dp, is_joint, is_apart):
-    model = Model(tuple(TensorInfo(f"m{i}.weight", (2, 2 * n)) for i, n in enumerate(lengths)))
-    plan = resolved(  # parts of one size: others are not stored
-        model, f"rep=2, dp={dp}, tp=2", {"m0.weight": "[tp, -]", "m1.weight": "[-, tp]"},
+    model = Model(tuple(TensorInfo(f"m{i}.weight", (2, 3 * n)) for i, n in enumerate(lengths)))
+    plan = resolved(
+        model, f"rep=2, dp={dp}, tp=2", {"m0.weight": "[tp, -]", "m1.weight": "[-, tp balanced]"},
         store=("rep", "dp") if is_joint else ("dp",), by=("*",) if is_apart else (),
     )  # fmt: skip
     found = plan_bytes(plan)

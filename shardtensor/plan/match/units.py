@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 
-from shardtensor.layout.layout import Layout
-from shardtensor.layout.ranges import Ranges, lay_out, together
+from shardtensor.layout.layout import Layout, has_equal_parts
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 
@@ -61,7 +61,7 @@ def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
 
 @attrs.frozen(cache_hash=True)
 class Flat:
-    """Parameters of one unit that are gathered and reduced as one tensor.
+    """Parameters of one unit that are gathered and reduced as one tensor; one of unequal parts by itself.
 
     Attributes:
         layouts: of the parameters while they compute, in the order in which they lie end to end.
@@ -82,7 +82,10 @@ class Flat:
     def ranges(self, rank: int) -> Ranges:
         """How the parameters of one rank lie end to end, and which range of them each rank along `axes` holds."""
         lengths = [layout.numel(rank) for layout in self.layouts]
-        return lay_out(lengths, self.ranks, _grains(self.layouts, self.units, rank))
+        grains = _grains(self.layouts, self.units, rank)
+        if not has_equal_parts(self.layouts[0]):
+            return lay_out_alone(lengths[0], self.ranks, grains[0])
+        return lay_out(lengths, self.ranks, grains)
 
 
 @attrs.frozen(eq=False)
@@ -153,7 +156,8 @@ def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: b
     alike: dict[tuple[object, ...], list[Placed]] = {}
     for placed in sorted(group, key=lambda placed: name_order(placed.tensor.name)):
         assert placed.stored is not None
-        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes)
+        alone = "" if has_equal_parts(placed.layout) else placed.tensor.name
+        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes, alone)
         alike.setdefault(key, []).append(placed)
     flats, names = [], []
     for each in alike.values():
