@@ -92,9 +92,10 @@ class Schedule:
 
     def enter(self, unit: Unit) -> None:
         """Have `unit` gathered when its forward is about to begin."""
-        if _in_backward() < 0 and not self._depth:
+        if not self._depth and _in_backward() < 0:
             self._begin(unit)
-        self._visit(unit)
+        if not unit.is_at_hand:
+            self._visit(unit)
         self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
@@ -269,8 +270,6 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered and unit.is_awaited:
-            return
         passage = self._passage
         assert passage is not None
         passage.visit(unit.index)
@@ -337,7 +336,7 @@ class Schedule:
             self._break_off()
         if not self._is_backward:
             self._begin_backward()
-        if not unit.skips_backward:
+        if not (unit.is_at_hand or unit.skips_backward):
             self._visit(unit)
 
     def _begin_backward(self) -> None:

@@ -93,6 +93,11 @@ class Unit:
 
     is_needed_in_backward = True
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it is gathered and waited for, and nothing takes that away before the end of its backward."""
+        return self.is_awaited and self.is_gathered and self.stays_gathered
+
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:

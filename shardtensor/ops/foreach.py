@@ -70,7 +70,7 @@ def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list
     layouts = list(map(_layouts_of, lists))
     first = layouts[0]
     if all(
-        other == first or all(y is None and not x.dim() for x, y in zip(tensors, other, strict=True))
+        other == first or all([y is None and not x.dim() for x, y in zip(tensors, other, strict=True)])
         for tensors, other in zip(lists, layouts, strict=True)
     ) and not any([layout is not None and layout.partial for layout in first]):
         locals_ = list(map(_locals_of, lists))
@@ -89,17 +89,21 @@ def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list
 
 
 def _layouts_of(tensors: Any) -> list[Layout | None]:
-    try:
-        return [x._layout for x in tensors]  # as they mostly are: a tenth of a microsecond for each question saved
-    except AttributeError:
-        return [x._layout if isinstance(x, ShardedTensor) else None for x in tensors]
+    if isinstance(tensors[0], ShardedTensor):
+        try:
+            return [x._layout for x in tensors]  # as they mostly are, when each need not be asked
+        except AttributeError:
+            pass
+    return [x._layout if isinstance(x, ShardedTensor) else None for x in tensors]
 
 
 def _locals_of(tensors: Any) -> list[torch.Tensor]:
-    try:
-        return [x._local for x in tensors]
-    except AttributeError:
-        return list(map(local_of, tensors))
+    if isinstance(tensors[0], ShardedTensor):
+        try:
+            return [x._local for x in tensors]
+        except AttributeError:
+            pass
+    return list(map(local_of, tensors))
 
 
 def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:
