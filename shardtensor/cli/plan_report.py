@@ -20,7 +20,7 @@ from shardtensor.plan.outlook.memory import RankBytes, plan_bytes, rank_bytes
 from shardtensor.plan.outlook.search import passing_values, readable_plan, search
 from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collectives import step_collectives
+from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "data_ranks": data_ranks(resolved),
         "memory": memory,
         "collectives": rows,
+        "uncounted": [{"where": each.where, "why": each.why} for each in uncounted(resolved)],
         "step": _step(step, batch),
         "passing": {
             name: list(values)

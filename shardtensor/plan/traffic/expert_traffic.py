@@ -9,6 +9,9 @@ from shardtensor.plan.flows.modules import Modules, Names
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.traffic.collective import Collective, Phase
 
+ROUTED = "the router says how many; here as many to each expert"
+"""What is assumed of tokens, as reasons say it."""
+
 HEAD = 3
 """Numbers that stand before the counts which ranks tell each other first."""
 
@@ -94,5 +97,5 @@ class ExpertTraffic:
         why = why if phase == "forward" else f"gradients: {why}"
         return Collective(
             "all_to_all", phase, self._axes, self._size, (self._came if is_back else self._sent) * item, sent, received,
-            self._dtype, self._dealing.path, f"{why}, if dealt evenly",
+            self._dtype, self._dealing.path, f"{why} ({ROUTED})",
         )  # fmt: skip
