@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, cut_axes
 from shardtensor.plan.flows.modules import Modules, Stated
 from shardtensor.plan.match.misfit import shape_text
@@ -55,7 +55,7 @@ def _ends(cut: Cut, length: int) -> list[int]:
 
 
 def _told(placed: Placed, dim: str, lengths: Sequence[int], cut: Cut) -> Finding:
-    tensor, origin = placed.tensor, placed.line.origin if placed.line is not None else None
+    tensor, origin = placed.tensor, origin_of(placed.line)
     shares = [length // math.gcd(*lengths) for length in lengths]
     said = str(len(lengths)) if len(set(shares)) == 1 else ", ".join(map(str, shares))
     call = re.fullmatch(r"(colwise\(.*?)(?:,\s*blocks\s*=\s*\w+)?(\s*\))", origin.text, re.DOTALL) if origin else None

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import natural
 from shardtensor.plan.flows.meetings import Meetings
@@ -265,7 +265,7 @@ class Givers:
         stated, named = self._modules.stated[path], self._modules.named
         flow, line = stated.outs[name], stated.line("out", name)
         said = stated.passing.outs[name][0]
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         addends = partial_axes(flow.after)
         if addends:
             return Finding(
@@ -322,7 +322,7 @@ class Givers:
         return False
 
     def _refused(self, path: str, cut: Parts, text: str, line: Line | None) -> Finding:
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in dict(cut))
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
@@ -349,8 +349,8 @@ class Givers:
                     why += f"are ranks along {named(addends)}"
                 yield Finding(
                     "E403", f"nothing in `{path}` leaves addends along {named(sorted(addends))}",
-                    line.origin if line is not None else None, why, "drop this `out`, or the arrow inside",
-                    style_note(line.origin if line is not None else None, "flow"), path,
+                    origin_of(line), why, "drop this `out`, or the arrow inside",
+                    style_note(origin_of(line), "flow"), path,
                 )  # fmt: skip
 
     def _sums(self, addends: set[str]) -> Iterator[str]:

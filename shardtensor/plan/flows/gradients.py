@@ -12,7 +12,7 @@ import attrs
 
 from shardtensor.layout.layout import CutLayout, FlatLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
 from shardtensor.plan.flows.flow import cut_axes, union
 from shardtensor.plan.flows.fused_flows import fused_findings
@@ -21,6 +21,8 @@ from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_w
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Layer, Modules, Names
 from shardtensor.plan.flows.streams import Streams
+from shardtensor.plan.flows.sums import Sums
+from shardtensor.plan.flows.unsaid import Unsaid
 from shardtensor.plan.resolved import Placed, Resolved
 
 
@@ -53,7 +55,8 @@ class Flows:
         for path, contradiction in self.contradictions.items():
             yield _finding(self.modules.layers[path], contradiction)
         yield from _containers(self.modules, self.meetings)
-        yield from self.meetings.findings(self.givers.to_hooks)
+        yield from Sums(self.meetings).findings()
+        yield from Unsaid(self.meetings, self.givers.to_hooks).findings()
         yield from self.givers.findings()
         yield from Streams(self.modules, self.meetings).findings()
         yield from expert_findings(self.modules)
@@ -149,7 +152,7 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
     if line is None:
         placed = layer.params.get(side) or layer.params["weight"]
         line = placed.line or next((placed.line for placed in layer.params.values() if placed.line), None)
-    origin = line.origin if line is not None else None
+    origin = origin_of(line)
     what = "flow" if side in ("in", "out") else "layout"
     return Finding(found.code, found.fault, origin, found.why, found.fix, style_note(origin, what), layer.path)
 
@@ -164,7 +167,7 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
         sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
         for side, name, flow, addends in sides:
             line = stated.line(side, name)
-            origin = line.origin if line is not None else None
+            origin = origin_of(line)
             try:
                 steps(flow, side, addends)
                 twice = [axis for axis in flow.addends if axis in cut_axes(flow.after)]

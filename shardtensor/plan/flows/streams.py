@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shardtensor.plan.findings.brief import skeleton
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Layer, Modules, around, is_below
@@ -158,7 +158,7 @@ class Streams:
         if line is None:
             layer = modules.layers[path]
             line = layer.stated.line("out") or layer.params["weight"].line
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
         is_norm = path in modules.layers and modules.layers[path].kind.name == "norm"
@@ -174,7 +174,7 @@ class Streams:
         modules = self._modules
         stated = modules.stated[path]
         line = stated.line("out")
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
         said = stated.passing.outs[""][0]
