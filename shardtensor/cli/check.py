@@ -63,23 +63,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
     """The findings, the summary when none of them is an error, and what ran."""
-    from shardtensor.cli.model_source import model_of
+    from shardtensor.cli.model_source import resolved_of
     from shardtensor.plan.findings.checking import check_plan
-    from shardtensor.plan.loading import read_config
-    from shardtensor.plan.match.resolve import resolve
     from shardtensor.plan.outlook.summary import summarize
-    from shardtensor.plan.text.reading import read_plan
 
-    config, source = read_config(options.model)
-    params = dict(options.set)
-    plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
-    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
-    resolved = resolve(plan, model)
+    resolved = resolved_of(options.plan, options)
     findings, ran = check_plan(resolved), ""
     if options.numeric and not _errors(findings):
         found, ran = _numeric(options, resolved)
         findings = (*findings, *found)
-    return findings, None if _errors(findings) else summarize(resolved, options.plan, params), ran
+    return findings, None if _errors(findings) else summarize(resolved, options.plan, dict(options.set)), ran
 
 
 def _errors(findings: Sequence[Any]) -> list[Any]:

@@ -80,6 +80,8 @@ def summary_text(summary: Summary) -> str:
         ]
         step = f"a step of {summary.tokens:,} tokens a data rank, {summary.dtype}"
         lines += ["", *_table((step, "calls", "received"), rows)]
+    if summary.uncounted:
+        lines += ["", "not counted", *(f"  {each}" for each in summary.uncounted)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
     if summary.passing:

@@ -1,4 +1,4 @@
-"""The model that a command checks a plan against: from ``dims`` lines, a safetensors header, or a module."""
+"""A plan that a command is asked about, and the model for it: from ``dims`` lines, a file's header, or a module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,30 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import SpecError
+from shardtensor.plan.loading import read_config
+from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
+from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.text.reading import read_plan
+
+
+def resolved_of(path: Any, options: Any) -> Resolved:
+    """Return the plan of a path or name, matched to the model that a command's options name.
+
+    Args:
+        options: with `model`, `world`, `set` and `safetensors`, and with `module` where the command has it.
+
+    Raises:
+        SpecError, PlanError: the plan, the configuration or the model cannot be read.
+    """
+    config, source = read_config(options.model)
+    plan = read_plan(path, config=config, world=options.world, params=dict(options.set), config_source=source)
+    module = getattr(options, "module", None)
+    return resolve(
+        plan, model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=module)
+    )
 
 
 def model_of(

@@ -7,13 +7,12 @@ from typing import Any
 
 import attrs
 
-from shardtensor.cli.model_source import model_of
+from shardtensor.cli.model_source import model_of, resolved_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
 from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.loading import read_config
-from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.outlook.estimate import StepSeconds, collective_seconds, step_seconds
@@ -21,8 +20,7 @@ from shardtensor.plan.outlook.memory import RankBytes, plan_bytes, rank_bytes
 from shardtensor.plan.outlook.search import passing_values, readable_plan, search
 from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.text.reading import read_plan
-from shardtensor.plan.traffic.collectives import step_collectives
+from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -32,10 +30,8 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
     """
     profile = read_profile(options.hardware)
-    (config, source), params = read_config(options.model), dict(options.set)
-    plan = read_plan(options.plan, config=config, world=options.world, params=params, config_source=source)
-    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
-    resolved = resolve(plan, model)
+    resolved = resolved_of(options.plan, options)
+    plan, model = resolved.plan, resolved.model
     if resolved.errors:
         raise PlanError(text_report(folded(resolved.errors)))
     batch = Batch(options.batch * data_ranks(resolved), options.seq, options.dtype or model.dtype)
@@ -65,11 +61,12 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "data_ranks": data_ranks(resolved),
         "memory": memory,
         "collectives": rows,
+        "uncounted": [{"where": each.where, "why": each.why} for each in uncounted(resolved)],
         "step": _step(step, batch),
         "passing": {
             name: list(values)
             for name, values in passing_values(
-                options.plan, model, config=config, world=options.world, params=params
+                options.plan, model, config=plan.config, world=options.world, params=dict(options.set)
             ).items()
         },
     }

@@ -39,6 +39,8 @@ def show_plan(report: dict[str, Any]) -> None:
         where = row["where"] or "the model"
         table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, where, row["why"])
     console.print(table)
+    for each in report["uncounted"]:
+        console.print(f"not counted  {each['where']}: {each['why']}", highlight=False, markup=False, soft_wrap=True)
     step = report["step"]
     console.print(
         f"a step  {say_seconds(step['seconds'])} estimated: arithmetic {say_seconds(step['compute_s'])}, beside it "

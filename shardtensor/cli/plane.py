@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 
 import attrs
 
 from shardtensor.layout.box import Box
+
+_Stretch = tuple[int, int, int, int, int]
+"""Of a strip, which is a plane with both ends of one side: those, and the ends of the other side."""
 
 MAX_RUNS = 2000
 """Of a tensor drawn as one line; with more there is nothing to see."""
@@ -113,18 +116,18 @@ def _count_runs(box: Box, shape: tuple[int, ...]) -> int:
 
 def _joined(rects: Sequence[Rect]) -> tuple[Rect, ...]:
     """Rectangles with those in one that lie below or beside one another and fit."""
-    found: list[Rect] = []
-    for rect in sorted(rects, key=lambda r: (r.plane, r.left, r.right, r.top)):
+    down = _in_runs((r.plane, r.left, r.right, r.top, r.bottom) for r in rects)
+    across = _in_runs((plane, top, bottom, left, right) for plane, left, right, top, bottom in down)
+    return tuple(Rect(*each) for each in across)
+
+
+def _in_runs(stretches: Iterable[_Stretch]) -> list[_Stretch]:
+    """Stretches of one strip that follow one another as one."""
+    found: list[_Stretch] = []
+    for stretch in sorted(stretches):
         last = found[-1] if found else None
-        if last and (last.plane, last.left, last.right, last.bottom) == (rect.plane, rect.left, rect.right, rect.top):
-            found[-1] = attrs.evolve(last, bottom=rect.bottom)
+        if last and (*last[:3], last[4]) == stretch[:4]:
+            found[-1] = (*last[:4], stretch[4])
         else:
-            found.append(rect)
-    across: list[Rect] = []
-    for rect in sorted(found, key=lambda r: (r.plane, r.top, r.bottom, r.left)):
-        last = across[-1] if across else None
-        if last and (last.plane, last.top, last.bottom, last.right) == (rect.plane, rect.top, rect.bottom, rect.left):
-            across[-1] = attrs.evolve(last, right=rect.right)
-        else:
-            across.append(rect)
-    return tuple(across)
+            found.append(stretch)
+    return found

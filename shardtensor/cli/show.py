@@ -64,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return FAILS
     if not scene.shown:
-        print(f"shardtensor show: no tensor is called `{options.tensor}`", file=sys.stderr)
-        return FAILS
+        if options.tensor:
+            print(f"shardtensor show: no tensor is called `{options.tensor}`", file=sys.stderr)
+        return _print_findings(scene) or FAILS
     if options.html is None and options.svg is None:
         from shardtensor.cli.show_text import print_scene
 
@@ -95,17 +96,10 @@ def _scene_of_spec(options: argparse.Namespace) -> Scene:
 
 
 def _scene_of_plan(options: argparse.Namespace) -> Scene:
-    from shardtensor.cli.model_source import model_of
+    from shardtensor.cli.model_source import resolved_of
     from shardtensor.cli.scene import scene_of_plan
-    from shardtensor.plan.loading import read_config
-    from shardtensor.plan.match.resolve import resolve
-    from shardtensor.plan.text.reading import read_plan
 
-    config, source = read_config(options.model)
-    params = dict(options.set)
-    plan = read_plan(options.what, config=config, world=options.world, params=params, config_source=source)
-    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors)
-    scene = scene_of_plan(resolve(plan, model), str(options.what), pattern=options.tensor, to=options.to)
+    scene = scene_of_plan(resolved_of(options.what, options), str(options.what), pattern=options.tensor, to=options.to)
     return attrs.evolve(scene, subject=options.safetensors or options.model or "")
 
 

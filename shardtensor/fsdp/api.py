@@ -235,12 +235,16 @@ def _holds_units(modules: Sequence[nn.Module]) -> bool:
 
 
 def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone."""
+    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone.
+
+    One of which ranks compute with parts of different sizes is by itself.
+    """
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
         owner = id(entry.homes[0][0])
         is_owned = entry.form.owner is not None
-        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None, is_owned)
+        alone = id(entry) if entry.is_alone and not is_owned else None
+        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None, is_owned, alone)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

@@ -36,6 +36,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     twin.module = twin.modules[0]
     twin.flats = [_copy_flat(flat, memo) for flat in unit.flats]
     twin.schedule = twin.slot = None
+    twin._together = (twin,)
     twin.is_gathered, twin.is_running = False, 0
     twin.is_in_backward, twin.ahead = False, list(unit.ahead)
     twin.near = None if unit.near is None else unit.near.over(twin.flats)
@@ -55,7 +56,7 @@ def _copy_flat(flat: Flat, memo: dict[int, Any]) -> Flat:
         for entry in flat.entries
     ]
     twin.shells = [entry.param for entry in twin.entries]  # type: ignore[misc]
-    twin.whole = twin.node = twin.on_gradients = twin.held = None
+    twin.whole = twin.node = twin.on_gradients = twin.held = twin.convoy = None
     twin.carry = flat.carry.fresh()
     twin.views, twin.version = (), -1
     twin.repack()

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, seen_on
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import Mesh
@@ -91,4 +91,4 @@ def _named(text: str) -> Group:
         )
     team = world.axis(*names)
     axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
-    return team.on_mesh(Mesh(axes, team.ranks), {}) if len(names) > 1 else team
+    return seen_on(team, Mesh(axes, team.ranks)) if len(names) > 1 else team

@@ -9,7 +9,7 @@ import torch
 
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_owned
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -37,6 +37,23 @@ class Entry:
         """So many elements stay together."""
         return self.form.grain(tuple(self.values.shape))
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is gathered by itself: ranks compute with parts of different sizes."""
+        return self.inner is not None and not self.inner.has_equal_parts
+
+    def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
+        """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
+
+        A spec is the same on all ranks, those of other parts among them.
+        """
+        if not self.is_alone:
+            return ranges.sizes(index)
+        if self.form.dim is None:
+            return None
+        rows = lay_out_alone(self.values.shape[self.form.dim], ranges.ranks).sizes(0)
+        return tuple(count * self.grain for count in rows)
+
 
 def ranges_of(entries: Sequence[Entry], ranks: int) -> Ranges:
     """How parameters that are gathered together lie in one tensor."""
@@ -45,4 +62,6 @@ def ranges_of(entries: Sequence[Entry], ranks: int) -> Ranges:
     if owners:
         assert len(owners) == len(entries), "parameters with owners have a flat of their own"
         return lay_out_owned(lengths, ranks, owners)
+    if entries[0].is_alone:
+        return lay_out_alone(lengths[0], ranks, entries[0].grain)
     return lay_out(lengths, ranks, [entry.grain for entry in entries])

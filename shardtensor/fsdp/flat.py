@@ -9,15 +9,15 @@ gradients of all of them are there, which is when they are packed and sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.carry import Carry
+from shardtensor.fsdp.carry import Carry, Grads
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.entry import Entry, ranges_of
 from shardtensor.fsdp.flat_gradients import FlatGradients
@@ -28,6 +28,9 @@ from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+if TYPE_CHECKING:
+    from shardtensor.fsdp.convoy import Convoy
 
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
@@ -40,11 +43,13 @@ class Flat(FlatGradients):
         pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
+        rows: the same, a row for each rank.
         views: the parameters as they are gathered.
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
         trains: which parameters require a gradient.
         is_packed: whether, for all that is known, the leaves are views of `shard`.
+        convoy: what it travels with, if it does.
         changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
     """
 
@@ -66,6 +71,7 @@ class Flat(FlatGradients):
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
+        self._own_parting = _parting(self._cuts)
         self.shard = self._own_range()
         self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
         self.pieces = self._known_pieces()
@@ -77,12 +83,13 @@ class Flat(FlatGradients):
         self.position = 0  # among the flats that are reduced together
         self.version = -1
         self.gathers_by = domain.shard
+        self.convoy: Convoy | None = None
         self.changes = 0
         self.is_packed = True
         self._writes_before = 0  # into earlier shards
         self.syncs = True
-        self.on_gradients: Callable[[Flat, Sequence[torch.Tensor | None]], None] | None = None
-        self.held: Sequence[torch.Tensor | None] | None = None  # gradients that wait to be reduced
+        self.on_gradients: Callable[[Sequence[Flat], Sequence[Grads]], None] | None = None
+        self.held: Grads | None = None  # gradients that wait to be reduced
 
     def _settle_dtypes(self) -> None:
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
@@ -106,7 +113,7 @@ class Flat(FlatGradients):
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.ranges.sizes(i)
+        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.entries[i].sizes(self.ranges, i)
         if inner is None:
             group = self.domain.whole
             spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)
@@ -181,21 +188,22 @@ class Flat(FlatGradients):
         """Be gathered into `memory`, bytes, from now on."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
         self.whole = whole
-        self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
+        self.rows = whole.view(-1, self.ranges.chunk)
+        self._own = self.rows[self.index]
+        self.convoy = None
         self.make_views()
 
-    @torch.inference_mode(False)
-    @torch.enable_grad()  # the first forward may be one without
     def make_views(self) -> None:
-        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
-        views = self._parts(self.whole)
-        self.node = None
-        if any(self.trains):
-            made = iter(_Gathered.apply(_anchor(self.device), weakref.ref(self)))
-            views = [next(made) if trains else view for trains, view in zip(self.trains, views, strict=True)]
-            self.node = views[self.trains.index(True)].grad_fn
-            self.node._set_sequence_nr(_LAST)
-        self.views = tuple(views)
+        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.
+
+        Those of flats that travel together are made together, of one node: it runs when it has all their gradients.
+        """
+        _make_views([self] if self.convoy is None else self.convoy.flats)
+
+    def _take_views(self, made: Iterator[torch.Tensor]) -> None:
+        parts = zip(self.trains, self._parts(self.whole), strict=True)
+        self.views = tuple(next(made) if trains else part for trains, part in parts)
+        self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
         for view in self.views:
             view._is_param = True
         self.shown = tuple(
@@ -210,12 +218,15 @@ class Flat(FlatGradients):
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
         assert self.whole is not None, "memory is lent before anything is gathered"
-        self.version = self.writes
-        source = self.shard
+        source = self.present_range()
         if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
-            source = self._own
-            source.copy_(self.shard)
+            source = self._own.copy_(source)
         return self.gathers_by.all_gather_into(self.whole, source)
+
+    def present_range(self) -> torch.Tensor:
+        """This rank's range, of which a gather is to be made now."""
+        self.version = self.writes
+        return self.shard
 
     @property
     def writes(self) -> int:
@@ -241,17 +252,28 @@ class Flat(FlatGradients):
             raise written_too_early(entry.name for entry in self.entries)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # the first forward may be one without
+def _make_views(flats: Sequence[Flat]) -> None:
+    trained = [flat for flat in flats if any(flat.trains)]
+    made = _Gathered.apply(_anchor(flats[0].device), trained) if trained else ()
+    left = iter(made)
+    for flat in flats:
+        flat._take_views(left)
+    if made:
+        made[0].grad_fn._set_sequence_nr(_LAST)
+
+
 class _Gathered(torch.autograd.Function):
-    """From nothing to the gathered parameters; backward hands their gradients to the flat."""
+    """From nothing to the gathered parameters; backward hands their gradients to the flats."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flat: weakref.ref[Flat]) -> tuple[torch.Tensor, ...]:
-        ctx.flat = flat  # weakly: the collector does not see that the flat's views hold this node
+    def forward(ctx: Any, anchor: torch.Tensor, flats: Sequence[Flat]) -> tuple[torch.Tensor, ...]:
+        ctx.flats = list(map(weakref.ref, flats))  # the collector does not see that the flats' views hold this node
+        ctx.trains = [flat.trains for flat in flats]
         ctx.set_materialize_grads(False)
-        owner = flat()
-        assert owner is not None
-        ctx.trains = owner.trains
-        return tuple(part for part, trains in zip(owner._parts(owner.whole), owner.trains, strict=True) if trains)
+        each = ((flat._parts(flat.whole), flat.trains) for flat in flats)
+        return tuple(part for parts, mask in each for part, trains in zip(parts, mask, strict=True) if trains)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
@@ -260,13 +282,13 @@ class _Gathered(torch.autograd.Function):
                 "the gradient of a fully sharded parameter has no gradient (create_graph=True)",
                 fix="keep what needs second derivatives out of fully_shard",
             )
-        flat = ctx.flat()
-        if flat is not None:
-            assert flat.on_gradients is not None, "a flat whose views are used belongs to a schedule"
-            if len(grads) < len(ctx.trains):
-                found = iter(grads)
-                grads = tuple(next(found) if trains else None for trains in ctx.trains)
-            flat.on_gradients(flat, grads)
+        flats: list[Flat] = [flat() for flat in ctx.flats]
+        if None not in flats:
+            found = iter(grads)
+            each = [[next(found) if trains else None for trains in mask] for mask in ctx.trains]
+            on_gradients = flats[0].on_gradients
+            assert on_gradients is not None, "flats whose views are used belong to a schedule"
+            on_gradients(flats, each)
         return None, None
 
 
@@ -277,6 +299,14 @@ def written_too_early(names: Iterable[str]) -> RuleError:
         {"parameters": ", ".join([*names][:4])},
         "call backward before the optimizer steps or values are loaded",
     )
+
+
+def _parting(cuts: list[int]) -> tuple[list[int], slice]:
+    """Gaps and pieces in turn, as sizes to split by, and where the pieces are then; gaps of nothing are left out."""
+    *gaps, last = cuts[::2]
+    if any(gaps):
+        return cuts, slice(1, None, 2)
+    return cuts[1::2] + ([last] if last else []), slice(len(gaps))
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 
-from shardtensor.comm.group import Pending
 from shardtensor.fsdp.carry import Carry
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.entry import Entry
@@ -16,16 +14,6 @@ from shardtensor.fsdp.forms import Form
 from shardtensor.layout.ranges import Ranges
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-
-@attrs.frozen(eq=False)
-class Packing:
-    """Where gradients are packed: all of it, this rank's range of the sum, the parameters' parts, what is between."""
-
-    flat: torch.Tensor
-    own: torch.Tensor
-    parts: list[torch.Tensor]
-    padding: list[torch.Tensor]
 
 
 class FlatGradients:
@@ -41,8 +29,9 @@ class FlatGradients:
     carry: Carry
     pieces: Pieces
     syncs: bool
+    is_offloaded: bool
     held: Sequence[torch.Tensor | None] | None
-    _cuts: list[int]
+    _own_parting: tuple[list[int], slice]
     _all_cuts: list[int]
     _gaps: list[int]
     prescale: float
@@ -75,39 +64,21 @@ class FlatGradients:
         is_first = self.reduce_dtype == torch.float16
         self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
 
-    def pack(self, packing: Packing) -> list[bool]:
-        """Lay the gradients that are held end to end, with zeros for parameters that have none; tell which have one."""
+    def let_go(self) -> Sequence[torch.Tensor | None]:
+        """The gradients that are held, and those that waited, which are on their way from now on."""
         grads, self.held = self.held or [None] * len(self.shells), None
-        if self.carry.is_loaded:
-            grads = self.carry.unload(grads)
-        parts, zeros, used = packing.parts, packing.padding, [grad is not None for grad in grads]
-        if not all(used):
-            zeros = zeros + [part for part, is_used in zip(parts, used, strict=True) if not is_used]
-            parts = [part for part, is_used in zip(parts, used, strict=True) if is_used]
-            grads = [grad for grad in grads if grad is not None]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if parts:
-            torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
-        if self.prescale:
-            packing.flat.mul_(self.prescale)
-        return used
+        return self.carry.unload(grads) if self.carry.is_loaded else grads
 
-    def reduce(self, packing: Packing) -> Pending:
-        """Start to sum packed gradients over the ranks of one copy: this rank's range of it."""
-        return self.domain.reduce.reduce_scatter_into(packing.own, packing.flat)
+    def cut_up(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parameters' parts of a whole range, and what is between them."""
+        cuts = whole.split_with_sizes(self._all_cuts)
+        return self._as_parameters(cuts[1::2]), [cuts[i] for i in self._gaps]
 
-    def packing_in(self, memory: torch.Tensor) -> Packing:
-        """Where gradients can be packed in `memory`, bytes."""
-        flat = memory[: self.gradient_bytes].view(self.reduce_dtype)
-        own = flat.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        cuts = flat.split_with_sizes(self._all_cuts)
-        return Packing(
-            flat=flat,
-            own=own if flat.is_cuda else torch.empty_like(own),  # NCCL alone can reduce in place
-            parts=self._as_parameters(cuts[1::2]),
-            padding=[cuts[i] for i in self._gaps],
-        )
+    @property
+    def takes_as_is(self) -> bool:
+        """Whether all there is to do with a sum is to average it, into a new gradient of the sum's dtype."""
+        is_plain = not self.carry.is_special and self.reduce_dtype == self.shard.dtype and not self.is_offloaded
+        return is_plain and (self.pieces.has_hooks or self._kept_gradient() is None)
 
     def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
         """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
@@ -126,8 +97,9 @@ class FlatGradients:
         grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
         if grad is not None:
             return grad.add_(summed, alpha=scale)
-        grad = torch.empty_like(self.shard)
-        return torch.mul(summed, scale, out=grad)
+        if summed.dtype == self.shard.dtype:
+            return summed * scale
+        return torch.mul(summed, scale, out=torch.empty_like(self.shard))
 
     def _kept_gradient(self) -> torch.Tensor | None:
         """The flat gradient that every parameter's gradient is a piece of, if it is there still.
@@ -186,4 +158,5 @@ class FlatGradients:
         return pieces
 
     def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return shard.split_with_sizes(self._cuts)[1::2]
+        sizes, pieces = self._own_parting
+        return shard.split_with_sizes(sizes)[pieces]

@@ -105,14 +105,14 @@ class Form:
 
     # -- specs --------------------------------------------------------------------------------------------------------
 
-    def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int]) -> Spec:
+    def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int] | None) -> Spec:
         """How the parameter lies, with the sizes that its unit came to.
 
         Args:
             inner: its spec where the data ranks hold a part of it each, as in tensor parallelism.
             shape: what is cut over the data ranks.
             axis: the data axis.
-            sizes: how many stored elements each data rank holds.
+            sizes: how many stored elements each data rank holds; None where ranges are as `flat` has them unsaid.
         """
         axis = axis if self.axis is None else self.axis
         base = Replicate() if inner is None else inner
@@ -121,7 +121,7 @@ class Form:
         if self.dim is None:
             return base.flat(axis, unit=self.unit, sizes=sizes)
         grain = self.grain(shape)
-        counts = tuple(size // grain for size in sizes)
+        counts = tuple(size // grain for size in sizes or ())
         dims: list[Any] = [None] * len(shape) if inner is None else list(inner.dims) or [None] * len(shape)
         dims[self.dim] = Cut(axis) if len(set(counts)) == 1 else Cut(axis, sizes=counts)
         return Spec(*dims)

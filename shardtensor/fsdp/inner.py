@@ -18,7 +18,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.domain import Domain
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import CutLayout, has_equal_parts
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import spec_of
@@ -73,8 +73,6 @@ class Inner:
                 raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
             if cut & set(axes):
                 raise _refusal(name, param, f"is cut over the data axis {axes[0]} already")
-            if any(layout.numel(rank) != layout.numel(group.rank) for rank in layout.ranks):
-                raise _uneven(name, param)
             named = _in_names(layout, param, cut_axes)
             if joint is group and isinstance(spec, Spec) and not spec.named and ... not in spec.dims:
                 named = spec
@@ -85,6 +83,11 @@ class Inner:
             "shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then "
             'fully_shard(module, mesh=mesh["dp"])',
         )
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether all ranks compute with as many elements; if not, the parameter is laid out by itself."""
+        return has_equal_parts(self.layout)
 
     def around(self, view: torch.Tensor) -> ShardedTensor:
         """The gathered part, as modules expect it."""
@@ -144,13 +147,4 @@ def _refusal(name: str, param: ShardedTensor, what: str) -> LayoutError:
         f"`{name}` {what}",
         {"spec": str(param.sharding_spec()), "its ranks": _listed(param._group)},
         "leave it out: ignored_params=[...]; or shard it by a spec such as [tp, -] over other axes",
-    )
-
-
-def _uneven(name: str, param: ShardedTensor) -> LayoutError:
-    sizes = (param._layout.numel(rank) for rank in list(param._layout.ranks)[:16])
-    return LayoutError(
-        f"the parts of `{name}` are of different sizes, and fully_shard cuts parts of one size further",
-        {"spec": str(param.sharding_spec()), "elements": ", ".join(map(str, sizes))},
-        ["cut it evenly", "leave it out: ignored_params=[...]"],
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardtensor.comm.copy_engines import Lease, lease
+from shardtensor.fsdp.convoy import form
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
@@ -51,6 +52,7 @@ def lend(units: Sequence[Unit]) -> None:
             sharers[turn % depth].append(unit)
             turn += 1
     _lend_to(sharers, units[0])
+    form(units)
 
 
 def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:

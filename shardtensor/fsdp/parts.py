@@ -125,5 +125,5 @@ class _Borrowed(torch.autograd.Function):
         flat = ctx.flat
         grads: list[torch.Tensor | None] = [None] * len(flat.shells)
         grads[ctx.number] = grad
-        flat.on_gradients(flat, grads)
+        flat.on_gradients([flat], [grads])
         return None, None, None

@@ -9,6 +9,7 @@ their places in the order, too, in case that some rank comes to them later.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 from shardtensor.comm.group import Group
 
@@ -55,9 +56,11 @@ class Passage:
                 self._gather(other)
             self._next += place
 
-    def ahead(self) -> int | None:
-        """The unit after the last one visited, if it is known."""
-        return self.order[self._next] if not self.is_learning and self._next < len(self.order) else None
+    def ahead(self, is_there: Callable[[int], bool]) -> int | None:
+        """The unit after the last one visited, if it is known; past those that are there."""
+        if self.is_learning:
+            return None
+        return next((unit for unit in islice(self.order, self._next, None) if not is_there(unit)), None)
 
     def reach(self, units: int) -> list[int]:
         """The units after the last one visited, as many, as far as they are known."""

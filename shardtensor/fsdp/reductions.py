@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
+from shardtensor.fsdp.carry import Grads
 from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.flat_gradients import Packing
+from shardtensor.fsdp.load import Load, Packing, loads_of
 from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses
@@ -23,13 +25,13 @@ _KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for 
 
 @attrs.define(eq=False)
 class _Flight:
-    """A reduction on its way: of which flat, which parameters have a gradient, where, what to wait for."""
+    """A reduction on its way: of what, which parameters of each flat have a gradient, where, what to wait for."""
 
-    flat: Flat
-    used: list[bool]
+    load: Load
+    used: list[list[bool]]
     packing: Packing
     pending: Pending | None = None
-    grad: torch.Tensor | None = None
+    grads: list[torch.Tensor | None] | None = None
 
 
 class Reductions:
@@ -40,32 +42,35 @@ class Reductions:
         self.lane = streams.lane()
         self._met: list[int] = []
         self._order: list[int] = []
-        self._expectations: dict[Hashable, dict[int, int]] = {}
+        self._expectations: dict[Hashable, _Expected] = {}
         self._suit: Hashable = None
-        self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, dict[int, int]]]] = {}
-        self._expected: list[int] = []
-        self._places: dict[int, int] = {}  # in `_expected`, by number
-        self._comes: list[bool] = []  # for each expected: whether this rank's backward brings it
-        self._passed: set[int] | None = None  # where some do not come: those that may be sent without
+        self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, _Expected]]] = {}
+        self._expected: list[Load] = []
+        self._places: dict[int, int] = {}  # in `_expected`, by number of the flat
+        self._missing: set[int] = set()  # those expected that this rank's backward does not bring
+        self._passed: set[int] = set()  # those that may be sent without
         self._nested: set[int] = set()  # that come in a backward inside of a backward
         self._landed: dict[int, torch.Tensor] | None = None
         self._next = 0
         # Whether some gradients may wait for a later backward.
         self._is_carrying = any(flat.carry.is_waiting for flat in flats)
-        self._memory_size = max((flat.gradient_bytes for flat in flats), default=0)
         self._dtypes = _dtypes_of(flats)
-        self.resize(buffers)
         for position, flat in enumerate(flats):
             flat.position, flat.on_gradients = position, self.arrived
+        self.resize(buffers)
 
     def resize(self, buffers: int) -> None:
-        """Have as many reductions on their way at a time; between two backwards."""
+        """Have as many reductions on their way at a time, of what travels together now; between two backwards."""
         self.buffers = buffers
         self._flights: list[_Flight | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
         self._memory: dict[int, torch.Tensor] = {}
-        self._packings: dict[tuple[int, int], Packing] = {}
+        self._packings: dict[tuple[int, tuple[int, ...]], Packing] = {}
         self._turn = 0
+        self._expectations = {}
+        self._known = {suit: (met, order, {}) for suit, (met, order, _) in self._known.items()}
+        self._alone = [Load([flat]) for flat in self.flats]
+        self._memory_size = max((load.size_bytes for load in [*self._alone, *loads_of(self.flats)]), default=0)
 
     def fits(self) -> bool:
         """Whether flats compute and reduce in the dtypes still that this was made for."""
@@ -103,17 +108,17 @@ class Reductions:
         """
         self.uses.check(waits=True)
         self._next = 0
-        places = self._expectations.get(scope)
-        if places is None:
+        if scope not in self._expectations:
             inside = set(self.numbers(among()))
-            expected = [i for i in self._order if i in inside and any(self.flats[i].trains)]
-            places = self._expectations[scope] = {number: place for place, number in enumerate(expected)}
-        self._places, self._expected = places, list(places)
-        self._comes = [_will_run(self.flats[number].node) for number in places]  # 60 ns each
-        self._passed = None
-        if not all(self._comes):
-            self._comes = [comes or i in self._nested for comes, i in zip(self._comes, places, strict=True)]
-            self._passed = set()
+            flats = [self.flats[i] for i in self._order if i in inside and any(self.flats[i].trains)]
+            self._expectations[scope] = _Expected.of(flats)
+        expected = self._expectations[scope]
+        self._expected, self._places = expected.loads, expected.places
+        comes = list(map(_will_run, expected.nodes()))  # 60 ns each
+        self._missing, self._passed = set(), set()
+        if not all(comes):
+            found = zip(expected.places, comes, strict=True)
+            self._missing = {number for number, is_coming in found if not is_coming} - self._nested
         self._landed = {} if self.uses.asks else None
 
     def pass_by(self, flats: Sequence[Flat]) -> None:
@@ -121,52 +126,42 @@ class Reductions:
 
         Other ranks that wait for them may be what this one waits for.
         """
-        if self._passed is not None:
+        if self._missing:
             self._passed.update(self.numbers(flats))
             self._send_those_there()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def arrived(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a flat's whole parameters, and send what is next in order and there."""
-        flat.hold(grads)
-        if not flat.syncs:
-            self._is_carrying = True
-            return
-        number = flat.position
-        place = self._places.get(number, -1)
-        if place == self._next and self._passed is None:
-            self._next += 1
-            self._send(flat)
-            if self._next < len(self._expected):
-                following = self.flats[self._expected[self._next]]
-                if following.held is not None or not following.syncs:
-                    self._send_those_there()
-            return
-        if self._passed is not None and place >= 0 and not self._comes[place]:
-            self._nested.add(number)
-        if place < self._next:
-            self._send(flat)
-        else:
-            self._send_those_there()
+    def arrived(self, flats: Sequence[Flat], grads: Sequence[Grads]) -> None:
+        """Take the gradients of whole parameters of flats that travel together, and send what is next and there."""
+        for flat, own in zip(flats, grads, strict=True):
+            flat.hold(own)
+            if not flat.syncs:
+                self._is_carrying = True
+                continue
+            place = self._places.get(flat.position, -1)
+            if place >= 0 and flat.position in self._missing:
+                self._nested.add(flat.position)
+            if place < self._next:
+                self._send(self._alone[flat.position])
+        self._send_those_there()
 
     def _send_those_there(self) -> None:
         while self._next < len(self._expected):
-            number = self._expected[self._next]
-            flat = self.flats[number]
-            if flat.held is None and flat.syncs:
-                passed = self._passed
-                if passed is None or self._comes[self._next] or number not in passed:
-                    return
+            load = self._expected[self._next]
+            if not load.are_there(self._is_without):
+                return
             self._next += 1
-            if flat.syncs:
-                self._send(flat)
+            self._send(load)
+
+    def _is_without(self, flat: Flat) -> bool:
+        """Whether this rank brings no gradients of it, and others may wait for its turn."""
+        return flat.position in self._missing and flat.position in self._passed
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
-        for number in self._expected[self._next :]:
-            if self.flats[number].syncs:
-                self._send(self.flats[number])
+        for load in self._expected[self._next :]:
+            self._send(load)
         self._next = len(self._expected)
         self._land_all()
         if self._is_carrying:
@@ -193,7 +188,7 @@ class Reductions:
         """Send what waits from earlier backwards for parameters that this one did not use."""
         for flat in self.flats:
             if flat.syncs and flat.carry.is_due:
-                self._send(flat)
+                self._send(self._alone[flat.position])
         self._land_all()
         self._is_carrying = any(flat.carry.is_waiting for flat in self.flats)
 
@@ -213,56 +208,83 @@ class Reductions:
         self.lane.join()
         self._flights = [None] * self.buffers
 
-    def _send(self, flat: Flat) -> None:
+    def _send(self, load: Load) -> None:
+        if not all([flat.syncs for flat in load.flats]):  # the same on all ranks
+            for flat in load.flats if len(load.flats) > 1 else ():
+                self._send(self._alone[flat.position])
+            return
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % self.buffers
-        packing = self._packing(flat, turn)
-        used = flat.pack(packing)
-        self.uses.pattern.append((flat.position, used))
+        packing = self._packing(load, turn)
+        used = load.pack(packing)
+        self.uses.pattern += zip(load.numbers, used, strict=True)
         if not self._streams.is_cuda:
-            self._flights[turn] = _Flight(flat, used, packing, flat.reduce(packing))
+            self._flights[turn] = _Flight(load, used, packing, load.reduce(packing))
             return
         self.lane.follow()
         with self.lane:
-            flat.reduce(packing).wait()
-            grad = flat.receive(packing.own, used)
+            load.reduce(packing).wait()
+            grads = load.receive(packing, used)
             self.lane.mark(self._events[turn])
-        self._flights[turn] = _Flight(flat, used, packing, grad=grad)
+        self._flights[turn] = _Flight(load, used, packing, grads=grads)
 
     def _land(self, turn: int) -> None:
         flight, self._flights[turn] = self._flights[turn], None
         if flight is None:
             return
-        flat = flight.flat
-        if flight.pending is None:
-            self._streams.wait(self._events[turn])
-            if flat.is_offloaded:
-                self._events[turn].synchronize()  # hooks and the optimizer read gradients on the CPU
-        else:
+        load, grads = flight.load, flight.grads
+        if flight.pending is not None:
             flight.pending.wait()
-            flight.grad = flat.receive(flight.packing.own, flight.used)
-        if flight.grad is None:
+            grads = load.receive(flight.packing, flight.used)
+        else:
+            self._streams.wait(self._events[turn])
+            if any([flat.is_offloaded for flat in load.flats]):
+                self._events[turn].synchronize()  # hooks and the optimizer read gradients on the CPU
+        assert grads is not None
+        for flat, grad, used in zip(load.flats, grads, flight.used, strict=True):
+            self._give(flat, grad, used)
+
+    def _give(self, flat: Flat, grad: torch.Tensor | None, used: list[bool]) -> None:
+        """Let the parameters of a flat have what was summed."""
+        if grad is None:
             self._is_carrying = True
             return
-        flat.attach(flight.grad, flight.used)
+        flat.attach(grad, used)
         if self._landed is not None:
-            self._landed[flat.position] = flight.grad
+            self._landed[flat.position] = grad
         if flat.pieces.has_hooks:
-            self._run_hooks(flat, flight.used)
+            self._run_hooks(flat, used)
 
     def _run_hooks(self, flat: Flat, used: list[bool]) -> None:
         flat.show_shells()  # the module's backward is done with the others
         flat.run_hooks(used)
 
-    def _packing(self, flat: Flat, turn: int) -> Packing:
-        place = (turn, flat.position)
+    def _packing(self, load: Load, turn: int) -> Packing:
+        place = (turn, load.numbers)
         if place not in self._packings:
             if turn not in self._memory:
                 device = self._streams.device
                 self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
-            self._packings[place] = flat.packing_in(self._memory[turn])
+            self._packings[place] = load.packing_in(self._memory[turn])
         return self._packings[place]
+
+
+@attrs.frozen(eq=False)
+class _Expected:
+    """What a backward brings: loads in order, and the place there of each flat by its number."""
+
+    loads: list[Load]
+    places: dict[int, int]
+
+    @classmethod
+    def of(cls, flats: Sequence[Flat]) -> _Expected:
+        loads = loads_of(flats)
+        return cls(loads, {number: place for place, load in enumerate(loads) for number in load.numbers})
+
+    def nodes(self) -> list[Any]:
+        """The autograd nodes of the flats, in the order of `places`."""
+        return [flat.node for load in self.loads for flat in load.flats]
 
 
 def _dtypes_of(flats: Sequence[Flat]) -> list[tuple[torch.dtype, torch.dtype]]:

@@ -92,9 +92,10 @@ class Schedule:
 
     def enter(self, unit: Unit) -> None:
         """Have `unit` gathered when its forward is about to begin."""
-        if _in_backward() < 0 and not self._depth:
+        if not self._depth and _in_backward() < 0:
             self._begin(unit)
-        self._visit(unit)
+        if not unit.is_at_hand:
+            self._visit(unit)
         self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
@@ -145,7 +146,6 @@ class Schedule:
         self.is_stale = False
         self._runs_far = any(ahead != 1 for unit in self.units for ahead in unit.ahead)
         self.keeps_some = any(unit.keeps_after_backward for unit in self.units)
-        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         self._orders.clear()
         self._passage = None
         kept = [(unit, [flat.whole for flat in unit.flats]) for unit in self._kept.units() if unit.is_gathered]
@@ -154,6 +154,7 @@ class Schedule:
         for unit in self.units:
             unit.settle()
         memory.lend(self.units)
+        self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         for unit in self.units:
             unit.is_gathered = False
             unit.make_swaps()
@@ -205,11 +206,11 @@ class Schedule:
             take_in(unit)
         check_place(self.units)
         if not self.reductions.fits():  # complete conversions were taken in already, when they were made
-            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
-            self.reductions.suit(self._trains)
             self._orders.clear()
             self._kept.keep_only(())
             memory.lend(self.units)
+            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
+            self.reductions.suit(self._trains)
         trains = self._who_train()
         if trains != self._trains:
             self._trains = trains
@@ -269,8 +270,6 @@ class Schedule:
         self._depth -= 1
 
     def _visit(self, unit: Unit) -> None:
-        if unit.is_gathered and unit.stays_gathered and unit.is_awaited:
-            return
         passage = self._passage
         assert passage is not None
         passage.visit(unit.index)
@@ -281,9 +280,13 @@ class Schedule:
         if self._runs_far:
             self._run_ahead(passage.reach(unit.ahead[self._is_backward]))
             return
-        ahead = passage.ahead()
+        ahead = passage.ahead(self._is_there_to_stay)
         if ahead is not None and self._is_free(self.units[ahead]):
             self._gather(ahead)
+
+    def _is_there_to_stay(self, number: int) -> bool:
+        unit = self.units[number]
+        return unit.is_gathered and unit.has_own_slot
 
     def _run_ahead(self, numbers: Sequence[int]) -> None:
         """Gather units in the order of their use, as long as that takes no memory from one of them."""
@@ -310,7 +313,6 @@ class Schedule:
             holder.is_gathered = False
             if holder is not unit:
                 holder.finish()
-        unit.slot.holder = unit
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()
@@ -334,7 +336,7 @@ class Schedule:
             self._break_off()
         if not self._is_backward:
             self._begin_backward()
-        if not unit.skips_backward:
+        if not (unit.is_at_hand or unit.skips_backward):
             self._visit(unit)
 
     def _begin_backward(self) -> None:

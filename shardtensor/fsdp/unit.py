@@ -17,9 +17,14 @@ from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, with_hook
 from shardtensor.plan.match.units import SMALL
+from shardtensor.tensor.untraced import untraced
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
+
+UNCOMPILED = (
+    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
+)
 
 
 class Unit:
@@ -69,6 +74,7 @@ class Unit:
         self.is_running, self.is_in_backward = 0, False
         self.slot: Any = None
         self._pending: list[Pending] = []
+        self._together: Sequence[Unit] = (self,)  # with which it was gathered; the event of the first tells when
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._rnns: list[nn.RNNBase] = []
 
@@ -91,6 +97,11 @@ class Unit:
         return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
 
     is_needed_in_backward = True
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it is gathered and waited for, and nothing takes that away before the end of its backward."""
+        return self.is_awaited and self.is_gathered and self.stays_gathered
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -134,11 +145,17 @@ class Unit:
 
     def gather(self, is_again: bool) -> None:
         """Start to gather, for a forward or again for its backward; in the caller's lane."""
-        if self.near is None:
-            self._pending = [flat.gather() for flat in self.flats]
+        convoy = self.flats[0].convoy if self.flats else None
+        if convoy is not None and not is_again and convoy.is_ready:
+            together, pending = convoy.units, [convoy.gather()]
+        elif self.near is None:
+            together, pending = [self], [flat.gather() for flat in self.flats]
         else:
-            self._pending = self.near.gather(is_again)
-        self.is_gathered, self.is_awaited = True, False
+            together, pending = [self], self.near.gather(is_again)
+        for unit in together:
+            unit.slot.holder = unit
+            unit._together, unit._pending = together, pending
+            unit.is_gathered, unit.is_awaited = True, False
 
     def finish(self) -> None:
         """Let a gather come to its end whose memory is taken for another one; in the caller's lane."""
@@ -156,16 +173,18 @@ class Unit:
         """Let what the caller does next find the parameters gathered."""
         self.finish()
         if self._ready is not None:
-            self.streams.wait(self._ready)
-        self.is_awaited = True
+            self.streams.wait(self._together[0]._ready)
+        for unit in self._together:
+            unit.is_awaited = True
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""
         self._pending = []
-        lane.mark(self._ready)
+        lane.mark(self._together[0]._ready)
 
     # -- forward and backward ---------------------------------------------------------------------------------------
 
+    @untraced(UNCOMPILED)
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the module's forward."""
         schedule = self.schedule
@@ -180,6 +199,7 @@ class Unit:
         self.is_running += 1
         return args, kwargs
 
+    @untraced(UNCOMPILED)
     def leave(self, output: Any) -> Any:
         """After the module's forward."""
         self._left()
@@ -191,6 +211,7 @@ class Unit:
         self.schedule.leave(self)
         return output
 
+    @untraced(UNCOMPILED)
     def abandon(self) -> None:
         """After a forward that raised."""
         self._left()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,12 +44,22 @@ def with_hook(output: Any, hook: Callable[[torch.Tensor], None]) -> Any:
     """Have `hook` called when a gradient comes to any tensor of `output`; returns it."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
-            output.register_hook(hook)
+            _register(output, hook)
         return output
 
     def watched(x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
-            x.register_hook(hook)
+            _register(x, hook)
         return x
 
     return map_tensors(watched, output)
+
+
+def _register(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """As ``x.register_hook(hook)``, a quarter of whose time is spent on this: no handle is made to remove it."""
+    if type(x) is not torch.Tensor or x._backward_hooks is not None or x.grad_fn is None:
+        x.register_hook(hook)
+        return
+    hooks: OrderedDict[Any, Any] = OrderedDict(((hook, hook),))
+    x._backward_hooks = hooks
+    x.grad_fn._register_hook_dict(x)

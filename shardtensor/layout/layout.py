@@ -299,6 +299,29 @@ class FlatLayout(Layout):
         return f"{self.inner} flat({'*'.join(map(self.axis_name, self.axes))}){self._partial_text()}"
 
 
+@lru_cache(maxsize=4096)
+def has_equal_parts(layout: Layout) -> bool:
+    """Whether all ranks of a layout hold as many elements.
+
+    Example:
+        >>> from shardtensor.layout.pieces import balanced
+        >>> cut = DimCut((0,), balanced(5, 2, 1))
+        >>> has_equal_parts(CutLayout(shape=(5, 4), ranks=range(2), grid=(2,), dims=(cut, None)))
+        False
+    """
+    if isinstance(layout, CutLayout):
+        pieces = [cut.pieces for cut in layout.dims if cut is not None]
+        if all(each.size(i) == each.size(0) for each in pieces for i in _telling(each.count)):
+            return True
+    first = layout.numel(layout.ranks[0])
+    return all(layout.numel(rank) == first for rank in layout.ranks)
+
+
+def _telling(count: int) -> range | tuple[int, ...]:
+    """The pieces of a dim that tell whether all are of one size: of very many the last ones, which are the smallest."""
+    return range(count) if count <= 4096 else (count - 2, count - 1)
+
+
 @lru_cache(maxsize=1024)
 def _boxes_by_rank(layout: ListedLayout) -> dict[int, tuple[Box, ...]]:
     """What each rank holds, so that asking for one does not search through all."""

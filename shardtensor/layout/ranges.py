@@ -3,7 +3,8 @@
 Ranges are of one size, always, so that to gather them is one collective without copies, and so is to reduce them. Where
 a boundary would fall inside a grain of a parameter, the ranges grow or padding comes between parameters, whichever
 wastes less; parameters whose grains do not go together are laid out apart (`together`), each part with ranges of its
-own. Ranges of different sizes would save the padding, but NCCL has no collective for them: it broadcasts each in turn.
+own, and so is a parameter of which ranks compute with parts of different sizes (`lay_out_alone`). Ranges of different
+sizes would save the padding, but NCCL has no collective for them: it broadcasts each in turn.
 """
 
 from __future__ import annotations
@@ -180,6 +181,19 @@ def _congruent(least: int, boundary: int, unit: int) -> int | None:
     wanted = boundary // common * pow(ALIGNMENT // common, -1, period) % period
     turn = -(-least // ALIGNMENT)
     return (turn + (wanted - turn) % period) * ALIGNMENT
+
+
+def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
+    """Lay out one parameter by itself, in the ranges that a `FlatLayout` without sizes has.
+
+    Of parts that differ in size each group of ranks has ranges of its own: a layout tells them all without numbers.
+
+    Example:
+        >>> lay_out_alone(10, 4).sizes(0), lay_out_alone(9, 4).sizes(0), lay_out_alone(9, 2, 3).sizes(0)
+        ((3, 3, 3, 1), (3, 3, 3, 0), (6, 3))
+    """
+    units = -(-length // unit)
+    return Ranges((length,), (0,), max(-(-units // ranks) * unit, 1), ranks)
 
 
 def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:

@@ -67,13 +67,15 @@ Column = tuple[Layout, Group] | None
 
 def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
     """Local tensors that belong together at every place of the lists, and what the results there are part of."""
-    layouts = [[x._layout if isinstance(x, ShardedTensor) else None for x in tensors] for tensors in lists]
+    layouts = list(map(_layouts_of, lists))
     first = layouts[0]
     if all(
-        other == first or all(y is None and not x.dim() for x, y in zip(tensors, other, strict=True))
+        other == first or all([y is None and not x.dim() for x, y in zip(tensors, other, strict=True)])
         for tensors, other in zip(lists, layouts, strict=True)
-    ) and not any(layout is not None and layout.partial for layout in first):
-        locals_ = [list(map(local_of, tensors)) for tensors in lists]
+    ) and not any([layout is not None and layout.partial for layout in first]):
+        locals_ = list(map(_locals_of, lists))
+        if in_place:
+            return locals_, []
         return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
@@ -84,6 +86,24 @@ def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list
         for tensors, x in zip(locals_, found[0], strict=True):
             tensors.append(x)
     return locals_, columns
+
+
+def _layouts_of(tensors: Any) -> list[Layout | None]:
+    if isinstance(tensors[0], ShardedTensor):
+        try:
+            return [x._layout for x in tensors]  # as they mostly are, when each need not be asked
+        except AttributeError:
+            pass
+    return [x._layout if isinstance(x, ShardedTensor) else None for x in tensors]
+
+
+def _locals_of(tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors[0], ShardedTensor):
+        try:
+            return [x._local for x in tensors]
+        except AttributeError:
+            pass
+    return list(map(local_of, tensors))
 
 
 def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:

@@ -203,17 +203,17 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
 
 
 class ParallelNorm(Flowing):
-    """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed."""
+    """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed.
+
+    That forward runs on another object with the same modules, buffers and attributes, and those parameters.
+    """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         refuse_shell(self, x)
         module: Any = self
-        place, held = module._parameters, dict(module._parameters)
-        try:
-            place.update({name: _summed(module, name) for name in held})
-            y = super().forward(moved(x, self.flow.enter), *args, **kwargs)  # type: ignore[misc]
-        finally:
-            place.update(held)
+        one: Any = object.__new__(module.flow_of)  # for the module itself cannot be changed in a graph
+        vars(one).update(vars(module), _parameters={name: _summed(module, name) for name in module._parameters})
+        y = module.flow_of.forward(one, moved(x, self.flow.enter), *args, **kwargs)
         return moved(y, self.flow.leave)
 
 

@@ -88,12 +88,17 @@ class Tie:
 
 @attrs.frozen(eq=False)
 class Dims:
-    """``dims PATTERN (out = 4096, in = 4096)``: dim names and sizes of tensors, for checks without the model."""
+    """``dims PATTERN (out = 4096, in = 4096)``: dim names and sizes of tensors, for checks without the model.
+
+    Attributes:
+        blocks: dims that are several laid end to end, ``out = (512, 128, 128)``, with the length of each.
+    """
 
     pattern: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     origin: Origin | None = None
+    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @attrs.frozen(eq=False)

@@ -57,7 +57,7 @@ def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
         raise SpecError(f"{path} is not there", fix="give the path of the model's config.json", code="E104") from None
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be read as JSON", {"why": str(error)[:200]}, code="E104") from None
-    if not isinstance(keys, dict):
+    if not isinstance(keys, dict) or not keys:
         raise SpecError(f"{path} holds no keys", fix="give the path of the model's config.json", code="E104")
     return keys, str(path)
 

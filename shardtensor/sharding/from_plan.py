@@ -82,7 +82,7 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
     targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows.modules.stated)
     lone = _where_only(module, targets, flows.modules.stated)
-    keeping = _keeping(module, resolved, modules, targets)
+    keeping = _keeping(module, resolved, modules)
     said = {"mesh": str(plan.axes.mesh)} | dict(canonical_lines(resolved)) | keeping.facts()
     counts = counts_of(module, passings, group, plan.axes.spelled)
     return Work(module, group, targets, flows, counts, hooks_of(passings), wholes, ties, keeping, lone, said=said)
@@ -162,10 +162,9 @@ def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[s
     return tuple(found)
 
 
-def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str], targets: tuple[Target, ...]) -> Keeping:
+def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str]) -> Keeping:
     axes, names = resolved.plan.axes, _names(module)
     data = tuple(axis for axis in axes.mesh.names if axis in axes.leaves(axes.data))
-    layouts = {name: target.layout for target in targets for name in target.names}
     params = dict(module.named_parameters(remove_duplicate=False))
     stored, met = [], set()
     for placed in resolved.tensors.values():
@@ -176,4 +175,4 @@ def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str], tar
         flat = axes.spelled(Spec().flat(*placed.stored.axes, unit=placed.stored.unit)).flat_part
         assert flat is not None
         stored.append((name, modules[placed.unit or ""], flat))
-    return Keeping(data, gather_units(module, stored, layouts, data))
+    return Keeping(data, gather_units(module, stored, data))

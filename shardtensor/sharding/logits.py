@@ -18,6 +18,12 @@ from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import wrap
+from shardtensor.tensor.untraced import untraced
+
+UNCOMPILED = (
+    "`use cross_entropy()` makes one ShardedTensor of the logits, which no graph takes: compile what stands before the "
+    "head, as in `model.model.compile(fullgraph=True)`"
+)
 
 
 @register_hook("cross_entropy")
@@ -32,7 +38,7 @@ def cross_entropy(site: Site) -> Use:
     along the last dim, where no other module takes such.
     """
     here = unwrapped(site.path)
-    heads = [path for path in site.flows.logits if path == here or is_below(path, here)]
+    heads = [path for path in site.flows.givers.logits if path == here or is_below(path, here)]
 
     def apply() -> list[Any]:
         return [site.modules[path].register_forward_hook(_logits(site, path)) for path in heads]
@@ -48,6 +54,7 @@ class Logits:
     spec: Spec
     classes: int
 
+    @untraced(UNCOMPILED)
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         layout = bind_named(self.spec, (*output.shape[:-1], self.classes), mesh_of(self.team))
         return wrap(output, layout, self.spec, self.team)

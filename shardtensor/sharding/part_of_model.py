@@ -37,7 +37,7 @@ def checked_flows(module: nn.Module, group: Group, targets: Sequence[Target], pa
         PlanError: flows contradict tensors or one another, or a value would reach a module that does not expect it.
     """
     flows = flows_of(_resolved(module, group, targets, passings), is_whole=False)
-    errors = [finding for finding in flows.findings if finding.severity == "error"]
+    errors = [finding for finding in flows.findings() if finding.severity == "error"]
     if errors:
         raise PlanError(text_report(folded(errors)))
     return flows

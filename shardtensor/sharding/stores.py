@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, seen_on, team_along
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.release import release
@@ -82,13 +81,12 @@ def keep_as_before(module: nn.Module) -> None:
 
 
 def gather_units(
-    root: nn.Module, stored: Iterable[tuple[str, str, Flat]], layouts: Mapping[str, Any], data: Sequence[str]
+    root: nn.Module, stored: Iterable[tuple[str, str, Flat]], data: Sequence[str]
 ) -> tuple[GatherUnit, ...]:
     """Group stored parameters by their gather unit, inner ones first.
 
     Args:
         stored: the name of each parameter, the path of its unit, and what is kept of it, in the axes of the mesh.
-        layouts: of those that are cut while computing, by name.
         data: the axes along which samples differ.
 
     Raises:
@@ -102,13 +100,6 @@ def gather_units(
                 f"the gather unit {path or 'of the root'} is stored over different axes",
                 {name: f"flat({'*'.join(flat.axes)})", "the others": f"flat({'*'.join(unit.axes)})"},
                 "store them alike, or name other modules after `by`",
-            )
-        layout = layouts.get(name)
-        if layout is not None and any(layout.numel(rank) != layout.numel(layout.ranks[0]) for rank in layout.ranks):
-            raise PlanError(
-                f"the parts of `{name}` are of different sizes, and `store` cuts parts of one size further",
-                {"elements": ", ".join(str(layout.numel(rank)) for rank in list(layout.ranks)[:16])},
-                f"cut it evenly, or `override store {name}: replicate`",
             )
         unit.grains[name] = flat.unit  # type: ignore[index]
     for unit in units.values():
@@ -148,7 +139,7 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str)
         ranks = group.mesh.ranks_along(group.rank, [group.mesh.names.index(axis) for axis in (*rest, *axes)])
     copies = _size(group, rest) if rest else 1
     grid = ((name, len(ranks)),) if copies == 1 else (("copies", copies), (name, len(ranks) // copies))
-    return team.on_mesh(Mesh(grid, ranks), {})
+    return seen_on(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 
 def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:

@@ -49,6 +49,7 @@ class SimGroup(Parted):
         self.rank = member.rank
         self.index = ranks.index(member.rank)
         self.mesh: Mesh | None = None
+        self._twin: SimGroup | None = None
 
     def _post(
         self, name: str, text: str, alike: tuple[Any, ...], brought: Any, combine: Any, check: Any = None
@@ -196,7 +197,9 @@ class SimGroup(Parted):
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
     def twin(self) -> Group:
-        return SimGroup(self.world, self.member, self.ranks, self._number + 1)
+        if self._twin is None:
+            self._twin = SimGroup(self.world, self.member, self.ranks, self._number + 1)
+        return self._twin
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)

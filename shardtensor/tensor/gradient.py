@@ -53,7 +53,7 @@ def forget(tensor: ShardedTensor) -> None:
 def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
     """The shell of the gradient before, over this one, if nobody has it any more: half the cost of a new one."""
     idle, tensor._idle_grad = tensor._idle_grad, None
-    if idle is None or idle[1:] != (tensor._layout, grad.dtype, grad.device):
+    if idle is None or idle[1] is not tensor._layout or idle[2] is not grad.dtype or idle[3] != grad.device:
         return None
     idle[0]._local = grad
     return idle[0]

@@ -26,6 +26,7 @@ from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
 from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.untraced import untraced
 
 _make_body = torch.Tensor._make_wrapper_subclass
 _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
@@ -274,6 +275,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
     # -- dispatch -----------------------------------------------------------------------------------------------------
 
     @classmethod
+    @untraced("a graph takes no ShardedTensor as an operand: compile the parts that work on plain values")
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:

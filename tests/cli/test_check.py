@@ -8,17 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from plan.configs import LLAMA_8B, LLAMA_405B
 
 import shardtensor
 from shardtensor.cli.main import main
-
-LLAMA = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16",
-}  # fmt: skip
-LARGEST = LLAMA | {
-    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-}  # fmt: skip
 
 PLAN = """\
 shard 1
@@ -67,7 +60,7 @@ values that pass for this model and world
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
+    path.write_text(json.dumps(LLAMA_8B))
     return path
 
 
@@ -157,7 +150,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize(
     ("keys", "plan_name", "world", "tensors", "limit_s"),
-    [(LLAMA, "llama", 8, 291, 0.5), (LARGEST, "llama_2d", 16384, 1137, 2)],
+    [(LLAMA_8B, "llama", 8, 291, 0.5), (LLAMA_405B, "llama_2d", 16384, 1137, 2)],
     ids=["Llama-3-8B", "Llama-3.1-405B on 16,384 ranks"],
 )
 def test_it_answers_at_once_and_without_torch(keys, plan_name, world, tensors, limit_s, tmp_path):
@@ -170,3 +163,16 @@ def test_it_answers_at_once_and_without_torch(keys, plan_name, world, tensors, l
     torch, numpy, seconds = done.stderr.split()
     assert (torch, numpy) == ("False", "False")
     assert float(seconds) < 3 * limit_s  # of the processor, all in all; benchmarks/check_speed.py measures
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "show"])
+def test_every_command_reads_a_plan_alike(command, tmp_path, monkeypatch, capsys):
+    """What it is asked about is the same plan and model, and so is what it says of a wrong one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.shard").write_text("shard 1\nparam tp = 3\nmesh (tp)\na: [tp]\ndims a (out = config.n)\n")
+    (tmp_path / "config.json").write_text('{"n": 8}')
+    args = ["wrong.shard", "--model", "config.json", "--world"]
+    assert main([command, *args, "2", "--set", "tp=2"]) == 0
+    assert main([command, *args, "3"]) != 0
+    said = "".join(capsys.readouterr())
+    assert "wrong.shard:4:4: error[E205]: 8 elements of dim `out` cannot be split evenly over tp=3" in said

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
+from plan.configs import LLAMA_8B
 from torch import nn
 
 from shardtensor.cli.main import main
@@ -76,14 +78,8 @@ def test_a_sum_that_is_made_twice_fails_at_the_line_of_the_parameter(capsys, tmp
     assert "    4 | scale: replicate\n" in text
 
 
-LLAMA = {
-    "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "vocab_size": 128256,
-}  # fmt: skip
-
-
 def check_shipped(capsys, tmp_path, *args: str) -> tuple[int, str]:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     code = main(["check", *args, "--model", str(tmp_path / "config.json"), "--numeric"])
     said = capsys.readouterr()
     return code, said.out + said.err
@@ -95,6 +91,24 @@ def test_a_large_model_on_many_ranks_runs_as_a_tiny_one_on_few(capsys, tmp_path)
     last = text.splitlines()[-1]
     assert last.startswith("every gradient is the dense one: a tiny Llama (num_attention_heads 32, ")
     assert last.endswith("on 4 ranks (dp=2, kvg=2, kvr=1) in place of 4,096 (dp=2048, kvg=2, kvr=1)")
+
+
+@pytest.mark.parametrize(
+    ("plan", "args", "ran"),
+    [
+        ("mlp", ["--world", "64"], "on 16 ranks (tp=16) in place of 64 (tp=64); tp=64 is more than is run here"),
+        (
+            "llama",
+            ["--world", "64", "--set", "tp=32"],
+            "on 32 ranks (dp=2, kvg=8, kvr=2) in place of 64 (dp=2, kvg=8, kvr=4); kvr=4 is more than is run here",
+        ),
+    ],
+)
+def test_axes_that_do_not_run_as_they_are_are_told(capsys, tmp_path, plan, args, ran):
+    """Cuts over more ranks than are run are not what was looked at; of ranks with other samples two are enough."""
+    code, text = check_shipped(capsys, tmp_path, plan, *args)
+    assert code == 0
+    assert text.splitlines()[-1].endswith(ran)
 
 
 def test_json_tells_what_ran(capsys, tmp_path):

@@ -7,21 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from plan.configs import LLAMA_405B, SMALL
 
 from shardtensor.cli.main import main
 from shardtensor.cli.plan_tables import say_seconds
 from shardtensor.cost.profile import read_profile
-
-pytest.importorskip("shardtensor.plan.traffic.collectives")
-
-SMALL = {
-    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "torch_dtype": "bfloat16",
-}  # fmt: skip
-LLAMA_405B = {
-    "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-    "num_attention_heads": 128, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 @pytest.fixture

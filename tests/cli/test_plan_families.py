@@ -46,6 +46,30 @@ def test_a_plan_without_flows_has_its_bytes(capsys, tmp_path):
     found = json.loads(told(capsys, str(path), "--world", "4", "--format", "json"))
     assert found["memory"]["most"]["parameters"] == 2 * 8 * 8 * 4 // 4
     assert "bytes of a rank" in told(capsys, str(path), "--world", "4")
+    assert [row["where"] for row in found["collectives"]] == ["fc.down", "fc.up"]
+
+
+def test_what_cannot_be_counted_is_named(capsys, tmp_path):
+    path = tmp_path / "one.shard"
+    path.write_text(WITHOUT_FLOWS.replace("fc.down.weight: [-, tp]", "fc.down.weight: replicate  # or\nfc.other: [tp]"))
+    path.write_text(path.read_text() + "dims fc.other (many = 8)\n")
+    text = told(capsys, str(path), "--world", "4")
+    found = json.loads(told(capsys, str(path), "--world", "4", "--format", "json"))
+    assert [each["where"] for each in found["uncounted"]] == ["fc"]
+    assert "not counted  fc: it is cut, and operators of its own code compute with that" in text
+
+
+def test_what_depends_on_the_router_says_so(capsys):
+    args = ["mixtral", "--model", str(config_path("mixtral-8x7b")), "--world", "8"]
+    found = json.loads(told(capsys, *args, "--format", "json", "--set", "published=true"))
+    routed = {(row["where"], row["kind"]) for row in found["collectives"] if "router" in row["why"]}
+    block = "model.layers.*.block_sparse_moe"
+    assert routed == {
+        (block, "all_to_all"),
+        (f"{block}.experts.*.w2", "all_reduce"),
+        (f"{block}.experts.*", "all_reduce"),
+    }
+    assert not found["uncounted"]
 
 
 def test_all_meshes_of_a_search_do_the_same_work(capsys):

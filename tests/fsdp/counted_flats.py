@@ -15,7 +15,7 @@ from shardtensor.fsdp.unit import units_in
 
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count what a model's flats send: gathers from all ranks, reductions, and sums over copies."""
+    """Count a model's flats that are sent: gathered from all ranks, reduced, and summed over copies."""
     counts: Counter[str] = Counter()
     flats: list[Flat] = [flat for _, unit in units_in(model) for flat in unit.flats]
 
@@ -35,12 +35,12 @@ def counted(model: nn.Module) -> Iterator[Counter[str]]:
         return call
 
     for flat in flats:
-        flat.gather, flat.reduce = told("gather", flat.gather), told("reduce", flat.reduce)
+        flat.present_range, flat.let_go = told("gather", flat.present_range), told("reduce", flat.let_go)
         if flat.carry.replicate is not None:
             flat.carry.finish = told_of_sum(flat.carry.finish)
     try:
         yield counts
     finally:
         for flat in flats:
-            del flat.gather, flat.reduce
+            del flat.present_range, flat.let_go
             vars(flat.carry).pop("finish", None)

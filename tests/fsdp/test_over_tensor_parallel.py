@@ -79,6 +79,40 @@ def test_column_then_row(world, plan, dp, tp):
     world(train_mlp, dp * tp, plan=plan, dp=dp, tp=tp, norm=plan is PLAIN)
 
 
+UNEQUAL = {
+    "one": ({"3.weight": "[tp balanced, -]"}, None),
+    "all": ({"0.weight": "[tp sizes(5, 3), -]", "0.bias": "[tp sizes(5, 3)]", "3.weight": "[-, tp sizes(5, 3)]"}, None),
+    "some ranks have none": ({"0.weight": "[tp sizes(8, 0), -]", "3.weight": "[tp sizes(0, 3), -]"}, None),
+    "rows": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "flat(dp, unit=row)"),
+    "another dim": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "dim"),
+    "another dim, and none of it": ({"0.weight": "[tp sizes(8, 0), -]", "3.weight": "[-, tp sizes(0, 8)]"}, "dim"),
+    "one rank's": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "only(dp, {})"),
+}
+
+
+def train_unequal(name, dp, tp):
+    plan, form = UNEQUAL[name]
+    form = form and form.format(dp - 1)
+
+    def forms(param):
+        cut = isinstance(param, st.ShardedTensor) and param._layout.cut_dims
+        return Shard(1 - cut[0]) if form == "dim" and cut and param.dim() == 2 else None if form == "dim" else form
+
+    return train_mlp(plan, dp, tp, forms=forms if form else None)
+
+
+@sim
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 2), (3, 2)])
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_parts_of_different_sizes(world, name, dp, tp):
+    world(train_unequal, dp * tp, name=name, dp=dp, tp=tp)
+
+
+def test_parts_of_different_sizes_in_real_processes(world):
+    found = world(train_unequal, 4, name="all", dp=2, tp=2)
+    assert found[0][:2] == ["[tp sizes(5, 3), -] flat(dp)", "[tp sizes(5, 3)] flat(dp)"]
+
+
 @sim
 def test_specs_name_both_axes(world):
     found = world(train_mlp, 4, plan=FLOWS, dp=2, tp=2, norm=False)
@@ -208,7 +242,6 @@ def refused(plan, axis, text, make=mlp):
     ("plan", "axis", "text"),
     [
         ({"0.weight": "[tp, -]"}, "tp", "`0.weight` is cut over the data axis tp already"),
-        ({"3.weight": "[tp balanced, -]"}, "dp", "the parts of `3.weight` are of different sizes"),
         ({"0.weight": "flat(tp)"}, "dp", "cannot be cut further"),
         ({"0.weight": 'chunk(0, ["rank:0/cpu", "rank:1/cpu"])'}, "dp", "not sharded over all of its mesh"),
     ],

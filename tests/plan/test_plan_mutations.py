@@ -297,10 +297,20 @@ MUTATIONS = {
     ),
     "two rules disagree": Mutation(GATE, "*_proj: colwise(tp)", "E302", ""),
     "a rule is missing": Mutation(GATE, "gate_proj: colwise(tp)", "E301", ""),
-    # -- what text does not say
     "fused blocks are cut as one": Mutation(
-        "colwise(tp, unit=hd, blocks=3)", "colwise(tp, unit=hd)", NUMERIC, "", "gpt2", "gpt2", 4
+        "colwise(tp, unit=hd, blocks=3)", "colwise(tp, unit=hd)", "E206", "c_attn: colwise(tp, unit=hd)", **GPT2
     ),
+    "the bias of fused blocks is cut as one": Mutation(
+        "c_attn: colwise(tp, unit=hd, blocks=3)",
+        column("c_attn", "tp blocks(3)", bias="[out: tp]"),
+        "E206",
+        "bias: [out: tp]",
+        **GPT2,
+    ),
+    "gate and up of experts are cut as one": Mutation(
+        "[ep, tp blocks(2), -]", "[ep, tp, -]", "E206", "[ep, tp, -]", **MIXTRAL
+    ),
+    # -- what text does not say
     "the second input is not named": Mutation(
         "in key_value_states: replicate", "# no second input", NUMERIC, "", "t5", "t5-small", 4
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtensor.errors import SpecError
+from shardtensor.plan.loading import read_config
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.spec.diagnostics import Source
@@ -316,6 +317,23 @@ def test_all_faults_are_found_at_once_and_what_follows_from_one_is_not_told():
     assert [(finding.code, finding.origin.line) for finding in caught.value.findings if finding.code[0] == "E"] == [
         ("E104", 7), ("E102", 31), ("E201", END + 1),
     ]  # fmt: skip
+
+
+def test_without_a_config_what_to_give_is_said_and_not_only_a_default(tmp_path):
+    """Whoever forgot the option is told of it, however many keys are missing."""
+    for text in (TEXT, "shard 1\nmesh (tp = config.a.b)\n"):
+        with pytest.raises(SpecError) as caught:
+            read_plan(Source(text), world=8)
+        missing = [finding for finding in caught.value.findings if finding.code == "E104"]
+        assert missing
+        for finding in missing:
+            key = finding.origin.text.split(".")[1]
+            assert finding.fault == f"no config was given, and the plan takes `{key}` from it"
+            assert "--model config.json" in finding.fix and "config=" in finding.fix
+    assert read_plan(Source("shard 1\nmesh (tp = config.a.b ?? 2)\n"), world=2).axes.size("tp") == 2, "defaults hold"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SpecError, match="holds no keys"):
+        read_config(tmp_path)
 
 
 def test_a_file_that_cannot_be_read_is_the_only_fault(tmp_path):

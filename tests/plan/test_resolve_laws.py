@@ -98,6 +98,9 @@ def test_experts_are_dealt_in_order():
     line = Line("layers.0.experts.<dp>", value=parse_spec("[tp, -]"))
     found = resolve(Plan(AXES, (line, Line("**", value=Replicate(), is_optional=True))), MODEL)
     assert [f.code for f in found.errors] == ["E302"] * 4
+    whole = (Line("**", value=Replicate()), Line("layers.0.experts.<dp>", value=Replicate()))
+    for lines in (whole, whole[::-1]):  # one says where experts live, the other that they live everywhere
+        assert {f.code for f in resolve(Plan(AXES, lines), MODEL).errors} == {"E302"}
     found = resolve(Plan(AXES, (attrs.evolve(line, is_override=True), Line("**", value=Replicate()))), MODEL)
     assert not found.errors
     specs = [str(found.tensors[f"layers.0.experts.{e}.w.weight"].spec) for e in range(4)]

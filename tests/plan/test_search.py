@@ -6,6 +6,7 @@ import time
 from itertools import product
 
 import pytest
+from configs import LLAMA_8B, SMALL, SMALL_MIXTRAL
 
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError, SpecError
@@ -16,21 +17,7 @@ from shardtensor.plan.outlook.search import candidates, passing_values, readable
 from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
 from shardtensor.plan.text.reading import read_plan
 
-pytest.importorskip("shardtensor.plan.traffic.collectives")
-
 H100 = read_profile("h100")
-SMALL = {
-    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "torch_dtype": "bfloat16",
-}  # fmt: skip
-LLAMA_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
-MIXTRAL = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
 
 
 def model_of(plan, config, world):
@@ -65,7 +52,7 @@ def by_hand(plan, config, world, names, batch, memory_bytes):
         ("llama", SMALL, 12, ("tp", "sp"), 3 << 20),
         ("llama_2d", SMALL, 12, ("tp", "sp"), 5 << 20),
         ("fsdp", SMALL, 12, ("copies",), 1 << 40),
-        ("mixtral", MIXTRAL, 8, ("tp", "ep"), 1 << 40),
+        ("mixtral", SMALL_MIXTRAL, 8, ("tp", "ep"), 1 << 40),
         ("shard 1\nparam tp = world\nmesh (tp)\n**: replicate\n", SMALL, 2, ("tp",), 1 << 40),
     ],
 )
@@ -102,7 +89,7 @@ def test_values_that_are_given_stay():
         candidates("llama", config=SMALL, world=12, params={"tp": 3})
 
 
-@pytest.mark.parametrize(("plan", "config", "world"), [("llama", SMALL, 12), ("mixtral", MIXTRAL, 8)])
+@pytest.mark.parametrize(("plan", "config", "world"), [("llama", SMALL, 12), ("mixtral", SMALL_MIXTRAL, 8)])
 def test_values_that_pass_are_those_without_an_error(plan, config, world):
     model = model_of(plan, config, world)
     for name, values in passing_values(plan, model, config=config, world=world).items():

@@ -29,7 +29,6 @@ OF_PLANS = {name: each for name, each in MUTATIONS.items() if each.code in (NUME
 """Of which reading tells nothing."""
 
 AT = {
-    "fused blocks are cut as one": "c_attn: colwise(tp, unit=hd)",
     "the second input is not named": "in:                  replicate",
     "the first layer deals nothing out": "embed_tokens: vocab_embedding(",
     "an attribute that counts heads is not said": "local all_head_size:",

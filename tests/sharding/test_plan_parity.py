@@ -105,6 +105,40 @@ MORE: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
+STORED = """shard 1
+let hd = config.n_embd / config.n_head
+mesh (dp = 2, tp = 2)
+data dp
+embed.weight: [tp sizes(5, 3), -]
+h.* {
+    attn {
+        in: replicate
+        {q,k,v} {
+            weight: [tp unit(hd) balanced, -]
+            out: [..., tp unit(hd) balanced]
+        }
+        o {
+            weight: [-, tp unit(hd) balanced]
+            in:  [..., tp unit(hd) balanced]
+            out: partial(tp) -> replicate
+        }
+    }
+    mlp.up.weight:   [tp sizes(18, 0), -]
+    mlp.down.weight: [-, tp sizes(18, 0)]
+    gate.weight:     replicate
+}
+{big,odd}.weight: replicate
+store **: flat(dp) by h.*
+"""
+"""Heads of no equal number for two ranks, one of which has nothing of the MLP."""
+
+
+@both
+@pytest.mark.parametrize("text", [STORED, STORED.replace("flat(dp)", "flat(dp, unit=row)")], ids=["anywhere", "rows"])
+def test_parts_of_different_sizes_are_stored(world, text):
+    world(trains, 4, plan=text, family="uneven", params={})
+
+
 @both
 @pytest.mark.parametrize(("plan", "family", "size", "params"), CASES, ids=lambda value: str(value).replace(" ", ""))
 def test_a_plan_gives_the_dense_results(world, plan, family, size, params):

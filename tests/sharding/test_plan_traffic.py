@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import Decoder
+from test_plan_parity import STORED
 from torch import nn
 
 import shardtensor as st
@@ -21,8 +22,10 @@ from shardtensor.mesh import read_mesh
 from shardtensor.plan.flows.gradients import check_flows
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.traffic.collectives import step_collectives
+from shardtensor.plan.traffic.collectives import step_collectives, uncounted
+from shardtensor.sharding import expert_dispatch
 from shardtensor.sharding.model_info import model_info
+from shardtensor.sharding.tiny import mixtral
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState
 
@@ -149,6 +152,7 @@ SHIPPED = {
     "fsdp": (4, "llama", "fsdp", {}, (2, 4)),
     "hsdp": (4, "llama", "fsdp", {"copies": 2}, (2, 4)),
     "fsdp in grains": (4, "llama", "fsdp", {"grain": 8}, (2, 4)),
+    "stored parts of different sizes": (4, "uneven", STORED, {}, (2, 4)),
 }
 
 
@@ -187,6 +191,9 @@ def test_every_call_of_a_shipped_plan_is_listed(name):
     assert Counter(said) == Counter(ran)
 
 
+EXPERTS = ["mixtral", "mixtral_stacked"]
+
+
 @pytest.mark.parametrize("params", [{"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}])
 def test_experts_send_what_is_listed_but_for_whom_tokens_choose(params):
     plan = family_plans.plan_for("mixtral", "mixtral_stacked", 4, **params)
@@ -203,6 +210,37 @@ def test_experts_send_what_is_listed_but_for_whom_tokens_choose(params):
     assert chosen(said) == chosen(ran) and fixed(said) == fixed(ran)
 
 
+OWN_CODE = [
+    *[("all_reduce", 4, 48, 48)] * 2,  # what h.*.gate gives is averaged over its columns
+    ("all_to_all", 4, 80, 80),  # odd takes four columns of what big gives; its weight lies otherwise
+    ("all_to_all", 4, 0, 0),
+    ("all_reduce", 2, 320, 320),
+]
+"""What operators of the model's own code send of `uneven`, on ShardedTensors."""
+
+
+def _uneven():
+    plan = family_plans.plan_for("uneven", "uneven", 4)
+    return plan, resolve(plan, model_info(family_plans.FAMILIES["uneven"].make()))
+
+
+def test_sharded_tensors_send_what_is_listed_and_where_it_is_not_known_that_is_said():
+    plan, resolved = _uneven()
+    ran = Counter(noted(4, lambda: _stepping(plan, "uneven", 2)))
+    said = Counter(calls_of(step_collectives(resolved, batch=2, seq=4, dtype="float32")))
+    assert [each.where for each in uncounted(resolved)] == ["big", "odd", "h.*.gate"]
+    assert said == ran - Counter(OWN_CODE) and not said - ran
+
+
+def test_of_other_shipped_plans_all_is_known():
+    for world, family, spec, params, _ in [
+        *SHIPPED.values(),
+        *((4, each, "mixtral", {"ep": 2}, ()) for each in EXPERTS),
+    ]:
+        plan = family_plans.plan_for(spec, family, world, **params)
+        assert not uncounted(resolve(plan, model_info(family_plans.FAMILIES[family].make()))), spec
+
+
 def _elements(size: int, sent: torch.Tensor) -> dict[str, tuple[float, float]]:
     """What a rank sends and receives, in elements, of a collective that is given `sent`."""
     own, all_but = sent.numel() / size, (size - 1) / size * sent.numel()
@@ -217,6 +255,15 @@ def _elements(size: int, sent: torch.Tensor) -> dict[str, tuple[float, float]]:
 def handed_over() -> Iterator[list[tuple[str, int, int, int]]]:
     """Note every collective that this process hands to torch.distributed."""
     calls: list[tuple[str, int, int, int]] = []
+
+    def exchanging(call):
+        def noted(process_group, flat, came, sent, *args):
+            own, item = dist.get_rank(process_group), flat.element_size()
+            moved = (sum(counts) - counts[own] for counts in (sent, came))
+            calls.append(("all_to_all", dist.get_world_size(process_group), *(each * item for each in moved)))
+            return call(process_group, flat, came, sent, *args)
+
+        return noted
 
     def noting(kind, call, place):
         def noted(process_group, *args, **kwargs):
@@ -235,6 +282,7 @@ def handed_over() -> Iterator[list[tuple[str, int, int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, (kind, place) in ways.items():
             patch.setattr(primitives, name, noting(kind, getattr(primitives, name), place))
+        patch.setattr(primitives, "all_to_all", exchanging(primitives.all_to_all))
         yield calls
 
 
@@ -254,6 +302,53 @@ def _on_gloo(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_is_listed_is_what_processes_hand_over(world, name):
     world(_on_gloo, SHIPPED[name][0], name=name)
+
+
+def _in_turn(scores: torch.Tensor, top_k: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts, which take turns, so that all get as many tokens; and their weights."""
+    ids = torch.arange(scores.shape[0] * top_k).view(-1, top_k) % scores.shape[1]
+    return ids, scores.softmax(-1).gather(1, ids)
+
+
+def _experts_on_gloo(family: str, params: dict[str, int]) -> None:
+    plan = family_plans.plan_for("mixtral", family, 4, **params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixtral, "routed", _in_turn)
+        patch.setattr(expert_dispatch, "chosen", _in_turn)
+        step = _stepping(plan, family, 2)
+        step()
+        with handed_over() as ran:
+            step()
+    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
+    said = step_collectives(resolved, batch=2, seq=4, dtype="float32", rank=dist.get_rank())
+    assert any(kind == "all_to_all" for kind, *_ in ran)
+    assert Counter(calls_of(said)) == Counter(ran)
+
+
+def _uneven_on_gloo() -> None:
+    plan, resolved = _uneven()
+    step = _stepping(plan, "uneven", 2)
+    step()
+    with handed_over() as ran:
+        step()
+    said = Counter(calls_of(step_collectives(resolved, batch=2, seq=4, dtype="float32", rank=dist.get_rank())))
+    more = Counter(ran) - said
+    assert not said - Counter(ran)
+    assert Counter((kind, size) for kind, size, *_ in more.elements()) == Counter(
+        (kind, size) for kind, size, *_ in OWN_CODE
+    )
+
+
+@pytest.mark.worlds("gloo")
+def test_sharded_tensors_of_processes_send_what_is_listed(world):
+    world(_uneven_on_gloo, 4)
+
+
+@pytest.mark.worlds("gloo")
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("params", [{"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}, {"tp": 1, "ep": 4}])
+def test_experts_that_are_chosen_evenly_send_what_is_listed(world, family, params):
+    world(_experts_on_gloo, 4, family=family, params=params)
 
 
 class Stack(nn.Module):

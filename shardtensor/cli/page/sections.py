@@ -164,12 +164,13 @@ def _segment(left: float, width: float, top: float, kind: str, word: str, said: 
 def collectives(resolved: Resolved, seq: int = 4096) -> Markup | str:
     """The collectives of a training step; nothing where they cannot be told."""
     try:
-        from shardtensor.plan.traffic.collectives import step_collectives
+        from shardtensor.plan.traffic.collectives import step_collectives, uncounted
     except ImportError:
         return ""
     dtype = next((p.tensor.dtype for p in resolved.tensors.values() if not p.tensor.is_buffer), "float32")
     found = step_collectives(resolved, batch=1, seq=seq, dtype=dtype)
-    if not found:
+    unknown = [el("p", f"Not counted: {each}.", class_="note") for each in uncounted(resolved)]
+    if not found and not unknown:
         return _section(
             "collectives", "Collectives of a step", el("p", "None: no rank waits for another.", class_="note")
         )
@@ -186,6 +187,7 @@ def collectives(resolved: Resolved, seq: int = 4096) -> Markup | str:
         "Collectives of a step",
         el("p", f"For each data rank one sample of {seq:,} tokens in {dtype}.", class_="note"),
         el("div", el("table", el("thead", head), el("tbody", *rows), class_="list"), class_="scroll"),
+        *unknown,
     )
 
 

@@ -18,7 +18,7 @@ def check_plan(resolved: Resolved, flows: Flows | None = None) -> tuple[Finding,
     """
     findings = resolved.findings
     if not resolved.errors:
-        findings = (*findings, *(flows.findings if flows is not None else check_flows(resolved)))
+        findings = (*findings, *(flows.findings() if flows is not None else check_flows(resolved)))
     if not any(finding.severity == "error" for finding in findings):
         findings = (*findings, *imbalances(resolved))
     return findings

@@ -14,6 +14,11 @@ def statement(origin: Origin | None, other: object = None) -> object:
     return (origin.source.file, origin.span) if origin is not None else id(other)
 
 
+def origin_of(line: Line | None) -> Origin | None:
+    """Where a line says what it says; None without a line, or where no text says it."""
+    return line.origin if line is not None else None
+
+
 def pattern_place(line: Line) -> Origin | None:
     """Where the pattern of a rule stands, or what it says where the pattern is not known."""
     return line.pattern_origin or line.origin

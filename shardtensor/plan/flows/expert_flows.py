@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, partial_axes
 from shardtensor.plan.flows.modules import Modules, Names, Stated
 from shardtensor.plan.line import Line
@@ -115,5 +114,5 @@ def _nobody_sends(path: str, name: str, placed: Placed, axes: list[str], modules
 
 
 def _told(code: str, fault: str, line: Line | None, why: str, fix: str, path: str) -> Finding:
-    origin: Origin | None = line.origin if line is not None else None
+    origin = origin_of(line)
     return Finding(code, fault, origin, why, fix, style_note(origin, "flow"), path)

@@ -7,8 +7,9 @@ is equal on all ranks that hold copies of the value; where nothing is said it fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from types import EllipsisType
+from types import EllipsisType, MappingProxyType
 from typing import Literal
 
 import attrs
@@ -20,7 +21,7 @@ from shardtensor.spec.parse import as_spec
 Axes = tuple[str, ...]
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Flow:
     """A value on its way through one side of a module.
 
@@ -92,7 +93,8 @@ def _value_layout(text: Spec | str) -> Spec:
     return spec
 
 
-def cuts(spec: Spec) -> dict[int, Cut]:
+@lru_cache(maxsize=4096)
+def cuts(spec: Spec) -> Mapping[int, Cut]:
     """What is cut of a value: dims before ``...`` counted from the front, those after it from the end.
 
     Example:
@@ -100,11 +102,12 @@ def cuts(spec: Spec) -> dict[int, Cut]:
         [0, -1]
     """
     middle = spec.dims.index(...) if ... in spec.dims else len(spec.dims)
-    return {
+    found = {
         i if i < middle else i - len(spec.dims): dim
         for i, dim in enumerate(spec.dims)
         if not isinstance(dim, EllipsisType | None)
     }
+    return MappingProxyType(found)
 
 
 @lru_cache(maxsize=4096)

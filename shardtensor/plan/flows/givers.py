@@ -9,10 +9,11 @@ take what the attention leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork, natural
 from shardtensor.plan.flows.meetings import Meetings
@@ -30,43 +31,32 @@ class Givers:
 
     Args:
         works: what known layers do that have flows.
-        broken: layers that contradict themselves: they may take what they say, or what their weight wants.
         is_whole: modules of which nothing is said give whole values, and all that is given is taken in the model.
-
-    Attributes:
-        to_hooks: modules whose cut result no module takes, but a hook may; and what is wrong if none does.
     """
 
     def __init__(
-        self,
-        modules: Modules,
-        meetings: Meetings,
-        works: Mapping[str, LayerWork],
-        broken: frozenset[str] = frozenset(),
-        is_whole: bool = True,
+        self, modules: Modules, meetings: Meetings, works: Mapping[str, LayerWork], is_whole: bool = True
     ) -> None:
-        self._modules, self._meetings, self._broken, self._is_whole = modules, meetings, broken, is_whole
+        self._modules, self._meetings, self._is_whole = modules, meetings, is_whole
+        self._broken = meetings.broken
         self._outs = {path: dict(stated.outs) for path, stated in modules.stated.items()}
         for path, work in works.items():  # what it leaves also where that is not said
             self._outs[path].setdefault("", work.leaves)
-        self._takes_addends, self._gives_addends = Index(modules.places), Index(modules.places)
-        takes: list[tuple[str, Parts]] = []
-        gives: list[tuple[str, Parts]] = []
+        self._known: dict[Spec, Parts] = {}
+        self._hooked = {
+            path: [hook.name for hook, _ in stated.passing.uses]
+            for path, stated in modules.stated.items() if stated.passing.uses
+        }  # fmt: skip
         self._heads = self._heads_of_losses()
-        for path, stated in modules.stated.items():
-            gives += [(path, self._parts(flow.after)) for flow in self._outs[path].values()]
-            takes += [(path, self._parts(flow.before)) for flow in stated.ins.values()]
-            for flow in stated.outs.values():
-                self._gives_addends.add(path, addends_in(flow.after))
-            for flow in stated.ins.values():
-                self._takes_addends.add(path, addends_in(flow.before))
-        for path, layer in modules.layers.items():
-            if layer.kind.name == "linear" and (not layer.stated.ins or path in broken):
-                takes.append((path, features(layer.cut("weight", "in"))))
-        self._gives_anywhere, self._takes, self._gives = self._near(takes, gives)
-        self._from_outside = self._entering(takes, gives)
-        self._escaped = list(self._escapes())
-        self.to_hooks = {path: self._told(path, name) for path, name, is_hooked in self._escaped if is_hooked}
+
+    @cached_property
+    def _escaped(self) -> list[tuple[str, str, bool]]:
+        return list(self._escapes(self._outs))
+
+    @cached_property
+    def to_hooks(self) -> Mapping[str, Finding]:
+        """Modules whose cut result no module takes, but a hook may; and what is wrong if none does."""
+        return {path: self._told(path, name) for path, name, is_hooked in self._escaped if is_hooked}
 
     def findings(self) -> Iterator[Finding]:
         """E403 and E404."""
@@ -83,37 +73,73 @@ class Givers:
     def _parts(self, spec: Spec) -> Parts:
         """How a value is cut. A view may turn features into heads: so a part of any dim is one of features, but for
         those dims along which some module deals values out."""
-        last = last_cut(spec)
-        return frozenset(
-            (axis, f"tokens {dim}" if cut != last and (axis, dim) in self._meetings.dealt else "features")
-            for dim, cut in cuts(spec).items()
-            for axis in cut.axes
-        )
+        if spec not in self._known:
+            last = last_cut(spec)
+            self._known[spec] = frozenset(
+                (axis, f"tokens {dim}" if cut != last and (axis, dim) in self._meetings.dealt else "features")
+                for dim, cut in cuts(spec).items()
+                for axis in cut.axes
+            )
+        return self._known[spec]
 
-    def _near(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> tuple[Index, ...]:
-        """Who gives parts, known anywhere; who takes them and who gives them, known as far as these come from or go."""
-        places = self._modules.places
-        every_taker, every_giver, takers, givers = (Index(places) for _ in range(4))
-        for index, found in ((every_taker, takes), (every_giver, gives)):
-            for path, parts in found:
-                index.add(path, parts)
-        for path, parts in takes:
-            takers.add(path, parts, self._scope(path, parts, every_giver, is_taker=True))
-        for path, parts in gives:
-            givers.add(path, parts, self._scope(path, parts, every_taker, is_taker=False))
-        return every_giver, takers, givers
+    @cached_property
+    def _all_takes(self) -> list[tuple[str, Parts]]:
+        stated, layers = self._modules.stated.items(), self._modules.layers.items()
+        takes = [(path, self._parts(flow.before)) for path, each in stated for flow in each.ins.values()]
+        return takes + [
+            (path, features(layer.cut("weight", "in")))
+            for path, layer in layers
+            if layer.kind.name == "linear" and (not layer.stated.ins or path in self._broken)
+        ]  # one that contradicts itself may take what it says, or what its weight wants
 
-    def _entering(self, takes: Sequence[tuple[str, Parts]], gives: Sequence[tuple[str, Parts]]) -> Parts:
+    @cached_property
+    def _all_gives(self) -> list[tuple[str, Parts]]:
+        return [(path, self._parts(flow.after)) for path, outs in self._outs.items() for flow in outs.values()]
+
+    @cached_property
+    def _from_outside(self) -> Parts:
         """Parts of tokens that come from outside of a part of a model, for a module takes them before any gives such:
         they may leave it, too."""
         places = self._modules.places
         first: dict[tuple[str, str], tuple[int, bool]] = {}
-        for is_given, found in ((False, takes), (True, gives)):
+        for is_given, found in ((False, self._all_takes), (True, self._all_gives)):
             for path, parts in found if not self._is_whole else ():
                 for part in parts:
                     here = places.get(path, 0), is_given
                     first[part] = min(first.get(part, here), here)
         return frozenset(part for part, (_, is_given) in first.items() if part[1] != "features" and not is_given)
+
+    @cached_property
+    def _gives_anywhere(self) -> Index:
+        return Index(self._modules.places, self._all_gives)
+
+    @cached_property
+    def _takes(self) -> Index:
+        """Who takes parts, known as far as these come from."""
+        index, givers = Index(self._modules.places), self._gives_anywhere
+        for path, parts in self._all_takes:
+            index.add(path, parts, self._scope(path, parts, givers, is_taker=True))
+        return index
+
+    @cached_property
+    def _gives(self) -> Index:
+        """Who gives parts, known as far as these go."""
+        index, takers = Index(self._modules.places), Index(self._modules.places, self._all_takes)
+        for path, parts in self._all_gives:
+            index.add(path, parts, self._scope(path, parts, takers, is_taker=False))
+        return index
+
+    @cached_property
+    def _takes_addends(self) -> Index:
+        stated = self._modules.stated.items()
+        found = [(path, addends_in(flow.before)) for path, each in stated for flow in each.ins.values()]
+        return Index(self._modules.places, found)
+
+    @cached_property
+    def _gives_addends(self) -> Index:
+        stated = self._modules.stated.items()
+        found = [(path, addends_in(flow.after)) for path, each in stated for flow in each.outs.values()]
+        return Index(self._modules.places, found)
 
     def _scope(self, path: str, parts: Parts, others: Index, is_taker: bool) -> str:
         """The module in which parts of features come or go; the root where that is not known, and for tokens."""
@@ -128,17 +154,17 @@ class Givers:
 
     # -- what is given and not taken ----------------------------------------------------------------------------------
 
-    def _escapes(self) -> Iterator[tuple[str, str, bool]]:
+    def _escapes(self, paths: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
         """The results that leave in parts or as addends and reach no module; and whether a hook takes them."""
-        for path, outs in self._outs.items():
-            for name, flow in outs.items() if path else ():
+        for path in paths:
+            for name, flow in self._outs[path].items() if path else ():
                 cut, addends = self._parts(flow.after), addends_in(flow.after)
                 if not (cut or addends):
                     continue
-                own = [name for name in self._hooks(path, flow) if name not in _MAKERS]
-                is_taken, is_hooked = False, any(name != "cross_entropy" or path in self._heads for name in own)
-                block, after = block_of(path), -1
+                own = [hook for hook in self._hooks(path, flow) if hook not in _MAKERS]
+                is_taken, is_hooked = False, any(hook != "cross_entropy" or path in self._heads for hook in own)
                 is_through = cut <= self._from_outside
+                block, after = block_of(path), -1
                 for above in around(path):
                     if not (is_through or above == block or is_below(above, block)):
                         after = self._modules.places.get(path, -1)  # layers before it do not hear of it
@@ -164,39 +190,42 @@ class Givers:
 
     def _hooks(self, above: str, flow: Flow) -> list[str]:
         """The hooks of a module that may take a value: any but that of a loss, which takes logits cut by classes."""
-        stated = self._modules.stated.get(above)
-        hooks = [hook.name for hook, _ in stated.passing.uses] if stated is not None else []
-        is_logits = set(cuts(flow.after)) == {-1} and not partial_axes(flow.after)
-        return [name for name in hooks if name != "cross_entropy" or is_logits]
+        hooks = self._hooked.get(above, ())
+        return [name for name in hooks if name != "cross_entropy" or _is_logits(flow)]
 
     def _heads_of_losses(self) -> frozenset[str]:
         """The linear layers whose logits a loss may take: with its hook, or else in a module that has it. Those in
         modules that are alike, such as layers, only where there are no others."""
         found: set[str] = set()
         inner: set[str] = set()
+        losses = {path for path, hooks in self._hooked.items() if "cross_entropy" in hooks}
+        if not losses:
+            return frozenset()
         for path, layer in self._modules.layers.items():
             flow = layer.stated.out
-            if layer.kind.name != "linear" or flow is None:
+            if layer.kind.name != "linear" or flow is None or not _is_logits(flow):
                 continue
-            if "cross_entropy" in self._hooks(path, flow):
+            if path in losses:
                 found.add(path)
-            elif any("cross_entropy" in self._hooks(above, flow) for above in around(path)):
+            elif not losses.isdisjoint(around(path)):
                 (inner if self._is_alike(path) else found).add(path)
         return frozenset(found or inner)
 
     def _without_heads(self) -> Iterator[Finding]:
         """Losses that should take cut logits where nothing leaves such, or all that is left so goes elsewhere."""
-        stated, logits = self._modules.stated, self.logits
-        linear = [p for p, layer in self._modules.layers.items() if layer.kind.name == "linear" and p in stated]
-        for at, here in stated.items():
-            line = next((line for hook, line in here.passing.uses if hook.name == "cross_entropy"), None)
-            below = [path for path in linear if path == at or is_below(path, at)] if line is not None else []
+        stated, layers = self._modules.stated, self._modules.layers
+        losses = [path for path, hooks in self._hooked.items() if "cross_entropy" in hooks]
+        linear = [p for p, layer in layers.items() if losses and layer.kind.name == "linear" and p in stated]
+        logits = self.logits
+        for at in losses:
+            line = next(line for hook, line in stated[at].passing.uses if hook.name == "cross_entropy")
+            below = [path for path in linear if path == at or is_below(path, at)]
             is_said = any(last_cut(flow.after) for path in below for flow, _ in stated[path].passing.outs.values())
             left = [path for path in below if (out := stated[path].out) is not None and last_cut(out.after)]
-            if line is None or (is_said and (not left or any(path in logits for path in below))):
+            if is_said and (not left or any(path == at or is_below(path, at) for path in logits)):
                 continue  # which may be whole in this world, over axes of one rank
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
-            why += ("that is" if at in self._modules.layers else "below") + " here with such an `out`"
+            why += ("that is" if at in layers else "below") + " here with such an `out`"
             fix = "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook"
             taken = next((path for path in left if not self._is_alike(path)), None)
             if taken is not None:
@@ -211,12 +240,8 @@ class Givers:
     @property
     def logits(self) -> list[str]:
         """The modules whose logits a loss takes as they are cut: it stands in their block, or no module takes them."""
-        return sorted(path for path in self._heads if path in self.to_hooks or self._is_own(path))
-
-    def _is_own(self, path: str) -> bool:
-        """Whether the hook of a loss stands in the block of a head itself."""
-        flow = self._modules.stated[path].out
-        return flow is not None and "cross_entropy" in self._hooks(path, flow)
+        left = {path for path, _, is_hooked in self._escapes(self._heads) if is_hooked}
+        return sorted(left | {path for path in self._heads if "cross_entropy" in self._hooked.get(path, ())})
 
     def _told(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
@@ -224,7 +249,7 @@ class Givers:
         said = stated.passing.outs[name][0] if line is not None else flow
         if line is None:
             line = self._modules.layers[path].params["weight"].line
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         addends = partial_axes(flow.after)
         if addends:
             return Finding(
@@ -287,17 +312,14 @@ class Givers:
         for above in around(path):
             stated = self._modules.stated.get(above)
             flows = stated.ins.values() if stated is not None else ()
-            if self._gives_addends.has(above, addends, path) or any(
-                addends <= addends_in(flow.after) for flow in flows
-            ):
-                return True
-            if stated is not None and any(hook.name != "cross_entropy" for hook, _ in stated.passing.uses):
+            is_passed = any(addends <= addends_in(flow.after) for flow in flows)
+            is_fed = any(hook != "cross_entropy" for hook in self._hooked.get(above, ()))
+            if is_passed or is_fed or self._gives_addends.has(above, addends, path):
                 return True
         return False
 
     def _no_addends(self, path: str, axes: Names, line: Line | None) -> Finding:
-        named = self._modules.named(axes)
-        origin = line.origin if line is not None else None
+        named, origin = self._modules.named(axes), origin_of(line)
         return Finding(
             "E403", f"`{path}` takes addends along {named}, and no module leaves such", origin,
             "copies would be summed: the value comes out as many times too large as there are ranks",
@@ -306,7 +328,7 @@ class Givers:
         )  # fmt: skip
 
     def _refused(self, path: str, cut: Parts, text: str, line: Line | None) -> Finding:
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in dict(cut))
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
@@ -335,11 +357,16 @@ class Givers:
                     why += f"are ranks along {named(addends)}"
                 yield Finding(
                     "E403", f"nothing in `{path}` leaves addends along {named(sorted(addends))}",
-                    line.origin if line is not None else None, why, "drop this `out`, or the arrow inside",
-                    style_note(line.origin if line is not None else None, "flow"), path,
+                    origin_of(line), why, "drop this `out`, or the arrow inside",
+                    style_note(origin_of(line), "flow"), path,
                 )  # fmt: skip
 
     def _sums(self, addends: set[str]) -> Iterator[str]:
         for path, stated in self._modules.stated.items():
             if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
                 yield path
+
+
+def _is_logits(flow: Flow) -> bool:
+    """Whether a result may be logits that are cut by classes."""
+    return list(cuts(flow.after)) == [-1] and not partial_axes(flow.after)

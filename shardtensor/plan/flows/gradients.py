@@ -5,21 +5,24 @@ A missing or doubled reduction is silent: the loss falls, a little slower. Here 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import attrs
 
 from shardtensor.layout.layout import CutLayout, FlatLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
 from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes, union
-from shardtensor.plan.flows.forgotten import forgotten
+from shardtensor.plan.flows.fused_flows import fused_findings
 from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.meetings import Meetings
 from shardtensor.plan.flows.modules import Layer, Modules, Names
 from shardtensor.plan.flows.streams import Streams
+from shardtensor.plan.flows.sums import Sums
+from shardtensor.plan.flows.unsaid import Unsaid
 from shardtensor.plan.resolved import Placed, Resolved
 
 
@@ -30,18 +33,36 @@ class Flows:
     Attributes:
         modules: the plan, module by module.
         works: what each known layer does that has a flow; those that contradict themselves are missing.
-        meetings: which layers each `in` serves.
-        to_hooks: modules whose cut result no module takes, but a hook may; and what is wrong if none does.
-        logits: modules whose logits a loss takes as they are cut.
-        findings: E401 to E404.
+        contradictions: of those.
+        is_whole: see `check_flows`.
     """
 
     modules: Modules
     works: Mapping[str, LayerWork]
-    meetings: Meetings
-    to_hooks: Mapping[str, Finding]
-    logits: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    contradictions: Mapping[str, Contradiction]
+    is_whole: bool = True
+
+    @cached_property
+    def meetings(self) -> Meetings:
+        """Which layers each `in` serves."""
+        return Meetings(self.modules, frozenset(self.contradictions))
+
+    @cached_property
+    def givers(self) -> Givers:
+        """Who gives parts of values, and who takes them."""
+        return Givers(self.modules, self.meetings, self.works, self.is_whole)
+
+    def findings(self) -> Iterator[Finding]:
+        """E401 to E404, and E206 for blocks that are cut as one."""
+        for path, contradiction in self.contradictions.items():
+            yield _finding(self.modules.layers[path], contradiction)
+        yield from _containers(self.modules, self.meetings)
+        yield from Sums(self.meetings).findings(self.is_whole)
+        yield from Unsaid(self.meetings, self.givers.to_hooks).findings(self.is_whole)
+        yield from self.givers.findings()
+        yield from Streams(self.modules, self.meetings, self.works).findings()
+        yield from expert_findings(self.modules, self.is_whole)
+        yield from fused_findings(self.modules)
 
 
 def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
@@ -52,28 +73,24 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
-    findings: list[Finding] = []
+    contradictions: dict[str, Contradiction] = {}
+    alike: dict[object, LayerWork] = {}
     for path, layer in modules.layers.items():
         if not layer.has_flow:
             continue
+        is_inside = modules.nearest_in(path) is not None
+        key = layer.likeness, is_inside
         try:
-            works[path] = layer_work(layer, modules.nearest_in(path) is not None)
+            work = alike.get(key)
+            works[path] = alike[key] = layer_work(layer, is_inside) if work is None else work
         except Contradiction as found:
-            findings.append(_finding(layer, found))
-    broken = frozenset(path for path, layer in modules.layers.items() if layer.has_flow and path not in works)
-    meetings = Meetings(modules, broken)
-    findings += _containers(modules, meetings)
-    givers = Givers(modules, meetings, works, broken, is_whole)
-    findings += meetings.findings(is_whole)
-    findings += forgotten(meetings, givers.to_hooks if is_whole else None)
-    findings += givers.findings()
-    findings += Streams(modules, meetings, works).findings()
-    findings += expert_findings(modules, is_whole)
-    return Flows(modules, works, meetings, givers.to_hooks, tuple(givers.logits), tuple(findings))
+            contradictions[path] = found
+    return Flows(modules, works, contradictions, is_whole)
 
 
 def check_flows(resolved: Resolved, *, is_whole: bool = True) -> tuple[Finding, ...]:
-    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404.
+    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404, and E206 for
+    blocks that are cut as one.
 
     Pure: no torch, no processes. Known layers (linear, embedding, norm) are worked out; of other modules it is believed
     what the plan says.
@@ -88,7 +105,7 @@ def check_flows(resolved: Resolved, *, is_whole: bool = True) -> tuple[Finding, 
     Returns:
         a finding for each module concerned, at the line of the plan that is at fault.
     """
-    return flows_of(resolved, is_whole=is_whole).findings
+    return tuple(flows_of(resolved, is_whole=is_whole).findings())
 
 
 def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:
@@ -145,7 +162,7 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
     if line is None:
         placed = layer.params.get(side) or layer.params["weight"]
         line = placed.line or next((placed.line for placed in layer.params.values() if placed.line), None)
-    origin = line.origin if line is not None else None
+    origin = origin_of(line)
     what = "flow" if side in ("in", "out") else "layout"
     return Finding(found.code, found.fault, origin, found.why, found.fix, style_note(origin, what), layer.path)
 
@@ -166,7 +183,7 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
         sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
         for side, name, flow, addends in sides:
             line = stated.line(side, name)
-            origin = line.origin if line is not None else None
+            origin = origin_of(line)
             try:
                 if side == "out" and partial_axes(flow.after) and _works_on_shards(path, modules):
                     named = modules.named(partial_axes(flow.after))

@@ -6,12 +6,13 @@ Axes that are made of others are spelled out, and axes of size 1, which do nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.flows.flow import Flow, as_written
@@ -23,6 +24,9 @@ from shardtensor.spec.parts import Cut, Partial
 
 Names = tuple[str, ...]
 """Of axes of the mesh."""
+
+_LaidOut = tuple[tuple[str, Names | None, Layout], ...]
+"""The parameters of a layer: their names, the names of their dims, their layouts."""
 
 
 @attrs.frozen(eq=False)
@@ -87,6 +91,13 @@ class Layer:
         return cut is not None and isinstance(cut.pieces, Blocked)
 
     @property
+    def likeness(self) -> object:
+        """What is equal for layers that do the same with values: each layer of a deep model is like one before it."""
+        flows = (tuple(sides.items()) for sides in (self.stated.ins, self.stated.outs))
+        blocked = self.kind.name == "linear" and (self.is_blocked("in"), self.is_blocked("out"))
+        return self.kind.name, *flows, tuple(self.cuts.items()), self.loose, blocked, tuple(self.params)
+
+    @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of some parameter."""
         return any(self.cuts.values()) or bool(self.loose)
@@ -114,11 +125,15 @@ class Modules:
         self.axes: Axes = resolved.plan.axes
         self._sizes = dict(self.axes.mesh.axes)
         self._flows: dict[Flow, Flow] = {}
+        self._cuts: dict[_LaidOut, tuple[Mapping[tuple[str, str], Names], str]] = {}
         self.stated: dict[str, Stated] = {}
+        known: dict[int, Stated] = {}  # modules of which the same is said share it
         for path, passing in resolved.modules.items():
-            ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
-            outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
-            self.stated[path] = Stated(ins, outs, passing)
+            if id(passing) not in known:
+                ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
+                outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
+                known[id(passing)] = Stated(ins, outs, passing)
+            self.stated[path] = known[id(passing)]
 
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
 
@@ -200,21 +215,38 @@ class Modules:
         params = self.owned[path]
         if kind is None or kind.name == "conv" or "weight" not in params:
             return None
+        laid_out = tuple((name, kind.dims.get(name), placed.layout) for name, placed in params.items())
+        if laid_out not in self._cuts:
+            self._cuts[laid_out] = self._cuts_of(laid_out)
+        cuts, loose = self._cuts[laid_out]
+        return Layer(path, kind, self.stated.get(path, _SILENT), params, cuts, loose, self.named)
+
+    def _cuts_of(self, laid_out: _LaidOut) -> tuple[Mapping[tuple[str, str], Names], str]:
+        """The axes over which each dim of some parameters is cut, and one that lies otherwise."""
         cuts: dict[tuple[str, str], Names] = {}
         loose = ""
-        for name, placed in params.items():
-            dims = kind.dims.get(name)
-            if dims is None or len(dims) != len(placed.tensor.shape):
+        names, sizes = self.axes.mesh.names, self.axes.mesh.sizes
+        for name, dims, layout in laid_out:
+            if dims is None or len(dims) != len(layout.shape):
                 continue
-            layout = placed.layout
-            if not isinstance(layout, CutLayout) or len(layout.grid) != len(self.axes.mesh.axes):
+            if not isinstance(layout, CutLayout) or len(layout.grid) != len(sizes):
                 loose = name
                 continue
             for dim, cut in zip(dims, layout.dims, strict=True):
                 if cut is not None:
-                    names = (self.axes.mesh.names[i] for i in cut.axes if layout.grid[i] > 1)
-                    cuts[name, dim] = tuple(names)
-        return Layer(path, kind, self.stated.get(path, Stated()), params, cuts, loose, self.named)
+                    cuts[name, dim] = tuple(names[i] for i in cut.axes if layout.grid[i] > 1)
+        return cuts, loose
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.owned)
+
+    def below(self, path: str) -> list[str]:
+        """The modules in one that own parameters, by name."""
+        if not path:
+            return [owner for owner in self._sorted if owner]
+        start, stop = (bisect_left(self._sorted, f"{path}{end}") for end in "./")  # the next character after the dot
+        return self._sorted[start:stop]
 
     # -- modules around modules ---------------------------------------------------------------------------------------
 
@@ -223,21 +255,26 @@ class Modules:
         return next((above for above in around(path) if above in self.stated and self.stated[above].ins), None)
 
 
-def around(path: str) -> Iterator[str]:
+@lru_cache(maxsize=1 << 16)
+def around(path: str) -> tuple[str, ...]:
     """The paths of the modules around a path, innermost first; the root is the empty one.
 
     Example:
-        >>> list(around("layers.0.mlp"))
-        ['layers.0', 'layers', '']
+        >>> around("layers.0.mlp")
+        ('layers.0', 'layers', '')
     """
+    found = []
     while path:
         path = path.rpartition(".")[0]
-        yield path
+        found.append(path)
+    return tuple(found)
 
 
 def is_below(path: str, above: str) -> bool:
     """Whether a module lies in another."""
     return path != above and (not above or path.startswith(f"{above}."))
 
+
+_SILENT = Stated()
 
 REPLICATE = Flow(Replicate(), Replicate())

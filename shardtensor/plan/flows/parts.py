@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import attrs
 
 from shardtensor.plan.flows.flow import partial_axes
 from shardtensor.plan.flows.modules import Names, around, is_below
@@ -12,12 +15,23 @@ Parts = frozenset[tuple[str, str]]
 """Axes along which ranks hold parts of a value, each with what it cuts: ``features``, or ``tokens`` of some dim."""
 
 
+@attrs.define(eq=False)
+class _Speakers:
+    """A few of those that speak of some parts, and the places of the first and the last of all."""
+
+    few: list[str]
+    first: int
+    last: int
+
+
 class Index:
     """By each module, sets of what modules in it speak of: a few of those, and the places of the first and the last."""
 
-    def __init__(self, places: Mapping[str, int]) -> None:
+    def __init__(self, places: Mapping[str, int], everywhere: Iterable[tuple[str, Parts]] = ()) -> None:
         self._places = places
-        self._found: dict[str, dict[Parts, tuple[list[str], int, int]]] = {}
+        self._found: dict[str, dict[Parts, _Speakers]] = {}
+        for path, parts in everywhere:
+            self.add(path, parts)
 
     def add(self, path: str, parts: Parts, scope: str = "") -> None:
         """Register a module with those around it, up to the one that is its `scope`."""
@@ -25,10 +39,12 @@ class Index:
             place = self._places.get(path, 0)
             for above in around(path):
                 of_it = self._found.setdefault(above, {})
-                known, first, last = of_it.get(parts, ([], place, place))
-                if len(known) < 4 and path not in known:
-                    known.append(path)
-                of_it[parts] = known, min(first, place), max(last, place)
+                found = of_it.get(parts)
+                if found is None:
+                    found = of_it[parts] = _Speakers([], place, place)
+                if len(found.few) < 4 and path not in found.few:
+                    found.few.append(path)
+                found.first, found.last = min(found.first, place), max(found.last, place)
                 if above == scope:
                     break
 
@@ -40,17 +56,19 @@ class Index:
         """
         return any(
             parts <= key
-            and last > after
-            and (before is None or first < before)
-            and any(path != besides and not is_below(besides, path) for path in paths)
-            for key, (paths, first, last) in self._found.get(above, {}).items()
+            and found.last > after
+            and (before is None or found.first < before)
+            and any(path != besides and not is_below(besides, path) for path in found.few)
+            for key, found in self._found.get(above, {}).items()
         )
 
 
+@lru_cache(maxsize=4096)
 def features(axes: Names) -> Parts:
     return frozenset((axis, "features") for axis in axes)
 
 
+@lru_cache(maxsize=4096)
 def addends_in(spec: Spec) -> Parts:
     """The axes along which a value is an addend."""
     return frozenset((axis, "addends") for axis in partial_axes(spec))

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shardtensor.plan.findings.brief import skeleton
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import style_note
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.meetings import Meetings
@@ -175,7 +175,7 @@ class Streams:
         if line is None:
             layer = modules.layers[path]
             line = layer.stated.line("out") or layer.params["weight"].line
-        origin = line.origin if line is not None else None
+        origin = origin_of(line)
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
         is_norm = path in modules.layers and modules.layers[path].kind.name == "norm"
@@ -192,9 +192,7 @@ class Streams:
         line = modules.stated[path].line("out")
         said = modules.stated[path].passing.outs[""][0] if line is not None else self._out(path)
         assert said is not None, "it makes values"
-        if line is None:
-            line = modules.layers[path].params["weight"].line
-        origin = line.origin if line is not None else None
+        origin = origin_of(line if line is not None else modules.layers[path].params["weight"].line)
         source, after = self._source(axis)
         axes = modules.named(self._together(axis))
         return Finding(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -85,16 +85,10 @@ class Binder:
         assert bound.error is not None
         return misfit(bound.error, bound.spec, info, self.dims(info), line, self._plan)
 
-    def meanings(
-        self, lines: Iterable[Line], info: TensorInfo, only: Mapping[int, tuple[str, int] | None]
-    ) -> Mapping[int, object]:
-        """What each line says of a tensor, equal where they agree, by the line's id.
-
-        Args:
-            only: by the line's id, the axis and the coordinate to which it deals the tensor.
-        """
+    def meanings(self, lines: list[Line], info: TensorInfo) -> Mapping[int, object]:
+        """What each line says of a tensor, equal where they agree, by the line's id."""
         found: dict[int, object] = {}
         for line in lines:
-            bound = self.bound(line.value, info, only[id(line)])
+            bound = self.bound(line.value, info)
             found[id(line)] = line.value if bound is None else bound.spec if bound.layout is None else bound.layout
         return found

@@ -34,8 +34,8 @@ class Matches:
 def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
     """Match each line to the names of a model."""
     names: dict[int, tuple[str, ...]] = {}
-    by_tensor: dict[str, list[Line]] = {}
-    by_module: dict[str, list[Line]] = {}
+    by_tensor: dict[str, tuple[Line, ...]] = {}
+    by_module: dict[str, tuple[Line, ...]] = {}
     for line in lines:
         if line.module and not tree.modules(line.module):
             names[id(line)] = ()
@@ -45,8 +45,10 @@ def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
         else:
             found, speakers = tree.modules(line.pattern), by_module
         names[id(line)] = found
+        alone = (line,)
         for name in found:
-            speakers.setdefault(name, []).append(line)
+            others = speakers.get(name)
+            speakers[name] = alone if others is None else others + alone
     return Matches(names, by_tensor, by_module)
 
 

@@ -14,9 +14,12 @@ class _Node:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.below: dict[str, _Node] = {}
+        self.below = _NOTHING
         self.is_module = False
         self.order = -1  # of a tensor, in the model
+
+
+_NOTHING: dict[str, _Node] = {}  # below what nothing is below; nothing is ever put into it
 
 
 class NameTree:
@@ -30,6 +33,7 @@ class NameTree:
 
     def __init__(self, tensors: Iterable[str], modules: Iterable[str]) -> None:
         self._root = _Node("")
+        self._nodes = {"": self._root}
         self._names = tuple(tensors)
         self._kept: dict[tuple[str, bool], tuple[str, ...]] = {}
         self._begins: dict[Way, bool] = {}
@@ -39,12 +43,14 @@ class NameTree:
             self._node(path).is_module = True
 
     def _node(self, path: str) -> _Node:
-        node = self._root
-        for segment in path.split(".") if path else ():
-            child = node.below.get(segment)
-            if child is None:
-                child = node.below[segment] = _Node(f"{node.path}.{segment}" if node.path else segment)
-            node = child
+        new = []
+        while (node := self._nodes.get(path)) is None:
+            new.append(path)
+            path = path.rpartition(".")[0]
+        for below in reversed(new):
+            if node.below is _NOTHING:
+                node.below = {}
+            node.below[below.rpartition(".")[2]] = self._nodes[below] = node = _Node(below)
         return node
 
     def tensors(self, text: str) -> tuple[str, ...]:
@@ -79,28 +85,27 @@ class NameTree:
 
     def _found(self, way: Way, is_below: bool = False) -> Iterator[_Node]:
         """The nodes that a pattern stands for (`is_below`: not those below one that was found)."""
+        is_deep = any(isinstance(segment, Deep) for segment in way)
+        texts = [None if isinstance(segment, Deep) else segment.literal for segment in way]
         seen: set[tuple[int, int]] = set()
         stack = [(self._root, 0)]
         while stack:
             node, at = stack.pop()
-            if (id(node), at) in seen:
-                continue
-            seen.add((id(node), at))
+            if is_deep:  # else there is one way to each node
+                if (id(node), at) in seen:
+                    continue
+                seen.add((id(node), at))
             if at == len(way):
                 yield node
                 continue
-            segment = way[at]
-            if isinstance(segment, Deep):
+            segment, text = way[at], texts[at]
+            if text is not None:
+                child = node.below.get(text)
+                stack += [] if child is None else [(child, at + 1)]
+            elif isinstance(segment, Deep):
                 if not (is_below and at + 1 == len(way)):  # else this node is found, and all below it with it
                     stack += [(child, at) for child in reversed(node.below.values())]
                 stack.append((node, at + 1))
             else:
-                stack += [(child, at + 1) for child in reversed(_children(node, segment))]
-
-
-def _children(node: _Node, segment: Segment) -> list[_Node]:
-    literal = segment.literal
-    if literal is not None:
-        child = node.below.get(literal)
-        return [] if child is None else [child]
-    return [child for name, child in node.below.items() if segment.captures(name) is not None]
+                matching = [child for name, child in node.below.items() if segment.captures(name) is not None]
+                stack += [(child, at + 1) for child in reversed(matching)]

@@ -23,13 +23,19 @@ def passings(
     """What the plan says of each module that it speaks of, and E303 for what the module does not have."""
     found: dict[str, Passing] = {}
     findings: list[Finding] = []
+    alike: dict[tuple[int, ...], Passing] = {}  # of modules of which the same lines speak, each of another thing
     for path, lines in matches.by_module.items():
         info = model.modules.get(path)
+        spoken = tuple(map(id, lines))
+        if spoken in alike and info is None:
+            found[path] = alike[spoken]
+            continue
         ins: dict[str, tuple[Flow, Line]] = {}
         outs: dict[str, tuple[Flow, Line]] = {}
         locals_: dict[str, tuple[Any, Line]] = {}
         uses: list[tuple[Hook, Line]] = []
-        for what, group in _by_what(lines).items():
+        by_what = _by_what(lines)
+        for what, group in by_what.items():
             meanings = {id(line): _meaning(line.value) for line in group}
             line = group[0] if len(group) == 1 else disputes.winner(path, group, meanings, what)
             if len(group) == 1 and line is not None and line.is_override:
@@ -50,6 +56,8 @@ def passings(
             else:
                 uses.append((line.value, line))
         found[path] = Passing(ins, outs, tuple(uses), locals_)
+        if len(by_what) == len(lines) and not any(line.is_override for line in lines):
+            alike[spoken] = found[path]
     return found, findings
 
 

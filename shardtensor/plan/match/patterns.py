@@ -172,6 +172,8 @@ class Pattern:
             ('model', '3', 'k')
         """
         words = name.split(".") if name else []
+        if not self.is_deep:  # each segment stands at one place
+            return self._one_by_one(words, is_below)
         spans = _spans(self.segments, words, is_below)
         if spans is None:
             return None
@@ -179,6 +181,22 @@ class Pattern:
         for segment, (start, end) in zip(self.segments, spans, strict=True):
             held = words[start:end]
             found += [".".join(held)] if isinstance(segment, Deep) else segment.captures(held[0]) or ()
+        return tuple(found)
+
+    @cached_property
+    def is_deep(self) -> bool:
+        """Whether some part of it stands for any number of segments."""
+        return any(isinstance(segment, Deep) for segment in self.segments)
+
+    def _one_by_one(self, words: Sequence[str], is_below: bool) -> tuple[str, ...] | None:
+        if len(words) != len(self.segments) and not (is_below and len(words) > len(self.segments)):
+            return None
+        found: list[str] = []
+        for segment, word in zip(self.segments, words, strict=False):
+            held = _captured(segment, word)
+            if held is None:
+                return None
+            found += held
         return tuple(found)
 
     def filled(self, values: Sequence[str]) -> str:
@@ -220,7 +238,13 @@ def _segment(parts: list[Any]) -> Segment | Deep:
     parts = [part for part in parts if part != _Text("")]
     if len(parts) == 1 and isinstance(parts[0], Deep):
         return parts[0]
-    return Segment(tuple(Anything() if isinstance(part, Deep) else part for part in parts))
+    return _segment_of(tuple(Anything() if isinstance(part, Deep) else part for part in parts))
+
+
+@lru_cache(maxsize=4096)
+def _segment_of(parts: tuple[Wildcard, ...]) -> Segment:
+    """Equal segments are one, so that finding what is known of them compares nothing."""
+    return Segment(parts)
 
 
 def matches(text: str, name: str) -> bool:

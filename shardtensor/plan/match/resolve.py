@@ -110,8 +110,9 @@ class _Placing:
             return self._fallen(info)
         line: Line | None = lines[0]
         if len(lines) > 1 or lines[0].is_override:
-            only = {id(each): self._dealt[id(each)].get(info.name) for each in lines}
-            line = self._disputes.winner(info.name, lines, self._binder.meanings(lines, info, only))
+            meanings = self._binder.meanings(list(lines), info)
+            places = {key: (said, self._dealt[key].get(info.name)) for key, said in meanings.items()}
+            line = self._disputes.winner(info.name, lines, places)
         if line is None:
             return None
         bound = self._binder.bound(line.value, info, self._dealt[id(line)].get(info.name))

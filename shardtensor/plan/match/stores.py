@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Store
 from shardtensor.plan.match.matching import by_precedence
@@ -47,7 +46,7 @@ def with_stores(
         if fault is not None:
             findings.append(fault)
             continue
-        findings += filter(None, (_same_samples(plan, store, name), _unequal(store, each)))
+        findings += _same_samples(plan, store, name)
         unit = _unit(names_of.get(name, (name,)), units[id(store)])
         kept[name], winner_of[name] = attrs.evolve(each, stored=store.flat, unit=unit), store
     findings += _unit_faults(model, kept, winner_of)
@@ -132,51 +131,19 @@ def _unit_faults(model: Model, kept: Mapping[str, Placed], stores: Mapping[str, 
             )  # fmt: skip
 
 
-def _same_samples(plan: Plan, store: Store, name: str) -> Finding | None:
+def _same_samples(plan: Plan, store: Store, name: str) -> Iterator[Finding]:
     """A store over ranks that see the same samples: its gradients are not summed over them."""
     assert store.flat is not None
     data = plan.axes.leaves(plan.axes.data)
     other = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) <= set(data)]
     if not other:
-        return None
+        return
     names = ", ".join(f"`{axis}`" for axis in other)
-    return Finding(
+    yield Finding(
         "E204", f"parameters are stored over {names}, along which samples do not differ", store.origin,
         f"data is {'*'.join(plan.axes.data) or 'not said'}: gradients of ranges are summed over the axes of samples",
         f"write `data {'*'.join((*plan.axes.data, *other))}`, or store them over axes of `data`", (), name,
     )  # fmt: skip
-
-
-def _unequal(store: Store, placed: Placed) -> Finding | None:
-    """A store over parts of different sizes: ranks that gather together have ranges of one length."""
-    sizes = _sizes(placed.layout)
-    if len(sizes) < 2:
-        return None
-    name, shape = placed.tensor.name, shape_text(placed.tensor.shape, placed.tensor.dims)
-    parts = ", ".join(f"{size:,}" for size in sizes)
-    where = placed.line.origin if placed.line is not None else None
-    return Finding(
-        "E205", "the store is over parts of different sizes", store.origin,
-        f"{name} is {shape}, laid out `{placed.spec}`: ranks hold {parts} elements of it, and `store` cuts parts of "
-        "one size further",
-        f"cut it evenly, or give it a line of its own: `override store {name}: replicate`",
-        () if where is None else (f"its layout is {where}",), name,
-    )  # fmt: skip
-
-
-def _sizes(layout: Layout) -> tuple[int, ...]:
-    """The numbers of elements that ranks hold, largest first; those of a few ranks where there are many."""
-    if isinstance(layout, CutLayout):
-        pieces = [cut.pieces for cut in layout.dims if cut is not None]
-        if all(each.size(i) == each.size(0) for each in pieces for i in _ends(each.count)):
-            return (layout.numel(layout.ranks[0]),)
-    first = layout.numel(layout.ranks[0])
-    other = next((size for rank in layout.ranks if (size := layout.numel(rank)) != first), first)
-    return tuple(sorted({first, other}, reverse=True))
-
-
-def _ends(count: int) -> range | tuple[int, ...]:
-    return range(count) if count <= 4096 else (count - 2, count - 1)
 
 
 def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:

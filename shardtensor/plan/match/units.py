@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 
-from shardtensor.layout.layout import Layout
-from shardtensor.layout.ranges import Ranges, lay_out, together
+from shardtensor.layout.layout import Layout, has_equal_parts
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
+from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 
 LARGE = 1 << 20
@@ -17,6 +18,9 @@ LARGE = 1 << 20
 
 SMALL = 1 << 16
 """Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
+
+CONVOY = 1 << 20
+"""Bytes; small units are gathered in one message, and reduced in one, as many as have no more than this together."""
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
@@ -29,9 +33,35 @@ def name_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
+def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
+    """Which small units travel together, by number; those that do so alone are not named.
+
+    Args:
+        units: in the order of a model, of each its kind and bytes; None for one that is not small. What is of one kind
+            can travel together.
+
+    Example:
+        >>> convoys([("a", 600_000), None, ("b", 10), ("a", 500_000), ("a", 10), ("b", 20)])
+        [[2, 5], [3, 4]]
+    """
+    found: list[list[int]] = []
+    latest: dict[Hashable, tuple[list[int], int]] = {}
+    for number, unit in enumerate(units):
+        if unit is None:
+            continue
+        kind, size = unit
+        members, total = latest.get(kind, ([], 0))
+        if not members or total + size > CONVOY:
+            members, total = [], 0
+            found.append(members)
+        members.append(number)
+        latest[kind] = members, total + size
+    return [members for members in found if len(members) > 1]
+
+
 @attrs.frozen(cache_hash=True)
 class Flat:
-    """Parameters of one unit that are gathered and reduced as one tensor.
+    """Parameters of one unit that are gathered and reduced as one tensor; one of unequal parts by itself.
 
     Attributes:
         layouts: of the parameters while they compute, in the order in which they lie end to end.
@@ -52,7 +82,10 @@ class Flat:
     def ranges(self, rank: int) -> Ranges:
         """How the parameters of one rank lie end to end, and which range of them each rank along `axes` holds."""
         lengths = [layout.numel(rank) for layout in self.layouts]
-        return lay_out(lengths, self.ranks, _grains(self.layouts, self.units, rank))
+        grains = _grains(self.layouts, self.units, rank)
+        if not has_equal_parts(self.layouts[0]):
+            return lay_out_alone(lengths[0], self.ranks, grains[0])
+        return lay_out(lengths, self.ranks, grains)
 
 
 @attrs.frozen(eq=False)
@@ -92,6 +125,27 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
 
 
+def in_company(units: Sequence[GatherUnit], rank: int, dtype: str | None = None) -> list[list[GatherUnit]]:
+    """The gather units in their order, those that travel together as one, in the place of the first of them.
+
+    Args:
+        rank: whose.
+        dtype: in which they compute; None for their own.
+    """
+    companies = convoys([_small(unit, rank, dtype) for unit in units])
+    first = {members[0]: members for members in companies}
+    others = {number for members in companies for number in members[1:]}
+    return [[units[i] for i in first.get(number, [number])] for number in range(len(units)) if number not in others]
+
+
+def _small(unit: GatherUnit, rank: int, dtype: str | None) -> tuple[Hashable, int] | None:
+    flat = unit.flats[0]
+    if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
+        return None
+    size = flat.ranges(rank).total * BYTES[dtype or flat.dtype]
+    return ((flat.axes, flat.dtype), size) if size <= SMALL else None
+
+
 def own_tensors(resolved: Resolved) -> list[Placed]:
     """The tensors of a plan, each once: tied ones under the name whose layout they take."""
     again = {name for names in resolved.model.tied for name in names[1:]}
@@ -102,7 +156,8 @@ def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: b
     alike: dict[tuple[object, ...], list[Placed]] = {}
     for placed in sorted(group, key=lambda placed: name_order(placed.tensor.name)):
         assert placed.stored is not None
-        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes)
+        alone = "" if has_equal_parts(placed.layout) else placed.tensor.name
+        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes, alone)
         alike.setdefault(key, []).append(placed)
     flats, names = [], []
     for each in alike.values():

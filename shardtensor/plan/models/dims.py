@@ -87,7 +87,7 @@ def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
             raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
         for name, line in _layer_by_layer(list(run)):
-            tensor = TensorInfo(name, line.sizes, line.names, dtype)
+            tensor = TensorInfo(name, line.sizes, line.names, dtype, blocks=line.blocks)
             if found.setdefault(name, (tensor, line))[0] != tensor:
                 raise _disagreement(found[name], tensor, line)
     return tuple(tensor for tensor, _ in found.values())
@@ -126,7 +126,8 @@ def _dtype(plan: Plan) -> str:
 
 def _disagreement(before: tuple[TensorInfo, Dims], tensor: TensorInfo, line: Dims) -> SpecError:
     one, other = (
-        ", ".join(f"{d}={n}" for d, n in zip(each.names, each.sizes, strict=True)) for each in (before[1], line)
+        ", ".join(f"{d}={dict(each.blocks).get(d, n)}" for d, n in zip(each.names, each.sizes, strict=True))
+        for each in (before[1], line)
     )
     return _located(line, f"{tensor.name} is ({other}) here, and ({one}) at {before[1].origin}")
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import attrs
 
+from shardtensor.plan.models.fused import blocks_of
 from shardtensor.plan.models.layer_kinds import LayerKind, kind_named, kind_with
 
 BYTES = {
@@ -29,6 +30,7 @@ class TensorInfo:
         dtype: as torch spells it, without ``torch.``.
         is_buffer: a buffer that is saved, not a parameter.
         requires_grad: as of a parameter in training.
+        blocks: dims that are several laid end to end, such as a fused q, k and v, with the length of each block.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TensorInfo:
     dtype: str = "float32"
     is_buffer: bool = False
     requires_grad: bool = True
+    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -99,8 +102,11 @@ class Model:
             return tuple(self.modules)
         found = {"": None}
         for tensor in self.tensors:
-            segments = tensor.name.split(".")
-            found |= {".".join(segments[:i]): None for i in range(1, len(segments))}
+            path, new = tensor.name.rpartition(".")[0], []
+            while path not in found:
+                new.append(path)
+                path = path.rpartition(".")[0]
+            found |= dict.fromkeys(reversed(new))
         return tuple(found)
 
     def kind(self, path: str) -> LayerKind | None:
@@ -109,3 +115,15 @@ class Model:
             return kind_named(self.modules[path].class_name)
         weight = self.by_name.get(f"{path}.weight" if path else "weight")
         return kind_with(weight.dims) if weight is not None else None
+
+    def blocks(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """The dims of a tensor that are several laid end to end, by name, with the length of each block; none where
+        nothing tells."""
+        tensor = self.by_name[name]
+        path = name.rpartition(".")[0]
+        owner = self.modules.get(path.rpartition(".")[0]) if path else None
+        if tensor.blocks or owner is None or "out" not in (tensor.dims or ()):
+            return dict(tensor.blocks)
+        width = tensor.shape[tensor.dims.index("out")]  # type: ignore[union-attr]
+        found = blocks_of(owner.class_name, path.rpartition(".")[2], width, owner.counts)
+        return {"out": found} if found else {}

@@ -70,7 +70,7 @@ def with_dim_names(model: Model, named: Model) -> Model:
         longer = (named.by_name[end] for end in _ends(tensor.name) if end in named.by_name)
         there = next(longer, None) or ends.get(tensor.name)
         fits = there is not None and tensor.dims is None and len(there.shape) == len(tensor.shape)
-        return attrs.evolve(tensor, dims=there.dims) if fits and there else tensor
+        return attrs.evolve(tensor, dims=there.dims, blocks=there.blocks) if fits and there else tensor
 
     return attrs.evolve(model, tensors=tuple(map(known, model.tensors)))
 

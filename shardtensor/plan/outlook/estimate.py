@@ -44,7 +44,10 @@ class StepSeconds:
 def collective_seconds(resolved: Resolved, collective: Collective, profile: Profile) -> float:
     """Estimate one call of a collective of a step."""
     axes = resolved.plan.axes
-    numbers = tuple(axes.mesh.names.index(leaf) for leaf in axes.leaves(collective.axes))
+    leaves = axes.leaves(collective.axes)
+    if not set(leaves) <= {*axes.mesh.names}:  # of a layout with a grid of its own, its ranks are anywhere
+        leaves = axes.mesh.names
+    numbers = tuple(axes.mesh.names.index(leaf) for leaf in leaves)
     near = ranks_in_node(axes.mesh.sizes, numbers, profile.ranks_per_node)
     return seconds(collective.kind, collective.received_bytes, collective.group_size, profile, near)
 

@@ -17,7 +17,7 @@ import attrs
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout, Layout, ListedLayout
 from shardtensor.mesh import Mesh
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
+from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
 
@@ -111,7 +111,7 @@ class _Range:
         inner = {axis for layout in self.flat.layouts for axis in _uneven_axes(layout, mesh)}
         found: dict[int, Sequence[int]] = {axis: range(mesh.sizes[axis]) for axis in inner}
         ranges = self.flat.ranges(mesh.ranks[0])
-        if len(self.flat.layouts) > 1 or not ranges.waste or not self.flat.trains:
+        if len(self.flat.layouts) > 1 or not self.flat.trains or not (inner or ranges.waste):
             return found
         # The optimizer steps the one parameter there is, not the padding after it.
         if inner or len(self.flat.axes) > 1:
@@ -131,6 +131,39 @@ class _Range:
         return RankBytes(size, size, states * stepped * item, tensors=2 + states)
 
 
+@attrs.frozen(eq=False)
+class _Lent:
+    """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
+
+    units: tuple[GatherUnit, ...]
+    dtype: str | None
+
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        layouts = {layout for unit in self.units for flat in unit.flats for layout in flat.layouts}
+        return {axis: range(mesh.sizes[axis]) for layout in layouts for axis in _uneven_axes(layout, mesh)}
+
+    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+        own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
+        for company in in_company(self.units, rank, self.dtype):
+            if len(company) > 1:  # side by side when they travel, and each where it is used
+                own += sum(self._wholes(company, rank))
+                packed = max(packed, 2 * sum(self._wholes(company, rank, trained=True)))
+        for unit in self.units:
+            wholes = self._wholes([unit], rank)
+            size = sum(-(-whole // _LINE) * _LINE for whole in wholes)
+            packed = max([packed, *self._wholes([unit], rank, trained=True)])
+            if unit.holds_units or sum(wholes) <= SMALL:
+                own += size
+            else:
+                turns[ring % _SLOTS] = max(turns[ring % _SLOTS], size)
+                ring += 1
+        return RankBytes(gathered=own + sum(turns) + _PACKED * packed)
+
+    def _wholes(self, units: Sequence[GatherUnit], rank: int, trained: bool = False) -> list[int]:
+        flats = [flat for unit in units for flat in unit.flats if flat.trains or not trained]
+        return [flat.ranges(rank).total * BYTES[self.dtype or flat.dtype] for flat in flats]
+
+
 def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype: str | None = None) -> RankBytes:
     """What one rank holds.
 
@@ -147,8 +180,8 @@ def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype
     if rank not in mesh.ranks:
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
     units = gather_units(resolved)
-    found = _gathered(units, mesh.ranks[0], dtype)
-    for load, times in _loads(resolved, units).items():
+    found = RankBytes()
+    for load, times in _loads(resolved, units, dtype).items():
         found = found.plus(load.on(rank, mesh, states), times)
     return found
 
@@ -165,10 +198,10 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", dtype: str | Non
     states = _states(optimizer)
     mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
     first = mesh.ranks[0]
-    same = _gathered(units, first, dtype)
+    same = RankBytes()
     differing: list[tuple[_Load, int, tuple[int, ...]]] = []
     places: dict[int, set[int]] = {}
-    for load, times in _loads(resolved, units).items():
+    for load, times in _loads(resolved, units, dtype).items():
         along = load.along(mesh)
         if along:
             differing.append((load, times, tuple(along)))
@@ -212,33 +245,19 @@ def _states(optimizer: str) -> int:
     return OPTIMIZERS[optimizer]
 
 
-def _loads(resolved: Resolved, units: Sequence[GatherUnit]) -> Counter[_Load]:
+def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], dtype: str | None) -> Counter[_Load]:
     """What there is, and how often: layers are alike."""
-    return Counter(_each_load(resolved, units))
+    return Counter(_each_load(resolved, units, dtype))
 
 
-def _each_load(resolved: Resolved, units: Sequence[GatherUnit]) -> Iterator[_Load]:
+def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...], dtype: str | None) -> Iterator[_Load]:
+    yield _Lent(units, dtype)
     for unit in units:
         yield from map(_Range, unit.flats)
     for placed in own_tensors(resolved):
         tensor = placed.tensor
         if placed.stored is None or tensor.is_buffer:
             yield _Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)
-
-
-def _gathered(units: tuple[GatherUnit, ...], rank: int, dtype: str | None) -> RankBytes:
-    """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
-    own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
-    for unit in units:
-        wholes = [flat.ranges(rank).total * BYTES[dtype or flat.dtype] for flat in unit.flats]
-        size = sum(-(-whole // _LINE) * _LINE for whole in wholes)
-        packed = max([packed, *(whole for whole, flat in zip(wholes, unit.flats, strict=True) if flat.trains)])
-        if unit.holds_units or sum(wholes) <= SMALL:
-            own += size
-        else:
-            turns[ring % _SLOTS] = max(turns[ring % _SLOTS], size)
-            ring += 1
-    return RankBytes(gathered=own + sum(turns) + _PACKED * packed)
 
 
 def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import plan_bytes
 from shardtensor.plan.outlook.search import passing_values
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.plan.traffic.collectives import step_collectives
+from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.spec.nodes import Spec
 
 OPTIMIZER = "adamw"
@@ -77,6 +77,7 @@ class Summary:
         tokens: of the one sample of each data rank, for which `traffic` is counted.
         dtype: that values are taken to have there.
         traffic: what the collectives of a training step bring to a rank.
+        uncounted: the modules that may send more than that, and why it is not known.
         fallbacks: where an ``else`` side was taken, and which.
         passing: by parameter, the values that pass for this model and world, the others as they are.
     """
@@ -93,6 +94,7 @@ class Summary:
     tokens: int
     dtype: str
     traffic: tuple[Traffic, ...]
+    uncounted: tuple[str, ...]
     fallbacks: tuple[tuple[str, str], ...]
     passing: Mapping[str, tuple[int, ...]]
 
@@ -128,6 +130,7 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
         tokens,
         resolved.model.dtype,
         _traffic(resolved, tokens),
+        tuple(map(str, uncounted(resolved))),
         tuple(fallbacks.items()),
         passing_values(path, resolved.model, config=plan.config, world=plan.world, params=params),
     )

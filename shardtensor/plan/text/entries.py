@@ -52,12 +52,14 @@ class Entries:
         find: takes each finding.
         data: gives the axes along which samples differ, spelled out.
         depth: how many includes deep the file at hand is.
+        flows: each that was read, by itself: equal ones are one object, which is found without comparing.
     """
 
     find: Callable[[Finding], None]
     data: Callable[[], tuple[str, ...]]
     lines: list[Line] = attrs.field(factory=list)
     depth: int = 0
+    flows: dict[Flow, Flow] = attrs.field(factory=dict)
 
 
 class Body:
@@ -172,6 +174,7 @@ class Body:
         grads = [child.children[0] for child in node.children if _is_kind(child, "grad")]
         addends = tuple(axis for grad in grads for axis in self._addends(grad))
         flow = Flow(before, after[0] if after else before, addends, bool(grads))
+        flow = self.entries.flows.setdefault(flow, flow)
         if wrong := set(evaluator.scope.leaves(flow_axes(flow))) & set(self.entries.data()):
             raise evaluator.fault("E204", node, *data_axis_fault(sorted(wrong)))
         return flow

@@ -150,8 +150,12 @@ class Evaluator(Expressions):
         near = [name for name in nearest_keys(key, known) if isinstance(known[name], int)]
         text = self.text(node)
         fix = f"give a default: `{text} ?? 1`"
-        why = f"{scope.config_source} has {len(known)} keys" if known else "no config was given"
-        if near:
+        why = f"{scope.config_source} has {len(known)} keys"
+        if not scope.config:
+            fault = f"no config was given, and the plan takes `{key}` from it"
+            why = "sizes of the model stand in its config.json"
+            fix = f"give it: `--model config.json`, or `config=` in Python; or {fix}"
+        elif near:
             value = shown(known[near[0]])
             why += f"; the nearest is `{near[0]}` ({value})"
             fix = f"use `{'.'.join(['config', *keys[:-1], near[0]])}`, or give a default: `{text} ?? {value}`"

@@ -11,6 +11,7 @@ from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.line import Dims, Store, Tie, Unmatched
 from shardtensor.plan.text.entries import pattern_of
 from shardtensor.plan.text.explain import explain
+from shardtensor.plan.text.expressions import is_kind
 from shardtensor.plan.text.scope import POISON, Node, Poisoned, kind_of
 from shardtensor.spec.diagnostics import nearest
 from shardtensor.spec.nodes import Spec
@@ -34,18 +35,24 @@ class TensorStatements:
         glob, *args = node.children
         if args[-1].data == "condition" and not self.plan.evaluator.truth(args.pop().children[0]):
             return
-        names, sizes = [], []
+        found: dict[str, tuple[int, ...]] = {}
         for arg in args:
             name, said = arg.children
-            size = self.plan.evaluator.number(said)
-            if size < 0:
-                raise self.plan.fault("E107", said, f"a dim has {size} elements", explain(self.plan.evaluator, said))
-            if name in names:
+            lengths = tuple(map(self._length, said.children if is_kind(said, "tuple") else [said]))
+            if name in found:
                 raise self.plan.fault("E204", name, f"the dim `{name}` is named twice", fix="keep one")
-            names.append(str(name))
-            sizes.append(size)
+            found[str(name)] = lengths
         pattern = self._counted(pattern_of(glob, self.plan.evaluator, names=False), glob)
-        self.all_dims.append(Dims(pattern, tuple(names), tuple(sizes), self.plan.origin(glob)))
+        blocks = tuple((name, lengths) for name, lengths in found.items() if len(lengths) > 1)
+        sizes = tuple(map(sum, found.values()))
+        self.all_dims.append(Dims(pattern, tuple(found), sizes, self.plan.origin(glob), blocks))
+
+    def _length(self, said: Node) -> int:
+        """Of a dim, or of one of the blocks that it is made of."""
+        length = self.plan.evaluator.number(said)
+        if length < 0:
+            raise self.plan.fault("E107", said, f"a dim has {length} elements", explain(self.plan.evaluator, said))
+        return length
 
     def _counted(self, pattern: str, glob: Node) -> str:
         """`pattern` with the numbers that its ``<L>`` are: ``layers.<32>``."""

@@ -6,7 +6,6 @@ ranks learn what to expect of each other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import attrs
@@ -14,8 +13,9 @@ import attrs
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.flows.gradients import flows_of
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collective import Collective
+from shardtensor.plan.traffic.collective import Collective, starred
 from shardtensor.plan.traffic.data_traffic import DataTraffic
+from shardtensor.plan.traffic.sharded_layers import Uncounted
 from shardtensor.plan.traffic.value_traffic import ValueTraffic
 
 
@@ -32,8 +32,9 @@ def step_collectives(
     """List the collectives of one step of a plan, in the order in which they run where that is fixed.
 
     Those of modules that differ in the number of a layer alone are one, with their count, where the first stands.
-    Modules are taken to run in the order of the model, once each. What depends on data (tokens of experts) is listed as
-    if it were dealt evenly.
+    Modules are taken to run in the order of the model, once each. What depends on data, the tokens that
+    choose an expert, is listed as if all were chosen as often, and its reason says so. What is not known is not listed,
+    and `uncounted` tells where.
 
     Args:
         resolved: without errors.
@@ -66,6 +67,24 @@ def step_collectives(
     return folded(found)
 
 
+def uncounted(resolved: Resolved) -> tuple[Uncounted, ...]:
+    """What `step_collectives` cannot list, each module of alike ones once: where operators that no plan sees compute
+    with ShardedTensors. Empty where every value passes by a flow, or from one known layer to the next.
+
+    Example:
+        >>> from shardtensor.plan.loading import load_plan
+        >>> from shardtensor.plan.models.model import Model, TensorInfo
+        >>> from shardtensor.plan.match.resolve import resolve
+        >>> model = Model((TensorInfo("fc.weight", (8, 4), ("out", "in")),))
+        >>> plan = load_plan("shard 1\\nmesh (tp = world)\\nfc.weight: [tp, -]\\n", world=2)
+        >>> for each in uncounted(resolve(plan, model)):
+        ...     print(each)
+        fc: its result stays cut, [-, -, tp], for operators of the model's own code
+    """
+    values = ValueTraffic(flows_of(resolved), 1, 1, "float32", resolved.plan.axes.mesh.ranks[0])
+    return tuple(dict.fromkeys(attrs.evolve(each, where=starred(each.where)) for each in values.uncounted))
+
+
 def folded(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Make one of those that differ in the numbers of modules alone."""
     found: dict[Collective, int] = {}
@@ -73,16 +92,6 @@ def folded(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         key = attrs.evolve(each, where=starred(each.where), count=1)
         found[key] = found.get(key, 0) + each.count
     return tuple(attrs.evolve(key, count=count) for key, count in found.items())
-
-
-def starred(path: str) -> str:
-    """A path with its numbers as ``*``.
-
-    Example:
-        >>> starred("model.layers.11.mlp")
-        'model.layers.*.mlp'
-    """
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def describe(collectives: Iterable[Collective]) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from shardtensor.layout.layout import Layout
 from shardtensor.plan.flows.modules import Modules, Names, is_below
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, own_tensors
+from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter
+from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter, starred
 
 BUCKET_BYTES = 25 << 20
 """What a bucket of gradients holds at least."""
@@ -39,22 +40,24 @@ class DataTraffic:
         self._resolved, self._modules, self._rank = resolved, modules, rank
         self._mesh = resolved.plan.axes.mesh
         self._sizes = dict(self._mesh.axes)
+        self._gradients: dict[tuple[Layout, str], _Gradient] = {}
         self._units = [unit for unit in gather_units(resolved) if self._ranks(unit.flats[0]) > 1 or modules.data]
+        self._companies = in_company(self._units, rank)
 
     # -- stored parameters --------------------------------------------------------------------------------------------
 
     def forward(self) -> Iterator[Collective]:
         """Units are gathered just before they run."""
-        for unit in self._units:
-            yield from self._gathers(unit, "forward")
+        for units in self._companies:
+            yield from self._gathers(units, "forward")
 
     def backward(self) -> Iterator[Collective]:
         """Units are gathered again, gradients of units are summed and dealt out, those of other parameters averaged."""
         again = self._gathered_again()
-        for unit in reversed(self._units):
-            if any(unit is other for other in again):
-                yield from self._gathers(unit, "backward")
-            yield from self._reductions(unit)
+        for units in reversed(self._companies):
+            if any(units[0] is other for other in again):
+                yield from self._gathers(units, "backward")
+            yield from self._reductions(units)
         yield from self._flags()
         yield from self._averages()
 
@@ -67,15 +70,19 @@ class DataTraffic:
                 "optimizer", names, size, 1, BYTES["float32"], dtype="float32", where="", why="the norm of gradients"
             )
 
-    def _gathers(self, unit: GatherUnit, phase: str) -> Iterator[Collective]:
-        for flat in unit.flats:
-            ranges, size = flat.ranges(self._rank), self._ranks(flat)
+    def _gathers(self, units: Sequence[GatherUnit], phase: str) -> Iterator[Collective]:
+        for flats in _messages(units):
+            flat, size, own = flats[0], self._ranks(flats[0]), self._own(flats)
             if size > 1:
                 yield all_gather(
-                    phase, self._axes(flat), size, ranges.chunk, ranges.total, BYTES[flat.dtype],  # type: ignore[arg-type]
-                    dtype=flat.dtype, where=unit.path,
-                    why="its parameters are gathered" + (" again" if phase == "backward" else ""),
+                    phase, self._axes(flat), size, own, own * size, BYTES[flat.dtype],  # type: ignore[arg-type]
+                    dtype=flat.dtype, where=_paths(units),
+                    why=f"{_whose(units)} parameters are gathered" + (" again" if phase == "backward" else ""),
                 )  # fmt: skip
+
+    def _own(self, flats: Sequence[Flat]) -> int:
+        """How many elements of them a rank holds, padding included."""
+        return sum(flat.ranges(self._rank).chunk for flat in flats)
 
     def _gathered_again(self) -> list[GatherUnit]:
         """Those whose memory others took since their forward."""
@@ -109,21 +116,23 @@ class DataTraffic:
             return whole <= SMALL
         return unit.holds_units or whole <= SMALL
 
-    def _reductions(self, unit: GatherUnit) -> Iterator[Collective]:
-        for flat in unit.flats:
-            if not flat.trains:
+    def _reductions(self, units: Sequence[GatherUnit]) -> Iterator[Collective]:
+        trained = [unit for unit in units if any(flat.trains for flat in unit.flats)]
+        for flats in _messages(trained):
+            flats = [flat for flat in flats if flat.trains]
+            if not flats:
                 continue
-            ranges, size, item = flat.ranges(self._rank), self._ranks(flat), BYTES[flat.dtype]
+            flat, size, own, item = flats[0], self._ranks(flats[0]), self._own(flats), BYTES[flats[0].dtype]
             if size > 1:
                 yield reduce_scatter(
-                    "backward", self._axes(flat), size, ranges.chunk, ranges.total, item,
-                    dtype=flat.dtype, where=unit.path, why="its gradients are summed, each rank keeps its range",
+                    "backward", self._axes(flat), size, own, own * size, item, dtype=flat.dtype,
+                    where=_paths(trained), why=f"{_whose(trained)} gradients are summed, each rank keeps its range",
                 )  # fmt: skip
             rest = self._copies(flat)
-            if rest:
+            for each in flats if rest else ():
                 yield all_reduce(
-                    "backward", self._shown(rest), self._size(rest), ranges.chunk, item,
-                    dtype=flat.dtype, where=unit.path, why="its range of gradients is summed over the copies",
+                    "backward", self._shown(rest), self._size(rest), self._own([each]), item, dtype=each.dtype,
+                    where=_paths(trained), why="a range of gradients is summed over the copies",
                 )  # fmt: skip
 
     def _flags(self) -> Iterator[Collective]:
@@ -162,7 +171,7 @@ class DataTraffic:
             if not placed.tensor.is_buffer and placed.stored is None and placed.tensor.requires_grad
         ]  # fmt: skip
         for owner, placed in self._owners(rest).items():
-            gradients = [self._gradient(each) for each in placed]
+            gradients = [self._gradient(each.layout, each.tensor.dtype) for each in placed]
             for bucket, flags in buckets([g for g in gradients if g.axes]):
                 first = bucket[0]
                 numel = sum(gradient.numel for gradient in bucket) + flags
@@ -171,14 +180,16 @@ class DataTraffic:
                     dtype=first.dtype, where=owner, why=f"gradients of {len(bucket)} parameters are averaged",
                 )  # fmt: skip
 
-    def _gradient(self, placed: Placed) -> _Gradient:
-        layout = placed.layout
+    def _gradient(self, layout: Layout, dtype: str) -> _Gradient:
+        if (layout, dtype) in self._gradients:
+            return self._gradients[layout, dtype]
         cut = set()
         if len(layout.grid) == len(self._mesh.sizes):
             cut = {self._mesh.names[i] for i in layout.parting_axes}
             cut |= {name for i, name in enumerate(self._mesh.names) if layout.grid[i] != self._mesh.sizes[i]}
         axes = tuple(axis for axis in self._modules.data if axis not in cut)
-        return _Gradient(layout.numel(self._rank), placed.tensor.dtype, axes)
+        self._gradients[layout, dtype] = found = _Gradient(layout.numel(self._rank), dtype, axes)
+        return found
 
     def _owners(self, rest: Sequence[Placed]) -> dict[str, list[Placed]]:
         """The outermost modules all of whose parameters are kept as they compute, with these; the root if all are."""
@@ -206,6 +217,21 @@ class DataTraffic:
 
     def _shown(self, axes: Names) -> Names:
         return tuple(self._modules.named(self._modules.leaves(axes)).split("*"))
+
+
+def _messages(units: Sequence[GatherUnit]) -> list[list[Flat]]:
+    """What units send: each flat of one by itself, the flats of several together."""
+    if len(units) == 1:
+        return [[flat] for flat in units[0].flats]
+    return [[flat for unit in units for flat in unit.flats]]
+
+
+def _paths(units: Sequence[GatherUnit]) -> str:
+    return ", ".join(dict.fromkeys(starred(unit.path) for unit in units))
+
+
+def _whose(units: Sequence[GatherUnit]) -> str:
+    return "its" if len(units) == 1 else f"{len(units)} small units'"
 
 
 def buckets(gradients: Sequence[_Gradient]) -> list[tuple[list[_Gradient], int]]:

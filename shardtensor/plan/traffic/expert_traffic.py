@@ -5,9 +5,12 @@ from __future__ import annotations
 import attrs
 
 from shardtensor.layout.pieces import balanced
-from shardtensor.plan.flows.modules import Modules, Names, is_below
+from shardtensor.plan.flows.modules import Modules, Names
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.traffic.collective import Collective, Phase
+
+ROUTED = "the router says how many; here as many to each expert"
+"""What is assumed of tokens, as reasons say it."""
 
 HEAD = 3
 """Numbers that stand before the counts which ranks tell each other first."""
@@ -46,16 +49,13 @@ def dealings(modules: Modules) -> dict[str, Dealing]:
             top_k = hook.kwargs.get("top_k", hook.args[1] if len(hook.args) > 1 else 1)
             given = hook.args[0]
             names = (given,) if isinstance(given, str) else tuple(given)
-            lists = {name.split(".")[0] for name in _below(modules, f"{path}.experts" if path else "experts")}
+            each = f"{path}.experts" if path else "experts"
+            lists = {owner[len(each) + 1 :].split(".")[0] for owner in modules.below(each)}
             count = own[0].shape[0] if own and len(own[0].shape) > 2 else len(lists)
-            axes = modules.leaves(name for each in names for name in each.split("*"))
+            axes = modules.leaves(name for said in names for name in said.split("*"))
             if axes and count:
                 found[path] = Dealing(path, axes, int(top_k), count, not (own and len(own[0].shape) > 2))
     return found
-
-
-def _below(modules: Modules, path: str) -> list[str]:
-    return [owner[len(path) + 1 :] for owner in modules.owned if is_below(owner, path)]
 
 
 class ExpertTraffic:
@@ -97,5 +97,5 @@ class ExpertTraffic:
         why = why if phase == "forward" else f"gradients: {why}"
         return Collective(
             "all_to_all", phase, self._axes, self._size, (self._came if is_back else self._sent) * item, sent, received,
-            self._dtype, self._dealing.path, f"{why}, if dealt evenly",
+            self._dtype, self._dealing.path, f"{why} ({ROUTED})",
         )  # fmt: skip

@@ -43,9 +43,11 @@ class Shapes:
     @cached_property
     def _held(self) -> set[str]:
         """The modules in which this rank holds something."""
+        layouts = {placed.layout for params in self._modules.owned.values() for placed in params.values()}
+        here = {layout for layout in layouts if layout.numel(self._rank)}
         found: set[str] = set()
         for owner, params in self._modules.owned.items():
-            if any(placed.layout.numel(self._rank) for placed in params.values()):
+            if owner not in found and any(placed.layout in here for placed in params.values()):
                 found |= {owner, *around(owner)}
         return found
 

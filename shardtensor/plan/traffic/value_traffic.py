@@ -12,7 +12,8 @@ from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.modules import Layer, Names
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.traffic.collective import Collective, all_reduce
-from shardtensor.plan.traffic.expert_traffic import ExpertTraffic
+from shardtensor.plan.traffic.expert_traffic import ROUTED, ExpertTraffic
+from shardtensor.plan.traffic.sharded_layers import ShardedLayers, Uncounted
 from shardtensor.plan.traffic.value_moves import Moves
 from shardtensor.plan.traffic.value_shapes import Shapes
 
@@ -44,6 +45,7 @@ class ValueTraffic:
         self._rank, self._moves = rank, Moves(self._modules, dtype, rank)
         self._first_trained = self._find_first_trained()
         self._tables = self._find_tables()
+        self._sharded = ShardedLayers(flows, self._shapes, dtype, rank, self._asks, self._in_order(self._layers()))
         self._found = [self._module(path) for path in self._order()]
 
     def forward(self) -> Iterator[Collective]:
@@ -73,16 +75,29 @@ class ValueTraffic:
             if is_enter:
                 yield from module.parameters
 
+    @property
+    def uncounted(self) -> tuple[Uncounted, ...]:
+        """What these may send beyond that."""
+        return self._sharded.uncounted
+
     # -- which modules, in which order --------------------------------------------------------------------------------
 
     def _order(self) -> list[str]:
         modules = self._modules
         told = {*(path for path, stated in modules.stated.items() if stated.ins or stated.outs), *self._flows.works}
         told = (told - {*self._tables.values()}) | {*self._tables}  # a table under several names runs under the others
-        told |= {*self._shapes.dealings}
-        places = modules.places
-        known = [path for path in modules.resolved.model.paths if path in told and self._shapes.is_here(path)]
-        return sorted(known, key=lambda path: _tree_place(path, places))
+        told |= {*self._shapes.dealings, *self._sharded.sends}
+        return self._in_order(told)
+
+    def _in_order(self, paths: set[str]) -> list[str]:
+        """The modules among these that this rank has, as a walk meets them."""
+        modules = self._modules
+        known = [path for path in modules.resolved.model.paths if path in paths and self._shapes.is_here(path)]
+        return sorted(known, key=lambda path: _tree_place(path, modules.places))
+
+    def _layers(self) -> set[str]:
+        """The modules that have parameters, each table under one name."""
+        return {*self._modules.owned} - {*self._tables.values()}
 
     def _find_tables(self) -> dict[str, str]:
         """Embeddings whose table is tied to another embedding's, with the path of that one."""
@@ -116,7 +131,10 @@ class ValueTraffic:
     def _module(self, path: str) -> _Module:
         work = self._flows.works.get(path) or self._flows.works.get(self._tables.get(path, path))
         if work is not None:
-            return self._layer(self._modules.layers[path], work)
+            return self._of_routed(path, self._layer(self._modules.layers[path], work))
+        if path in self._sharded.sends:
+            forward, backward = self._sharded.sends[path]
+            return _Module(path, (tuple(forward), tuple(backward)), ((), ()))
         stated = self._modules.stated[path]
         enter: list[tuple[list[Collective], list[Collective]]] = []
         addends = self._flows.meetings.addends.get(path, ())
@@ -136,7 +154,18 @@ class ValueTraffic:
         for name, flow in stated.outs.items():
             what = f"result {name}" if name else "it"
             leave.append(self._moves.of_value(path, flow, changes(flow), self._shapes.out_of(path), {}, True, what))
-        return _Module(path, _both(enter), _both(leave))
+        return self._of_routed(path, _Module(path, _both(enter), _both(leave)))
+
+    def _of_routed(self, path: str, module: _Module) -> _Module:
+        """A module, with what it sends said to depend on the router where it is an expert or a part of one."""
+        if self._shapes.dealing_around(path) is None:
+            return module
+
+        def said(sends: tuple[Collective, ...]) -> tuple[Collective, ...]:
+            return tuple(attrs.evolve(each, why=f"{each.why} ({ROUTED})") for each in sends)
+
+        enter, leave = ((said(forward), said(backward)) for forward, backward in (module.enter, module.leave))
+        return attrs.evolve(module, enter=enter, leave=leave)
 
     def _layer(self, layer: Layer, work: LayerWork) -> _Module:
         kind, path = layer.kind.name, layer.path
@@ -198,7 +227,7 @@ class ValueTraffic:
         """Cross entropy of logits that stay cut: the maxima of rows, and their sums."""
         modules = self._modules
         dtype = "float64" if self._dtype == "float64" else _LOSSES
-        for path in self._flows.logits:
+        for path in self._flows.givers.logits:
             out = modules.stated[path].out
             assert out is not None
             axes = tuple(axis for cut in cuts(out.after).values() for axis in cut.axes)

@@ -173,18 +173,15 @@ class BertForMaskedLM(nn.Module):
         return {"loss": loss if pairs is None else loss + pairs.square().mean(), "logits": scores}
 
 
+KEYS = (
+    "num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
+    "vocab_size",
+)  # fmt: skip
+
+
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
-    vocab, width = shape_of(model, "word_embeddings.weight")
-    heads = config.get("num_attention_heads", 4)
-    small = heads * min(sizes.head, width // heads)
-    return {
-        "num_attention_heads": heads,
-        "hidden_size": small,
-        "intermediate_size": sizes.width(shape_of(model, "intermediate.dense.weight")[0], unlike=small),
-        "num_hidden_layers": sizes.layers,
-        "max_position_embeddings": sizes.positions,
-        "vocab_size": sizes.vocab(vocab),
-    }
+    table, hidden = shape_of(model, "word_embeddings.weight"), shape_of(model, "intermediate.dense.weight")[0]
+    return dict(zip(KEYS, sizes.of_stack(config.get("num_attention_heads", 4), table, hidden), strict=True))
 
 
 def make(config: Mapping[str, Any], model: Model) -> nn.Module:

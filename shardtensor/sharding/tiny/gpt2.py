@@ -92,18 +92,12 @@ class GPT2LMHeadModel(nn.Module):
         return self.lm_head(self.transformer(input_ids))
 
 
+KEYS = ("n_head", "n_embd", "n_inner", "n_layer", "n_positions", "vocab_size")
+
+
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
-    vocab, width = shape_of(model, "wte.weight")
-    heads = config.get("n_head", 4)
-    small = heads * min(sizes.head, width // heads)
-    return {
-        "n_head": heads,
-        "n_embd": small,
-        "n_inner": sizes.width(shape_of(model, "mlp.c_fc.bias")[0], unlike=small),
-        "n_layer": sizes.layers,
-        "n_positions": sizes.positions,
-        "vocab_size": sizes.vocab(vocab),
-    }
+    table, hidden = shape_of(model, "wte.weight"), shape_of(model, "mlp.c_fc.bias")[0]
+    return dict(zip(KEYS, sizes.of_stack(config.get("n_head", 4), table, hidden), strict=True))
 
 
 def make(config: Mapping[str, Any], model: Model) -> nn.Module:

@@ -23,7 +23,7 @@ from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.tiny.family import Family, family_of, refuse_other_names
 from shardtensor.sharding.tiny.names import unnumbered
 from shardtensor.sharding.tiny.sizes import Sizes
-from shardtensor.sharding.tiny.world import small_plan
+from shardtensor.sharding.tiny.world import small_plan, smaller_axes
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import parse_spec
 
@@ -131,7 +131,7 @@ def _said(plan: Plan, small: Plan, family: Family, keys: Mapping[str, Any]) -> s
     sizes = ", ".join(f"{key} {value}" for key, value in keys.items())
     if plan.world == small.world:
         return f"a tiny {family.name} ({sizes}) on {small.world} ranks {small.axes.mesh}"
-    return (
-        f"a tiny {family.name} ({sizes}) on {small.world} ranks {small.axes.mesh} "
-        f"in place of {plan.world:,} {plan.axes.mesh}"
-    )
+    said = f"a tiny {family.name} ({sizes}) on {small.world} ranks {small.axes.mesh} in place of {plan.world:,} "
+    others = [f"{name}={size}" for name, size in smaller_axes(plan, small)]
+    are = "is" if len(others) == 1 else "are"
+    return f"{said}{plan.axes.mesh}" + (f"; {', '.join(others)} {are} more than is run here" if others else "")

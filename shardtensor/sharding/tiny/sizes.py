@@ -39,6 +39,20 @@ class Sizes:
         small = _congruent(real, step)
         return small if small != unlike else min(real, small + step)
 
+    def of_heads(self, heads: int, real: int) -> int:
+        """The width of so many small heads, which the real ones are as many of."""
+        return heads * min(self.head, real // heads)
+
+    def of_stack(self, heads: int, table: tuple[int, ...], hidden: int) -> tuple[int, ...]:
+        """Of one stack of layers with learned positions: heads, width, hidden width, layers, positions, vocabulary.
+
+        Args:
+            table: the shape of the real embedding.
+            hidden: the real hidden width.
+        """
+        width = self.of_heads(heads, table[1])
+        return heads, width, self.width(hidden, unlike=width), self.layers, self.positions, self.vocab(table[0])
+
     def vocab(self, real: int) -> int:
         """The same for rows that may be padded: the last rank holds as much padding as of the real one."""
         return _congruent(real, math.lcm(PAD, self.ranks))

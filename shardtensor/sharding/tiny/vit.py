@@ -151,7 +151,7 @@ class ViTForImageClassification(nn.Module):
 def shrink(config: Mapping[str, Any], model: Model, sizes: Sizes) -> dict[str, Any]:
     width, channels = shape_of(model, "patch_embeddings.projection.weight")[:2]
     heads = config.get("num_attention_heads", 4)
-    small = heads * min(sizes.head, width // heads)
+    small = sizes.of_heads(heads, width)
     hidden = ending(model, "mlp.fc1.weight") or ending(model, "intermediate.dense.weight")
     found = {
         "num_attention_heads": heads,

@@ -33,7 +33,7 @@ def small_plan(path: Any, plan: Plan, params: Mapping[str, Any]) -> tuple[Plan, 
         return found, dict(params)
     others = list(_smaller(path, plan, params))
     if others:
-        values, other = max(others, key=lambda each: _axes_kept(plan, each[1]))
+        values, other = max(others, key=lambda each: _likeness(plan, each[1]))
         return other, values
     raise SpecError(
         f"--numeric: no world of at most {MOST} ranks has the axes of this plan",
@@ -76,10 +76,20 @@ def _is_alike(plan: Plan, other: Plan) -> bool:
     )
 
 
-def _axes_kept(plan: Plan, other: Plan) -> int:
-    """How many axes along which ranks differ are still such ones."""
+def _likeness(plan: Plan, other: Plan) -> tuple[int, int]:
+    """How many axes along which ranks differ are still such ones, and how many are no larger than they were."""
     sizes = dict(other.axes.mesh.axes)
-    return sum(size > 1 and sizes.get(name, 1) > 1 for name, size in plan.axes.mesh.axes)
+    kept = sum(size > 1 and sizes.get(name, 1) > 1 for name, size in plan.axes.mesh.axes)
+    return kept, sum(sizes.get(name, 1) <= size for name, size in plan.axes.mesh.axes)
+
+
+def smaller_axes(plan: Plan, other: Plan) -> list[tuple[str, int]]:
+    """The axes, with their sizes, that have fewer ranks in another plan; those of samples do the same with two."""
+    data, sizes = plan.axes.leaves(plan.axes.data), dict(other.axes.mesh.axes)
+    return [
+        (name, size) for name, size in plan.axes.mesh.axes
+        if sizes.get(name, 1) < (min(size, 2) if name in data else size)
+    ]  # fmt: skip
 
 
 def divisors(size: int) -> list[int]:

@@ -1,0 +1,76 @@
+"""`Convoy`: small units that are gathered in one message, where one for each would take longer to start than to run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from shardtensor.comm.group import Pending
+from shardtensor.fsdp.unit import Unit
+from shardtensor.plan.match.units import convoys
+
+
+class Convoy:
+    """Units of one flat each, all gathered when the first of them is.
+
+    Their ranges travel side by side, and are dealt out to where each unit is gathered. Who holds what is as without it.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.flats = [unit.flats[0] for unit in units]
+        first = self.flats[0]
+        self._group = first.domain.shard
+        chunks = [flat.ranges.chunk for flat in self.flats]
+        shape = (self._group.size, sum(chunks))
+        rows = torch.empty(shape, dtype=first.compute_dtype, device=first.device)
+        self._sent, self._own = rows.view(-1), rows[self._group.index]
+        self._parts, self._own_parts = rows.split(chunks, 1), self._own.split(chunks)
+        self._started: Pending | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that its ranges travel in."""
+        return self._sent.nbytes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether none of them is gathered already."""
+        return not any(unit.is_gathered for unit in self.units)
+
+    def gather(self) -> Pending:
+        """Start to gather all; the caller chose the stream."""
+        torch._foreach_copy_(self._own_parts, [flat.present_range() for flat in self.flats])
+        self._started = self._group.all_gather_into(self._sent, self._own)
+        if self._sent.is_cuda:
+            self.wait()  # in the stream, that is
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """Let each unit have what was gathered of it."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.wait()
+            torch._foreach_copy_([flat.rows for flat in self.flats], self._parts)
+        return self._sent
+
+
+def form(units: Sequence[Unit]) -> None:
+    """Have small units travel together from now on; they have their memory."""
+    for members in convoys([_kind(unit) for unit in units]):
+        convoy = Convoy([units[i] for i in members])
+        for flat in convoy.flats:
+            flat.convoy = convoy
+        convoy.flats[0].make_views()
+
+
+def _kind(unit: Unit) -> tuple[Hashable, int] | None:
+    is_small = unit.stays_gathered and not unit.is_container and unit.reshard_after_forward is None
+    if not is_small or unit.is_asked or unit.keeps_after_backward or len(unit.flats) != 1:
+        return None
+    flat, domain = unit.flats[0], unit.domain
+    if flat.is_offloaded or domain.shard.size == 1:
+        return None
+    groups = id(domain.shard), id(domain.reduce), id(domain.replicate)
+    return (*groups, flat.dtype, flat.compute_dtype, flat.reduce_dtype), flat.whole_bytes

@@ -1,0 +1,37 @@
+"""What `torch.compile` leaves as it is: functions at which a graph breaks, and below which it does not look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(reason: str) -> Callable[[Function], Function]:
+    """Keep a function, and all that it calls, out of graphs: `torch.compiler.disable`, but a call costs nothing more.
+
+    Args:
+        reason: what ``fullgraph=True`` is refused with, with the way out.
+
+    Example:
+        >>> @untraced("it counts its calls: compile what stands before it")
+        ... def counted(x):
+        ...     calls.append(x)
+        ...     return x
+        >>> calls = []
+        >>> counted(3), calls
+        (3, [3])
+    """
+
+    def mark(function: Function) -> Function:
+        marked = cast(Any, function)
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+        code = cast(FunctionType, function).__code__
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        return function
+
+    return mark

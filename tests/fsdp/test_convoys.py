@@ -1,0 +1,152 @@
+"""Small units travel together: results are as without it, and each convoy costs one gather and one reduction a step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fsdp.twins import same_gradients, same_values
+from harness import device
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import nn
+
+import shardtensor as st
+from shardtensor.comm import primitives
+from shardtensor.comm.process_group import as_group
+from shardtensor.fsdp import fully_shard
+from shardtensor.plan.match.units import CONVOY, convoys
+
+DIM = 7
+
+
+class Layer(nn.Module):
+    """A small layer, or one of more than 64 KiB; some are skipped in some steps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, width), nn.Linear(width, DIM, bias=False)
+        self.is_used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh()) if self.is_used else x
+
+
+class Stack(nn.Module):
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stacks(widths, frozen=()):
+    """A dense stack, and one of the same values whose layers are units."""
+    torch.manual_seed(3)
+    dense = Stack(widths).double().to(device())
+    for i in frozen:
+        dense.layers[i].up.requires_grad_(False)
+    model = copy.deepcopy(dense)
+    for layer in model.layers:
+        fully_shard(layer)
+    return dense, fully_shard(model)
+
+
+def batch_of(step, index, size):
+    """All samples of a step, and those of one rank."""
+    x = torch.randn(2 * size, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(device())
+    return x, x.chunk(size)[index]
+
+
+def _train(widths, frozen, used, waits):
+    """Backwards that add up; layers in `waits` reduce in the last one only, `used` tells which each goes through."""
+    dense, model = stacks(widths, frozen)
+    me = as_group()
+    for step, mask in enumerate(used):
+        is_last = step == len(used) - 1
+        for each in (dense, model):
+            for layer, is_used in zip(each.layers, mask, strict=True):
+                layer.is_used = is_used
+        for layer, is_late in zip(model.layers, waits, strict=True):
+            layer.set_requires_gradient_sync(is_last or not is_late)
+        whole, own = batch_of(step, me.index, me.size)
+        dense(whole).pow(2).mean().backward()
+        model(own).pow(2).mean().backward()
+        for name, param in model.named_parameters():
+            if is_last or not waits[int(name.split(".")[1])]:
+                expected = dense.get_parameter(name).grad
+                assert (param.grad is None) == (expected is None), name
+                if expected is not None:
+                    torch.testing.assert_close(param.grad.full_tensor(), expected)
+    for each in (dense, model):
+        torch.optim.AdamW(each.parameters(), lr=0.1).step()
+    same_values(dense, model)
+
+
+@some.composite
+def cases(draw):
+    widths = draw(some.lists(some.sampled_from([1, 2, 5, 16, 700]), min_size=2, max_size=6))
+    flags = some.lists(some.booleans(), min_size=len(widths), max_size=len(widths))
+    frozen = [i for i, is_frozen in enumerate(draw(flags)) if is_frozen]
+    used = [[True] * len(widths), *draw(some.lists(flags.filter(any), min_size=1, max_size=2))]
+    return widths, frozen, used, draw(flags)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cases(), some.integers(1, 4))
+def test_any_units_train_as_the_dense_model(case, size):
+    st.simulate(size, _train, *case)
+
+
+@pytest.mark.worlds("gloo")
+def test_units_of_processes_train_as_the_dense_model(world):
+    used, waits = [[True] * 5, [True, False, True, True, False]], [False, True, False, False, False]
+    world(_train, 3, widths=[5, 5, 700, 2, 16], frozen=[0, 3], used=used, waits=waits)
+
+
+def _noted(widths):
+    dense, model = stacks(widths)
+    me = as_group()
+    sent = []
+    steps = [batch_of(step, me.index, me.size) for step in range(2)]
+    for whole, own in steps:
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in ("all_gather_into", "reduce_scatter_into"):
+                patch.setattr(primitives, kind, _noting(sent, kind, getattr(primitives, kind)))
+            for each, x in ((dense, whole), (model, own)):
+                each.zero_grad()
+                each(x).pow(2).mean().backward()
+    same_gradients(dense, model)
+    return sent
+
+
+def _noting(sent, kind, call):
+    return lambda group, out, given: (sent.append((kind, max(out.numel(), given.numel()))), call(group, out, given))[1]
+
+
+@pytest.mark.worlds("gloo")
+def test_small_units_cost_a_message_each_way(world):
+    (of_small, *_), (of_all, *_) = world(_noted, 2, widths=[5, 2, 16, 1]), world(_noted, 2, widths=[5, 700, 2, 1])
+    assert [kind for kind, _ in of_small] == ["all_gather_into", "reduce_scatter_into"]
+    kinds = [kind for kind, _ in of_all]
+    assert kinds.count("all_gather_into") == kinds.count("reduce_scatter_into") == 2
+
+
+@settings(deadline=None)
+@given(some.lists(some.none() | some.tuples(some.sampled_from("ab"), some.integers(0, CONVOY))))
+def test_convoys_are_of_one_kind_and_no_longer_than_allowed(units):
+    found = convoys(units)
+    travelling = [i for members in found for i in members]
+    assert len(travelling) == len(set(travelling))
+    for members in found:
+        assert len(members) > 1 and members == sorted(members)
+        assert len({units[i][0] for i in members}) == 1 and sum(units[i][1] for i in members) <= CONVOY
+    for kind in "ab":
+        small = [unit for unit in units if unit is not None and unit[0] == kind]
+        if len(small) > 1 and sum(size for _, size in small) <= CONVOY:
+            assert len([members for members in found if units[members[0]][0] == kind]) == 1
