@@ -46,6 +46,11 @@ class Load:
         packed = sum(flat.gradient_bytes for flat in self.flats)
         return packed if len(self.flats) == 1 else 2 * packed
 
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes behind those that its sum takes; NCCL alone can reduce in place."""
+        return 0 if self.flats[0].device.type == "cuda" else sum(self._chunks) * self.flats[0].reduce_dtype.itemsize
+
     def are_there(self, is_without: Callable[[Flat], bool]) -> bool:
         """Whether nothing is waited for.
 
@@ -66,7 +71,8 @@ class Load:
             rows = [whole.view(-1, chunk) for whole, chunk in zip(wholes, self._chunks, strict=True)]
         table = sent.view(-1, sum(self._chunks))
         own = table[first.index]
-        own = own if sent.is_cuda else torch.empty_like(own)  # NCCL alone can reduce in place
+        if self.apart_bytes:
+            own = memory[self.size_bytes :][: self.apart_bytes].view(first.reduce_dtype)
         cuts = [flat.cut_up(whole) for flat, whole in zip(self.flats, wholes, strict=True)]
         return Packing(
             flats=wholes,

@@ -102,6 +102,11 @@ def test_any_units_train_as_the_dense_model(case, size):
     st.simulate(size, _train, *case)
 
 
+def test_memory_of_reductions_may_go_after_each_backward(monkeypatch):
+    monkeypatch.setattr("shardtensor.fsdp.reductions._KEPT", 0)
+    st.simulate(2, _train, [5, 700, 2], [], [[True] * 3, [True, True, False], [True] * 3], [False, True, False])
+
+
 @pytest.mark.worlds("gloo")
 def test_units_of_processes_train_as_the_dense_model(world):
     used, waits = [[True] * 5, [True, False, True, True, False]], [False, True, False, False, False]

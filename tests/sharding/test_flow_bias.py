@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from harness import device
 from torch import nn
 
 import shardtensor as st
@@ -77,7 +78,7 @@ def test_a_layer_of_ones_own_is_summed_once(world, size, to):
 
 def _of_ones_own(to):
     torch.manual_seed(0)
-    dense = nn.Sequential(OfOnesOwn(4, 8), nn.ReLU(), OfOnesOwn(8, 4), nn.LayerNorm(4)).double()
+    dense = nn.Sequential(OfOnesOwn(4, 8), nn.ReLU(), OfOnesOwn(8, 4), nn.LayerNorm(4)).double().to(device())
     model = copy.deepcopy(dense)
     rules = {
         "0": {"in": "replicate", **st.colwise("tp")},
@@ -85,7 +86,8 @@ def _of_ones_own(to):
         "3": {**st.along(to), "out": f"{to} -> replicate"} if to != "replicate" else st.along(to),
     }
     st.shard_module(model, rules)
-    x, other = (torch.arange(32.0, dtype=torch.float64).view(1, 8, 4).requires_grad_() for _ in range(2))
+    values = torch.arange(32.0, dtype=torch.float64, device=device()).view(1, 8, 4)
+    x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
     want, got = dense(x), model(other)
     torch.testing.assert_close(whole(got), want)
     want.square().sum().backward()
