@@ -203,18 +203,27 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
 
 
 class ParallelNorm(Flowing):
-    """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed.
-
-    That forward runs on another object with the same modules, buffers and attributes, and those parameters.
-    """
+    """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         refuse_shell(self, x)
         module: Any = self
-        one: Any = object.__new__(module.flow_of)  # for the module itself cannot be changed in a graph
-        vars(one).update(vars(module), _parameters={name: _summed(module, name) for name in module._parameters})
-        y = module.flow_of.forward(one, moved(x, self.flow.enter), *args, **kwargs)
+        x, summed = moved(x, self.flow.enter), {name: _summed(module, name) for name in module._parameters}
+        if _ONE_MORE_OBJECT and torch.compiler.is_compiling():  # in a checkpoint no graph may change the module
+            one: Any = object.__new__(module.flow_of)
+            vars(one).update(vars(module), _parameters=summed)
+            return moved(module.flow_of.forward(one, x, *args, **kwargs), self.flow.leave)
+        place, held = module._parameters, dict(module._parameters)
+        try:
+            place.update(summed)
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            place.update(held)
         return moved(y, self.flow.leave)
+
+
+_ONE_MORE_OBJECT = torch.__version__ >= (2, 13)  # type: ignore[operator]
+"""Whether a graph can hold another object with a module's attributes; before torch 2.13 it cannot."""
 
 
 def _refuse_strays(ids: torch.Tensor, count: int, team: Group | None) -> None:
