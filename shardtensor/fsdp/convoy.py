@@ -58,11 +58,16 @@ class Convoy:
 
 def form(units: Sequence[Unit]) -> None:
     """Have small units travel together from now on; they have their memory."""
-    for members in convoys([_kind(unit) for unit in units]):
-        convoy = Convoy([units[i] for i in members])
+    for members in travelling(units):
+        convoy = Convoy(members)
         for flat in convoy.flats:
             flat.convoy = convoy
         convoy.flats[0].make_views()
+
+
+def travelling(units: Sequence[Unit]) -> list[list[Unit]]:
+    """The units that travel together, by what is known of them before their memory is lent."""
+    return [[units[i] for i in members] for members in convoys([_kind(unit) for unit in units])]
 
 
 def _kind(unit: Unit) -> tuple[Hashable, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardtensor.errors import LayoutError
+from shardtensor.fsdp.convoy import travelling
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.plan.match.units import SMALL
@@ -22,6 +23,8 @@ def fsdp_summary(module: nn.Module) -> str:
     A unit that is gathered again in backward costs one more gather of its bytes; one that stays costs memory. So units
     that hold other units stay, since they are in use in all of the time between, and small ones of 64 KiB or less do,
     because such a gather takes longer to start than to run. ``reshard_after_forward`` of True or False says otherwise.
+    Small ones over the same ranks and of the same dtypes travel together, as many as have 1 MiB: all are gathered in
+    one message when the first is needed, and their gradients are reduced in one when the last are there.
 
     Raises:
         LayoutError: nothing in the module is fully sharded.
@@ -39,7 +42,11 @@ def fsdp_summary(module: nn.Module) -> str:
     units = list(units_in(module))
     if not units:
         raise LayoutError("nothing in this module is fully sharded", fix="call fully_shard first")
-    rows = [_HEAD, *(_row(name, unit) for name, unit in units)]
+    for _, unit in units:
+        if unit.schedule is None:
+            unit.settle()
+    together = {id(unit): len(members) for members in travelling([unit for _, unit in units]) for unit in members}
+    rows = [_HEAD, *(_row(name, unit, together.get(id(unit), 1)) for name, unit in units)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [
         "  ".join(
@@ -58,9 +65,7 @@ def _title(unit: Unit, count: int) -> str:
     return f"{count} unit{'s' * (count > 1)}, cut over {ranks}{copies}"
 
 
-def _row(name: str, unit: Unit) -> tuple[str, ...]:
-    if unit.schedule is None:
-        unit.settle()
+def _row(name: str, unit: Unit, together: int) -> tuple[str, ...]:
     flats = unit.flats
     kind = type(unit.module)
     plain = kind.__mro__[2] if kind.__name__ == f"FSDP{kind.__mro__[2].__name__}" else kind
@@ -70,7 +75,7 @@ def _row(name: str, unit: Unit) -> tuple[str, ...]:
         f"{sum(sum(flat.ranges.lengths) for flat in flats):,}",
         _bytes(sum(flat.ranges.chunk * flat.dtype.itemsize for flat in flats)),
         _bytes(sum(flat.whole_bytes for flat in flats)),
-        _stays(unit),
+        _stays(unit) + (f", {together} together" if together > 1 else ""),
         ", ".join(map(_flat, flats)) or "none",
     )
 

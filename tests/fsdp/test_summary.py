@@ -13,17 +13,18 @@ from shardtensor.fsdp import MixedPrecisionPolicy, fsdp_summary, fully_shard
 
 def model():
     parts = [nn.Linear(256, 256), nn.Linear(8, 8), nn.Linear(300, 299), nn.Linear(256, 256), nn.LayerNorm(8)]
-    return nn.Sequential(*parts)
+    return nn.Sequential(*parts, nn.Linear(16, 16))
 
 
 TEXT = """\
-5 units, cut over 2 ranks
-unit    class       parameters  on a rank   gathered  stays gathered  flats
-(root)  Sequential          16       64 B      128 B  yes: outer      float32 x 2, 50% padding
-0       Linear          65,792  128.5 KiB  257.0 KiB  no              float32 x 2
-1       Linear              72      192 B      384 B  yes: small      float32 x 2, 25% padding
-2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked   float32 x 2
-3       Linear          65,792  128.5 KiB  128.5 KiB  no              float32 as bfloat16 x 2, frozen"""
+6 units, cut over 2 ranks
+unit    class       parameters  on a rank   gathered  stays gathered          flats
+(root)  Sequential          16       64 B      128 B  yes: outer              float32 x 2, 50% padding
+0       Linear          65,792  128.5 KiB  257.0 KiB  no                      float32 x 2
+1       Linear              72      192 B      384 B  yes: small, 2 together  float32 x 2, 25% padding
+2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked           float32 x 2
+3       Linear          65,792  128.5 KiB  128.5 KiB  no                      float32 as bfloat16 x 2, frozen
+5       Linear             272      576 B    1.1 KiB  yes: small, 2 together  float32 x 2, 5% padding"""
 
 
 def body():
@@ -33,6 +34,7 @@ def body():
     fully_shard(module[1])
     fully_shard(module[2], reshard_after_forward=False)
     fully_shard(module[3], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(module[5])
     return fsdp_summary(fully_shard(module))
 
 
