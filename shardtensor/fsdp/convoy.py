@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from shardtensor.comm.group import Pending
+from shardtensor.fsdp.side_by_side import SideBySide
 from shardtensor.fsdp.unit import Unit
 from shardtensor.plan.match.units import convoys
 
@@ -23,16 +24,17 @@ class Convoy:
         first = self.flats[0]
         self._group = first.domain.shard
         chunks = [flat.ranges.chunk for flat in self.flats]
-        shape = (self._group.size, sum(chunks))
-        rows = torch.empty(shape, dtype=first.compute_dtype, device=first.device)
-        self._sent, self._own = rows.view(-1), rows[self._group.index]
-        self._parts, self._own_parts = rows.split(chunks, 1), self._own.split(chunks)
+        count, dtype = self._group.size * sum(chunks), first.compute_dtype
+        self._sent, whole = (torch.empty(count, dtype=dtype, device=first.device) for _ in range(2))
+        self._own = self._sent.view(self._group.size, -1)[self._group.index]
+        self._order = SideBySide(chunks, whole, self._sent)
+        self.memory = whole.view(torch.uint8)
         self._started: Pending | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that its ranges travel in."""
-        return self._sent.nbytes
+        """Bytes of memory that its flats travel in, and that they are dealt out to."""
+        return self._sent.nbytes + self.memory.nbytes
 
     @property
     def is_ready(self) -> bool:
@@ -41,7 +43,8 @@ class Convoy:
 
     def gather(self) -> Pending:
         """Start to gather all; the caller chose the stream."""
-        torch._foreach_copy_(self._own_parts, [flat.present_range() for flat in self.flats])
+        ranges = [flat.present_range() for flat in self.flats]
+        torch.cat(ranges, out=self._own)
         self._started = self._group.all_gather_into(self._sent, self._own)
         if self._sent.is_cuda:
             self.wait()  # in the stream, that is
@@ -52,17 +55,8 @@ class Convoy:
         started, self._started = self._started, None
         if started is not None:
             started.wait()
-            torch._foreach_copy_([flat.rows for flat in self.flats], self._parts)
+            self._order.deal()
         return self._sent
-
-
-def form(units: Sequence[Unit]) -> None:
-    """Have small units travel together from now on; they have their memory."""
-    for members in travelling(units):
-        convoy = Convoy(members)
-        for flat in convoy.flats:
-            flat.convoy = convoy
-        convoy.flats[0].make_views()
 
 
 def travelling(units: Sequence[Unit]) -> list[list[Unit]]:
@@ -75,7 +69,7 @@ def _kind(unit: Unit) -> tuple[Hashable, int] | None:
     if not is_small or unit.is_asked or unit.keeps_after_backward or len(unit.flats) != 1:
         return None
     flat, domain = unit.flats[0], unit.domain
-    if flat.is_offloaded or domain.shard.size == 1:
+    if flat.is_offloaded or domain.shard.size == 1 or not flat.whole_bytes:
         return None
     groups = id(domain.shard), id(domain.reduce), id(domain.replicate)
     return (*groups, flat.dtype, flat.compute_dtype, flat.reduce_dtype), flat.whole_bytes

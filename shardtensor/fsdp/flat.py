@@ -43,7 +43,6 @@ class Flat(FlatGradients):
         pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
-        rows: the same, a row for each rank.
         views: the parameters as they are gathered.
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
@@ -188,9 +187,7 @@ class Flat(FlatGradients):
         """Be gathered into `memory`, bytes, from now on."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
         self.whole = whole
-        self.rows = whole.view(-1, self.ranges.chunk)
-        self._own = self.rows[self.index]
-        self.convoy = None
+        self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
         self.make_views()
 
     def make_views(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.side_by_side import SideBySide
 
 
 @attrs.frozen(eq=False)
@@ -24,8 +25,7 @@ class Packing:
     own_parts: Sequence[torch.Tensor]
     parts: list[torch.Tensor]
     padding: list[torch.Tensor]
-    rows: list[torch.Tensor]
-    sent_rows: tuple[torch.Tensor, ...]
+    order: SideBySide | None
 
 
 class Load:
@@ -65,12 +65,11 @@ class Load:
         count = sum(flat.gradient_bytes for flat in self.flats)
         packed = memory[:count].view(first.reduce_dtype)
         wholes = list(packed.split([flat.ranges.total for flat in self.flats]))
-        sent, rows = packed, []
+        sent, order = packed, None
         if len(wholes) > 1:
             sent = memory[count : 2 * count].view(first.reduce_dtype)
-            rows = [whole.view(-1, chunk) for whole, chunk in zip(wholes, self._chunks, strict=True)]
-        table = sent.view(-1, sum(self._chunks))
-        own = table[first.index]
+            order = SideBySide(self._chunks, packed, sent)
+        own = sent.narrow(0, first.index * sum(self._chunks), sum(self._chunks))
         if self.apart_bytes:
             own = memory[self.size_bytes :][: self.apart_bytes].view(first.reduce_dtype)
         cuts = [flat.cut_up(whole) for flat, whole in zip(self.flats, wholes, strict=True)]
@@ -81,8 +80,7 @@ class Load:
             own_parts=own.split(self._chunks),
             parts=[part for parts, _ in cuts for part in parts],
             padding=[gap for _, gaps in cuts for gap in gaps],
-            rows=rows,
-            sent_rows=table.split(self._chunks, 1),
+            order=order,
         )
 
     def pack(self, packing: Packing) -> list[list[bool]]:
@@ -106,8 +104,8 @@ class Load:
         for flat, whole in zip(self.flats, packing.flats, strict=True):
             if flat.prescale:
                 whole.mul_(flat.prescale)
-        if packing.rows:
-            torch._foreach_copy_(packing.sent_rows, packing.rows)
+        if packing.order is not None:
+            packing.order.collect()
         return used
 
     def reduce(self, packing: Packing) -> Pending:

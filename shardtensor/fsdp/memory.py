@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardtensor.comm.copy_engines import Lease, lease
-from shardtensor.fsdp.convoy import form
+from shardtensor.fsdp.convoy import Convoy, travelling
 from shardtensor.fsdp.unit import Unit
 
 _LINE = 512  # bytes; where a flat begins in memory
@@ -39,26 +39,32 @@ class Slot:
 def lend(units: Sequence[Unit]) -> None:
     """Give every unit its memory: a slot of its own where it has to stay gathered, else one of a ring in turns.
 
-    The ring has a slot for a unit that computes and for as many as are gathered ahead of it. All ranks call it; where
-    the copy engines of GPUs can gather, the memory is made known to all.
+    The ring has a slot for a unit that computes and for as many as are gathered ahead of it. Small units that travel
+    together lie end to end. All ranks call it; where the copy engines of GPUs can gather, the memory is made known to
+    all.
     """
+    ended = {id(unit.slot.lease): unit.slot.lease for unit in units if unit.slot is not None}
+    together = travelling(units)
+    travellers = {id(unit) for members in together for unit in members}
     depth = 1 + max([1, *(ahead for unit in units for ahead in unit.ahead)])
     sharers: list[list[Unit]] = [[] for _ in range(depth)]
     turn = 0
     for unit in units:
         if unit.has_own_slot:
-            sharers.append([unit])
+            sharers += [] if id(unit) in travellers else [[unit]]
         else:
             sharers[turn % depth].append(unit)
             turn += 1
     _lend_to(sharers, units[0])
-    form(units)
+    for members in together:
+        _lend_to_all_of(Convoy(members))
+    for old in ended.values():
+        old.end()
 
 
 def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
     sizes = [max(map(_size, each), default=0) for each in sharers]
     lent = lease(first.domain.shard, sum(sizes), first.device)
-    ended = {id(unit.slot.lease): unit.slot.lease for each in sharers for unit in each if unit.slot is not None}
     slots = []
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
@@ -67,6 +73,7 @@ def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
             unit.slot = slots[-1]
             place = start
             for flat in unit.flats:
+                flat.convoy = None
                 if flat.domain.shard is first.domain.shard:
                     flat.gathers_by = lent.group
                 flat.lie_in(lent.memory[place:])
@@ -74,8 +81,25 @@ def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
         start += size
     for slot in slots:
         slot.seal()
-    for old in ended.values():
-        old.end()
+
+
+def _lend_to_all_of(convoy: Convoy) -> None:
+    place = 0
+    for flat in convoy.flats:
+        flat.convoy, flat.gathers_by = None, flat.domain.shard
+        flat.lie_in(convoy.memory[place:])
+        place += flat.whole_bytes
+    for flat in convoy.flats:
+        flat.convoy = convoy
+    convoy.flats[0].make_views()
+    for unit in convoy.units:
+        unit.slot = Slot(Lease(unit.domain.shard, convoy.memory, _nothing))
+    for unit in convoy.units:
+        unit.slot.seal()
+
+
+def _nothing() -> None:
+    """What there is to do when memory of no register is given back."""
 
 
 def _size(unit: Unit) -> int:

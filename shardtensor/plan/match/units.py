@@ -143,7 +143,7 @@ def _small(unit: GatherUnit, rank: int, dtype: str | None) -> tuple[Hashable, in
     if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
         return None
     size = flat.ranges(rank).total * BYTES[dtype or flat.dtype]
-    return ((flat.axes, flat.dtype), size) if size <= SMALL else None
+    return ((flat.axes, flat.dtype), size) if 0 < size <= SMALL else None
 
 
 def own_tensors(resolved: Resolved) -> list[Placed]:

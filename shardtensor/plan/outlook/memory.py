@@ -145,10 +145,11 @@ class _Lent:
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
         own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
         for company in in_company(self.units, rank, self.dtype):
-            if len(company) > 1:  # side by side when they travel, and each where it is used
-                own += sum(self._wholes(company, rank))
+            if len(company) > 1:  # side by side when they travel, and end to end when they are used
+                own += 2 * sum(self._wholes(company, rank))
                 packed = max(packed, 2 * sum(self._wholes(company, rank, trained=True)))
-        for unit in self.units:
+                continue
+            (unit,) = company
             wholes = self._wholes([unit], rank)
             size = sum(-(-whole // _LINE) * _LINE for whole in wholes)
             packed = max([packed, *self._wholes([unit], rank, trained=True)])
