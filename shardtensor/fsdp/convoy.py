@@ -71,5 +71,5 @@ def _kind(unit: Unit) -> tuple[Hashable, int] | None:
     flat, domain = unit.flats[0], unit.domain
     if flat.is_offloaded or domain.shard.size == 1 or not flat.whole_bytes:
         return None
-    groups = id(domain.shard), id(domain.reduce), id(domain.replicate)
-    return (*groups, flat.dtype, flat.compute_dtype, flat.reduce_dtype), flat.whole_bytes
+    ranks = domain.shard.ranks, None if domain.replicate is None else domain.replicate.ranks  # the same on all of them
+    return (*ranks, flat.dtype, flat.compute_dtype, flat.reduce_dtype), flat.whole_bytes
