@@ -203,3 +203,28 @@ def _sent_with_checkpoints(is_called_alone):
 @pytest.mark.parametrize("is_called_alone", [False, True])
 def test_a_backward_through_some_sends_no_message_for_the_others(world, is_called_alone):
     assert world(_sent_with_checkpoints, 2, is_called_alone=is_called_alone) == [1, 1]
+
+
+def _written_while_another_is_kept(asked, written, is_async):
+    """A unit gathered by hand brings its company; what is written to one of that shows, and does not wait for it."""
+    dense, model = stacks([5, 2, 700, 16])
+    me = as_group()
+    for step in range(2):
+        for each in (dense, model):
+            each.zero_grad()
+        if step:
+            model.layers[asked].unshard(is_async)
+            with torch.no_grad():
+                for each in (dense, model):
+                    for param in each.layers[written].parameters():
+                        param.mul_(1.5)
+        whole, own = batch_of(step, me.index, me.size)
+        for each, x in ((dense, whole), (model, own)):
+            each(x).pow(2).mean().backward()
+        same_gradients(dense, model)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("asked", "written"), [(0, 0), (0, 1), (3, 0), (2, 1)])
+def test_what_is_written_beside_a_unit_gathered_by_hand_shows(asked, written, is_async):
+    st.simulate(2, _written_while_another_is_kept, asked, written, is_async)
