@@ -16,7 +16,7 @@ from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses
 
-_will_run = torch._C._will_engine_execute_node
+_will_run, _in_backward = torch._C._will_engine_execute_node, torch._C._current_graph_task_id
 
 BUFFERS = 2
 """Reductions on their way at a time, where nothing else is asked."""
@@ -51,7 +51,7 @@ class Reductions:
         self._passed: set[int] = set()  # those that may be sent without
         self._nested: set[int] = set()  # that come in a backward inside of a backward
         self._landed: dict[int, torch.Tensor] | None = None
-        self._next = 0
+        self._next, self._task = 0, -1  # the load that is sent next; autograd's number of the backward
         # Whether some gradients may wait for a later backward.
         self._is_carrying = any(flat.carry.is_waiting for flat in flats)
         self._dtypes = _dtypes_of(flats)
@@ -108,7 +108,7 @@ class Reductions:
             among: the flats that it may reach; those of them that train are reduced, on all ranks.
         """
         self.uses.check(waits=True)
-        self._next = 0
+        self._next, self._task = 0, _in_backward()
         if scope not in self._expectations:
             inside = set(self.numbers(among()))
             flats = [self.flats[i] for i in self._order if i in inside and any(self.flats[i].trains)]
@@ -134,14 +134,23 @@ class Reductions:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def arrived(self, flats: Sequence[Flat], grads: Sequence[Grads]) -> None:
-        """Take the gradients of whole parameters of flats that travel together, and send what is next and there."""
+        """Take the gradients of whole parameters of flats that travel together, and send what is next and there.
+
+        A backward inside of this one, of a reentrant checkpoint, brings those of some of them, and others come later.
+        """
+        is_inside = _in_backward() != self._task
         for flat, own in zip(flats, grads, strict=True):
+            place = self._places.get(flat.position, -1)
+            if all([grad is None for grad in own]):
+                is_unused = place >= self._next and not is_inside and flat.position not in self._nested
+                if is_unused and flat.syncs:
+                    flat.hold(own)
+                continue
             flat.hold(own)
             if not flat.syncs:
                 self._is_carrying = True
                 continue
-            place = self._places.get(flat.position, -1)
-            if place >= 0 and flat.position in self._missing:
+            if is_inside and place >= 0:
                 self._nested.add(flat.position)
             if place < self._next:
                 self._send(self._alone[flat.position])
@@ -254,7 +263,8 @@ class Reductions:
             return
         flat.attach(grad, used)
         if self._landed is not None:
-            self._landed[flat.position] = grad
+            before = self._landed.get(flat.position, grad)
+            self._landed[flat.position] = grad if before is grad else before + grad
         if flat.pieces.has_hooks:
             self._run_hooks(flat, used)
 

@@ -175,7 +175,8 @@ class Unit:
         if self._ready is not None:
             self.streams.wait(self._together[0]._ready)
         for unit in self._together:
-            unit.is_awaited = True
+            if unit._together is self._together:  # else it is being gathered anew
+                unit.is_awaited = True
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""

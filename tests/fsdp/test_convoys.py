@@ -11,6 +11,7 @@ from harness import device
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardtensor as st
 from shardtensor.comm import primitives
@@ -27,7 +28,7 @@ class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(DIM, width), nn.Linear(width, DIM, bias=False)
-        self.is_used = True
+        self.is_used, self.is_again = True, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).tanh()) if self.is_used else x
@@ -40,11 +41,11 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=True) if layer.is_again and layer.is_used else layer(x)
         return x
 
 
-def stacks(widths, frozen=()):
+def stacks(widths, frozen=(), **options):
     """A dense stack, and one of the same values whose layers are units."""
     torch.manual_seed(3)
     dense = Stack(widths).double().to(device())
@@ -52,8 +53,8 @@ def stacks(widths, frozen=()):
         dense.layers[i].up.requires_grad_(False)
     model = copy.deepcopy(dense)
     for layer in model.layers:
-        fully_shard(layer)
-    return dense, fully_shard(model)
+        fully_shard(layer, **options)
+    return dense, fully_shard(model, **options)
 
 
 def batch_of(step, index, size):
@@ -155,3 +156,75 @@ def test_convoys_are_of_one_kind_and_no_longer_than_allowed(units):
         small = [unit for unit in units if unit is not None and unit[0] == kind]
         if len(small) > 1 and sum(size for _, size in small) <= CONVOY:
             assert len([members for members in found if units[members[0]][0] == kind]) == 1
+
+
+def _skipping_in_reentrant_checkpoints(again, skipped):
+    """Steps in whose last ones the last rank skips a layer; the others' gradients of it are everyone's."""
+    dense, model = stacks([5, 2, 16, 1], find_unused=True)
+    for layer, is_again in zip(model.layers, again, strict=True):
+        layer.is_again = is_again
+    me = as_group()
+    for step in range(3):
+        parts = batch_of(step, 0, me.size)[0].requires_grad_().chunk(me.size)
+        dense.zero_grad()
+        model.zero_grad()
+        for rank, part in enumerate(parts):
+            for each in (dense, model):
+                each.layers[skipped].is_used = not step or rank < me.size - 1
+            (dense(part).pow(2).mean() / me.size).backward()
+            if rank == me.index:
+                model(part.detach().requires_grad_()).pow(2).mean().backward()
+        same_gradients(dense, model)
+
+
+@settings(deadline=None, max_examples=12)
+@given(some.lists(some.booleans(), min_size=4, max_size=4), some.integers(0, 3))
+def test_ranks_may_skip_layers_among_reentrant_checkpoints(again, skipped):
+    st.simulate(2, _skipping_in_reentrant_checkpoints, again, skipped)
+
+
+def _sent_with_checkpoints(is_called_alone):
+    """What the last of some steps reduces."""
+    _, model = stacks([5, 2, 16, 1])
+    own = batch_of(0, 0, 1)[0].requires_grad_()
+    for layer in model.layers:
+        layer.is_again = not is_called_alone
+    model(own).sum().backward()
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            primitives, "reduce_scatter_into", _noting(sent, "reduce_scatter_into", primitives.reduce_scatter_into)
+        )
+        (model.layers[1] if is_called_alone else model)(own).sum().backward()
+    return len(sent)
+
+
+@pytest.mark.worlds("gloo")
+@pytest.mark.parametrize("is_called_alone", [False, True])
+def test_a_backward_through_some_sends_no_message_for_the_others(world, is_called_alone):
+    assert world(_sent_with_checkpoints, 2, is_called_alone=is_called_alone) == [1, 1]
+
+
+def _written_while_another_is_kept(asked, written, is_async):
+    """A unit gathered by hand brings its company; what is written to one of that shows, and does not wait for it."""
+    dense, model = stacks([5, 2, 700, 16])
+    me = as_group()
+    for step in range(2):
+        for each in (dense, model):
+            each.zero_grad()
+        if step:
+            model.layers[asked].unshard(is_async)
+            with torch.no_grad():
+                for each in (dense, model):
+                    for param in each.layers[written].parameters():
+                        param.mul_(1.5)
+        whole, own = batch_of(step, me.index, me.size)
+        for each, x in ((dense, whole), (model, own)):
+            each(x).pow(2).mean().backward()
+        same_gradients(dense, model)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("asked", "written"), [(0, 0), (0, 1), (3, 0), (2, 1)])
+def test_what_is_written_beside_a_unit_gathered_by_hand_shows(asked, written, is_async):
+    st.simulate(2, _written_while_another_is_kept, asked, written, is_async)
