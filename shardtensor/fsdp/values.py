@@ -57,9 +57,10 @@ def with_hook(output: Any, hook: Callable[[torch.Tensor], None]) -> Any:
 
 def _register(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """As ``x.register_hook(hook)``, a quarter of whose time is spent on this: no handle is made to remove it."""
-    if type(x) is not torch.Tensor or x._backward_hooks is not None or x.grad_fn is None:
+    node = x.grad_fn if type(x) is torch.Tensor and x._backward_hooks is None else None
+    if node is None:
         x.register_hook(hook)
         return
     hooks: OrderedDict[Any, Any] = OrderedDict(((hook, hook),))
     x._backward_hooks = hooks
-    x.grad_fn._register_hook_dict(x)
+    node._register_hook_dict(x)

@@ -22,6 +22,7 @@ from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, wrap
 
 Tensors = Sequence[torch.Tensor]
+_LISTS = (list, tuple)
 
 for _types in (_optim_types, _list_types):
     if ShardedTensor not in _types:  # torch's optimizers and clipping then choose foreach and fused as for plain ones
@@ -38,7 +39,7 @@ def on_lists(func: Any) -> Callable[..., Any]:
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
-        places = [i for i, x in enumerate(operands) if _is_list_of_tensors(x)]
+        places = [i for i, x in enumerate(operands) if isinstance(x, _LISTS) and x and isinstance(x[0], torch.Tensor)]
         locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place)
         if locals_ is None:
             return fall_back(func, args, kwargs)
@@ -56,10 +57,6 @@ def on_lists(func: Any) -> Callable[..., Any]:
         return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
 
     return handler
-
-
-def _is_list_of_tensors(x: Any) -> bool:
-    return isinstance(x, list | tuple) and len(x) > 0 and isinstance(x[0], torch.Tensor)
 
 
 Column = tuple[Layout, Group] | None
