@@ -56,9 +56,20 @@ def with_hook(output: Any, hook: Callable[[torch.Tensor], None]) -> Any:
 
 
 def _register(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """As ``x.register_hook(hook)``, a quarter of whose time is spent on this: no handle is made to remove it."""
-    if type(x) is not torch.Tensor or x._backward_hooks is not None or x.grad_fn is None:
+    """As ``x.register_hook(hook)``, a quarter of whose time is spent on this: no handle is made to remove it.
+
+    Of hooks on one tensor the last runs first: a module that only passes a tensor on has its backward before those
+    that it came from.
+    """
+    if type(x) is not torch.Tensor or x.grad_fn is None:
         x.register_hook(hook)
+        return
+    there: Any = x._backward_hooks
+    if there is not None:
+        earlier = list(there.items())
+        there.clear()
+        there[hook] = hook
+        there.update(earlier)
         return
     hooks: OrderedDict[Any, Any] = OrderedDict(((hook, hook),))
     x._backward_hooks = hooks
