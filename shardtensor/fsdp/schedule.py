@@ -42,9 +42,7 @@ class Schedule:
         self._entered: set[int] = set()  # units that were called from outside since the last backward
         self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
         self._last: Unit | None = None  # visited; its parameters are in use
-        self._kept_flats = [
-            flat for unit in units if unit.stays_gathered or not unit.is_needed_in_backward for flat in unit.flats
-        ]
+        self._kept_flats = self._find_kept_flats()
         self._depth = 0
         self._is_backward = False
         self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
@@ -153,6 +151,7 @@ class Schedule:
             unit.wait()
         for unit in self.units:
             unit.settle()
+        self._kept_flats = self._find_kept_flats()
         memory.lend(self.units)
         self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         for unit in self.units:
@@ -238,6 +237,11 @@ class Schedule:
     def _flats_of_backward(self) -> list[Flat]:
         return [flat for unit in self._under(self._scope) for flat in unit.flats]
 
+    def _find_kept_flats(self) -> list[Flat]:
+        """Those of units that no backward gathers."""
+        kept = [unit for unit in self.units if unit.stays_gathered or not unit.is_needed_in_backward]
+        return [flat for unit in kept for flat in unit.flats]
+
     def _units_of_backward(self) -> list[int]:
         """Those that a backward may have to gather again, in its order."""
         again = [
@@ -311,8 +315,7 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
-            if holder is not unit:
-                holder.finish()
+            holder.finish()
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()
