@@ -36,10 +36,11 @@ class Convoy:
         """Bytes of memory that its flats travel in, and that they are dealt out to."""
         return self._sent.nbytes + self.memory.nbytes
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether none of them is gathered already."""
-        return not any(unit.is_gathered for unit in self.units)
+    def is_ready(self, is_again: bool) -> bool:
+        """Whether all can be gathered: none is already, nor, to be gathered again, was written since."""
+        if any([unit.is_gathered for unit in self.units]):
+            return False
+        return not is_again or all([flat.is_unwritten for flat in self.flats])
 
     def gather(self) -> Pending:
         """Start to gather all; the caller chose the stream."""

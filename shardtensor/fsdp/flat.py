@@ -243,6 +243,11 @@ class Flat(FlatGradients):
             return torch.equal(self._own, self.shard.to(self.compute_dtype))
         return torch.equal(self._own, self.shard)
 
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether it was gathered, and not written since."""
+        return self.version == self.writes
+
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version not in (-1, self.writes):

@@ -41,10 +41,9 @@ class Schedule:
         self._passage: Passage | None = None
         self._entered: set[int] = set()  # units that were called from outside since the last backward
         self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
+        self._insides: dict[tuple[int, ...], set[int]] = {}  # by scope, the units in their modules
         self._last: Unit | None = None  # visited; its parameters are in use
-        self._kept_flats = [
-            flat for unit in units if unit.stays_gathered or not unit.is_needed_in_backward for flat in unit.flats
-        ]
+        self._kept_flats = self._find_kept_flats()
         self._depth = 0
         self._is_backward = False
         self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
@@ -107,9 +106,8 @@ class Schedule:
         if self.is_stale:
             self._lend_anew()
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
+            self._make_views()
             for other in self.units:
-                for flat in other.flats:
-                    flat.make_views()
                 other.make_swaps()
         if not self._upkeep.holds():
             self._mend()
@@ -153,6 +151,7 @@ class Schedule:
             unit.wait()
         for unit in self.units:
             unit.settle()
+        self._kept_flats = self._find_kept_flats()
         memory.lend(self.units)
         self.reductions.resize(max([BUFFERS, *(unit.reductions_ahead for unit in self.units)]))
         for unit in self.units:
@@ -215,11 +214,14 @@ class Schedule:
         if trains != self._trains:
             self._trains = trains
             self.reductions.suit(trains)
-            for flat in self._flats:
-                flat.make_views()
+            self._make_views()
         for unit in self.units:
             unit.make_swaps()
         self._upkeep = Upkeep(self.units)
+
+    def _make_views(self) -> None:
+        for flat in {id(flat.convoy or flat): flat for flat in self._flats}.values():
+            flat.make_views()
 
     def _who_train(self) -> int:
         """A number for which parameters require a gradient now."""
@@ -237,6 +239,11 @@ class Schedule:
 
     def _flats_of_backward(self) -> list[Flat]:
         return [flat for unit in self._under(self._scope) for flat in unit.flats]
+
+    def _find_kept_flats(self) -> list[Flat]:
+        """Those of units that no backward gathers."""
+        kept = [unit for unit in self.units if unit.stays_gathered or not unit.is_needed_in_backward]
+        return [flat for unit in kept for flat in unit.flats]
 
     def _units_of_backward(self) -> list[int]:
         """Those that a backward may have to gather again, in its order."""
@@ -311,8 +318,7 @@ class Schedule:
         holder = unit.slot.holder
         if holder is not None:
             holder.is_gathered = False
-            if holder is not unit:
-                holder.finish()
+            holder.finish()
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()
@@ -349,7 +355,18 @@ class Schedule:
             self._scope, self._entered = tuple(sorted(self._entered)), set()
         self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
         self.reductions.begin(self._scope, self._flats_of_backward)
+        gone = [unit for unit in self.units if unit.stays_gathered and not unit.is_gathered and unit.flats]
+        if gone:
+            self._gather_what_stays(gone)
         self.reductions.pass_by(self._kept_flats)
+
+    def _gather_what_stays(self, gone: Sequence[Unit]) -> None:
+        """Gather again, on all ranks, what stayed gathered until an earlier backward of the same forward ended."""
+        if self._scope not in self._insides:
+            self._insides[self._scope] = {unit.index for unit in self._under(self._scope)}
+        for unit in gone:
+            if unit.index in self._insides[self._scope] and all([flat.is_unwritten for flat in unit.flats]):
+                self._gather(unit.index)
 
     def _ended(self, _: Any) -> None:
         """Show sharded parameters when autograd's task is gone that broke off."""

@@ -146,7 +146,9 @@ class Unit:
     def gather(self, is_again: bool) -> None:
         """Start to gather, for a forward or again for its backward; in the caller's lane."""
         convoy = self.flats[0].convoy if self.flats else None
-        if convoy is not None and not is_again and convoy.is_ready:
+        if convoy is not None and convoy.is_ready(is_again):
+            for unit in convoy.units:
+                unit.finish()  # a gather that nobody waited for would write into the same memory
             together, pending = convoy.units, [convoy.gather()]
         elif self.near is None:
             together, pending = [self], [flat.gather() for flat in self.flats]

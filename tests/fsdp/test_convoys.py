@@ -228,3 +228,98 @@ def _written_while_another_is_kept(asked, written, is_async):
 @pytest.mark.parametrize(("asked", "written"), [(0, 0), (0, 1), (3, 0), (2, 1)])
 def test_what_is_written_beside_a_unit_gathered_by_hand_shows(asked, written, is_async):
     st.simulate(2, _written_while_another_is_kept, asked, written, is_async)
+
+
+def _kept_from_forward(kept, skipped):
+    """Layers of the last rank give what they got, after some were told to stay gathered from forward to backward."""
+    dense, model = stacks([700] * 6, find_unused=True)
+    me = as_group()
+    for step in range(3):
+        parts = batch_of(step, 0, me.size)[0].chunk(me.size)
+        for rank, part in enumerate(parts):
+            for each in (dense, model):
+                for i, layer in enumerate(each.layers):
+                    layer.is_used = step < 2 or rank < me.size - 1 or i not in skipped
+            (dense(part).pow(2).mean() / me.size).backward()
+            if rank == me.index:
+                model(part).pow(2).mean().backward()
+        same_gradients(dense, model)
+        for i in kept:
+            model.layers[i].set_reshard_after_forward(False)
+
+
+@pytest.mark.parametrize(("kept", "skipped"), [([], [3]), ([], [2, 3, 5]), ([4, 5], [5]), ([4, 5], [2, 4])])
+def test_units_of_some_ranks_may_give_what_they_got(kept, skipped):
+    st.simulate(2, _kept_from_forward, kept, skipped)
+
+
+class _Watched:
+    """A gather's handle, which tells when it was waited for."""
+
+    def __init__(self, work, going_on, place):
+        self.work, self.going_on, self.place = work, going_on, place
+
+    def wait(self):
+        self.work.wait()
+        self.going_on.discard(self.place)
+
+
+def _gathers_that_nobody_waits_for():
+    """Gathers are given up, by hand and by a forward that raises, and made again."""
+    dense, model = stacks([5, 2, 700, 16])
+    me = as_group()
+    going_on, overlaps, gather = set(), [], primitives.all_gather_into
+
+    def watched(group, out, part):
+        place = out.data_ptr()
+        overlaps.extend([place] if place in going_on else [])
+        going_on.add(place)
+        return _Watched(gather(group, out, part), going_on, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "all_gather_into", watched)
+        for step, layer in enumerate(model.layers):
+            layer.unshard(async_op=True)
+            layer.reshard()
+            stop = model.layers[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+            whole, own = batch_of(step, me.index, me.size)
+            with pytest.raises(ZeroDivisionError):
+                model(own)
+            stop.remove()
+            for each, x in ((dense, whole), (model, own)):
+                each(x).pow(2).mean().backward()
+            same_gradients(dense, model)
+    assert not overlaps
+
+
+@pytest.mark.worlds("gloo")
+def test_no_gather_begins_in_memory_that_another_still_writes_to(world):
+    world(_gathers_that_nobody_waits_for, 2)
+
+
+def _backward_twice(widths, skipped, retains):
+    """The last rank skips some layers; two backwards follow one forward, or two forwards."""
+    dense, model = stacks(widths, find_unused=True)
+    me = as_group()
+    for step in range(2):
+        parts = batch_of(step, 0, me.size)[0].chunk(me.size)
+        for each in (dense, model):
+            each.zero_grad()
+        for rank, part in enumerate(parts):
+            for each in (dense, model):
+                for i, layer in enumerate(each.layers):
+                    layer.is_used = rank < me.size - 1 or i not in skipped
+            (2 * dense(part).pow(2).mean() / me.size).backward()
+            if rank == me.index:
+                losses = [model(part).pow(2).mean()] * 2 if retains else [model(part).pow(2).mean() for _ in range(2)]
+                losses[0].backward(retain_graph=retains)
+                losses[1].backward()
+        same_gradients(dense, model)
+
+
+@pytest.mark.parametrize("retains", [True, False])
+@pytest.mark.parametrize(
+    ("widths", "skipped"), [([5, 2, 16, 1], [1]), ([700, 700, 5, 5, 700], [2]), ([5, 700, 5], [0])]
+)
+def test_a_second_backward_gathers_what_had_stayed(widths, skipped, retains):
+    st.simulate(2, _backward_twice, widths, skipped, retains)
