@@ -15,6 +15,7 @@ from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
+from shardtensor.fsdp.scope import Scope
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
@@ -39,9 +40,7 @@ class Schedule:
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
-        self._entered: set[int] = set()  # units that were called from outside since the last backward
-        self._scope: tuple[int, ...] = ()  # those whose forwards the backward is of
-        self._insides: dict[tuple[int, ...], set[int]] = {}  # by scope, the units in their modules
+        self._scope = Scope(units)
         self._last: Unit | None = None  # visited; its parameters are in use
         self._kept_flats = self._find_kept_flats()
         self._depth = 0
@@ -117,11 +116,11 @@ class Schedule:
             self.generation += 1
         has_grad = torch.is_grad_enabled()
         if has_grad:
-            self._entered.add(unit.index)
+            self._scope.enter(unit)
         if self.post_optim_event is not None:
             self._wait_for_optimizer()
         kind = ("forward", unit.index, has_grad, self._trains)
-        self._start_passage(kind, lambda: [each.index for each in self._under([unit.index])])
+        self._start_passage(kind, lambda: [each.index for each in self._scope.under((unit.index,))])
         if self.keeps_some:
             self._kept.begin()
         kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
@@ -231,28 +230,10 @@ class Schedule:
         pick = max if self._is_backward else min
         self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick)
 
-    def _under(self, entered: Sequence[int]) -> list[Unit]:
-        """The units in the modules of these, these among them."""
-        modules = [module for index in entered for module in self.units[index].modules]
-        inside = {unit.index for module in modules for _, unit in units_in(module)}
-        return [unit for unit in self.units if unit.index in inside]
-
-    def _flats_of_backward(self) -> list[Flat]:
-        return [flat for unit in self._under(self._scope) for flat in unit.flats]
-
     def _find_kept_flats(self) -> list[Flat]:
         """Those of units that no backward gathers."""
         kept = [unit for unit in self.units if unit.stays_gathered or not unit.is_needed_in_backward]
         return [flat for unit in kept for flat in unit.flats]
-
-    def _units_of_backward(self) -> list[int]:
-        """Those that a backward may have to gather again, in its order."""
-        again = [
-            unit.index
-            for unit in self._under(self._scope)
-            if unit.is_needed_in_backward and not unit.stays_gathered and any(any(flat.trains) for flat in unit.flats)
-        ]
-        return again[::-1]
 
     def is_running(self) -> bool:
         """Whether a forward or a backward of its modules is going on."""
@@ -351,10 +332,9 @@ class Schedule:
 
         self._is_backward, self._ending = True, weakref.ref(end, self._ended)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        if self._entered:
-            self._scope, self._entered = tuple(sorted(self._entered)), set()
-        self._start_passage(("backward", self._scope, self._trains), self._units_of_backward)
-        self.reductions.begin(self._scope, self._flats_of_backward)
+        self._scope.begin()
+        self._start_passage(("backward", self._scope.entered, self._trains), self._scope.gathered_again)
+        self.reductions.begin(self._scope.entered, self._scope.flats)
         gone = [unit for unit in self.units if unit.stays_gathered and not unit.is_gathered and unit.flats]
         if gone:
             self._gather_what_stays(gone)
@@ -362,10 +342,9 @@ class Schedule:
 
     def _gather_what_stays(self, gone: Sequence[Unit]) -> None:
         """Gather again, on all ranks, what stayed gathered until an earlier backward of the same forward ended."""
-        if self._scope not in self._insides:
-            self._insides[self._scope] = {unit.index for unit in self._under(self._scope)}
+        inside = self._scope.units()
         for unit in gone:
-            if unit.index in self._insides[self._scope] and all([flat.is_unwritten for flat in unit.flats]):
+            if unit in inside and all([flat.is_unwritten for flat in unit.flats]):
                 self._gather(unit.index)
 
     def _ended(self, _: Any) -> None:
