@@ -33,21 +33,24 @@ def name_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
+_ALIGNED = 16  # bytes; kernels want parameters to begin at a multiple, where units lie end to end
+
+
 def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
     """Which small units travel together, by number; those that do so alone are not named.
 
     Args:
         units: in the order of a model, of each its kind and bytes; None for one that is not small. What is of one kind
-            can travel together.
+            can travel together, but for what would leave the next one unaligned.
 
     Example:
-        >>> convoys([("a", 600_000), None, ("b", 10), ("a", 500_000), ("a", 10), ("b", 20)])
+        >>> convoys([("a", 600_000), None, ("b", 16), ("a", 500_000), ("a", 64), ("b", 32), ("b", 2)])
         [[2, 5], [3, 4]]
     """
     found: list[list[int]] = []
     latest: dict[Hashable, tuple[list[int], int]] = {}
     for number, unit in enumerate(units):
-        if unit is None:
+        if unit is None or unit[1] % _ALIGNED:
             continue
         kind, size = unit
         members, total = latest.get(kind, ([], 0))
