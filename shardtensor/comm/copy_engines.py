@@ -48,7 +48,8 @@ def lease(group: Group, size_bytes: int, device: torch.device) -> Lease:
         NCCL 2.28 release notes, "copy engine based collectives".
     """
     inner = getattr(group, "_group", group)  # of a group whose collectives are checked
-    if device.type != "cuda" or not isinstance(inner, TorchGroup) or not _all_can(inner, device):
+    can_ask = size_bytes and device.type == "cuda"
+    if not can_ask or not isinstance(inner, TorchGroup) or not _all_can(inner, device):
         return Lease(group, torch.empty(size_bytes, dtype=torch.uint8, device=device), _nothing)
     if inner not in _gatherers:
         _gatherers[inner] = _gatherer(inner, device)
