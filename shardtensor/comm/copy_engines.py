@@ -26,6 +26,10 @@ _NO_MULTIPROCESSORS = 2  # NCCL_CTA_POLICY_ZERO
 _SWITCH = "SHARDTENSOR_COPY_ENGINES"
 
 
+def _nothing() -> None:
+    """What there is to do where no memory was registered."""
+
+
 @attrs.frozen(eq=False)
 class Lease:
     """Memory to gather into, as bytes, and the group to gather by.
@@ -35,7 +39,7 @@ class Lease:
 
     group: Group
     memory: torch.Tensor
-    end: Callable[[], None]
+    end: Callable[[], None] = _nothing
 
 
 def lease(group: Group, size_bytes: int, device: torch.device) -> Lease:
@@ -50,7 +54,7 @@ def lease(group: Group, size_bytes: int, device: torch.device) -> Lease:
     inner = getattr(group, "_group", group)  # of a group whose collectives are checked
     can_ask = size_bytes and device.type == "cuda"
     if not can_ask or not isinstance(inner, TorchGroup) or not _all_can(inner, device):
-        return Lease(group, torch.empty(size_bytes, dtype=torch.uint8, device=device), _nothing)
+        return Lease(group, torch.empty(size_bytes, dtype=torch.uint8, device=device))
     if inner not in _gatherers:
         _gatherers[inner] = _gatherer(inner, device)
     gatherer = _gatherers[inner]
@@ -72,10 +76,6 @@ def _gatherer(group: TorchGroup, device: torch.device) -> TorchGroup:
     made = primitives.new_group(tuple(group.ranks), primitives.timeout_of(group.process_group), options)
     primitives.all_reduce(made, torch.zeros(1, device=device), "sum")  # NCCL connects in its first call
     return TorchGroup(made)
-
-
-def _nothing() -> None:
-    """What there is to do where no memory was registered."""
 
 
 def _all_can(group: TorchGroup, device: torch.device) -> bool:

@@ -184,11 +184,10 @@ class Flat(FlatGradients):
         return self.ranges.total * self.compute_dtype.itemsize
 
     def lie_in(self, memory: torch.Tensor) -> None:
-        """Be gathered into `memory`, bytes, from now on."""
+        """Be gathered into `memory`, bytes, from now on; views are to be made then."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
         self.whole = whole
         self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-        self.make_views()
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.
@@ -210,7 +209,7 @@ class Flat(FlatGradients):
 
     def _parts(self, flat: Any) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
-        return [part.data for part in self._as_parameters(flat.split_with_sizes(self._all_cuts)[1::2])]
+        return [part.data for part in self.cut_up(flat)[0]]
 
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""

@@ -77,6 +77,7 @@ def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
                 if flat.domain.shard is first.domain.shard:
                     flat.gathers_by = lent.group
                 flat.lie_in(lent.memory[place:])
+                flat.make_views()
                 place += _up(flat.whole_bytes)
         start += size
     for slot in slots:
@@ -84,22 +85,17 @@ def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
 
 
 def _lend_to_all_of(convoy: Convoy) -> None:
+    lent = Lease(convoy.flats[0].domain.shard, convoy.memory)
     place = 0
     for flat in convoy.flats:
-        flat.convoy, flat.gathers_by = None, flat.domain.shard
+        flat.convoy, flat.gathers_by = convoy, flat.domain.shard
         flat.lie_in(convoy.memory[place:])
         place += flat.whole_bytes
-    for flat in convoy.flats:
-        flat.convoy = convoy
     convoy.flats[0].make_views()
     for unit in convoy.units:
-        unit.slot = Slot(Lease(unit.domain.shard, convoy.memory, _nothing))
+        unit.slot = Slot(lent)
     for unit in convoy.units:
         unit.slot.seal()
-
-
-def _nothing() -> None:
-    """What there is to do when memory of no register is given back."""
 
 
 def _size(unit: Unit) -> int:
