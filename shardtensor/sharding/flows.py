@@ -145,10 +145,7 @@ def stretches_of(layer: Layer, dim: str) -> tuple[int, ...]:
     layout, d = _cut(layer, dim)
     cut = layout.dims[d]
     assert cut is not None
-    count = 1
-    for axis in cut.axes:
-        count *= layout.grid[axis]
-    return tuple(cut.pieces.size(i) for i in range(count))
+    return tuple(cut.pieces.size(i) for i in range(cut.pieces.count))
 
 
 def _cut(layer: Layer, dim: str) -> tuple[CutLayout, int]:

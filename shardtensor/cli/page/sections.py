@@ -195,23 +195,16 @@ _NUMBERS = ("calls", "bytes", "received")
 
 
 def _collective_rows(found: Any) -> Iterator[Markup]:
-    """The collectives that differ in the number of a layer alone, as one."""
-    alike: dict[tuple[object, ...], list[Any]] = {}
     for each in found:
-        where = ".".join("*" if word.isdecimal() else word for word in each.where.split("."))
-        said = (each.phase, each.kind, each.axes, each.bytes, each.received_bytes, where, each.why)
-        alike.setdefault(said, []).append(each)
-    for (*_, place, _why), group in alike.items():
-        each, where = group[0], str(place)
         yield el(
             "tr",
             el("td", each.phase),
             el("td", el("code", each.kind)),
             el("td", f"{'*'.join(each.axes)} = {each.group_size}"),
-            el("td", f"{sum(one.count for one in group):,}", class_="n"),
+            el("td", f"{each.count:,}", class_="n"),
             el("td", say_bytes(each.bytes), class_="n"),
             el("td", say_bytes(each.received_bytes), class_="n"),
-            el("td", el("code", broken(where)) if where else "the model itself"),
+            el("td", el("code", broken(each.where)) if each.where else "the model itself"),
             el("td", each.why),
         )
 

@@ -12,6 +12,7 @@ import attrs
 from shardtensor.errors import PlanError
 from shardtensor.plan.interop.hf_words import EP_WORDS, OWNERS, TP_WORDS, HFWord
 from shardtensor.plan.interop.rule_tree import rule_tree
+from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.formatting import format_plan
@@ -158,8 +159,8 @@ def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | N
     Without a model, tensors are told by the words of the modules that hold them, and by their names.
     """
     if model is not None:
-        found = next((len(tensor.shape) for tensor in model.tensors if _starred(tensor.name) == pattern), None)
-        if found is not None or any(_starred(path) == pattern for path in model.paths):
+        found = next((len(tensor.shape) for tensor in model.tensors if starred(tensor.name) == pattern), None)
+        if found is not None or any(starred(path) == pattern for path in model.paths):
             return found  # what the model does not have at all is told as without one
     owner, _, name = pattern.rpartition(".")
     word = plan.get(owner, "")
@@ -176,13 +177,8 @@ def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | N
     return None if word == "local_params" and name.endswith("proj") else OWNERS[word]
 
 
-def _starred(name: str) -> str:
-    """A name with its numbers as the plans write them."""
-    return ".".join("*" if segment.isdigit() else segment for segment in name.split("."))
-
-
 def _takes_weights(pattern: str, model: Model) -> bool:
-    arguments = next((info.arguments for path, info in model.modules.items() if _starred(path) == pattern), ())
+    arguments = next((info.arguments for path, info in model.modules.items() if starred(path) == pattern), ())
     return not arguments or len(arguments) > 2
 
 

@@ -282,3 +282,13 @@ def nearest(text: str, names: Iterable[str]) -> str:
     """The names that look most like a pattern, for messages."""
     names = list(names)
     return ", ".join(get_close_matches(text, names, 3, 0.5) or names[:8]) or "(none)"
+
+
+def starred(path: str) -> str:
+    """A path with its numbers as ``*``.
+
+    Example:
+        >>> starred("model.layers.11.mlp")
+        'model.layers.*.mlp'
+    """
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

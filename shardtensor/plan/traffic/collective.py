@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import attrs
@@ -70,13 +69,3 @@ def reduce_scatter(
     return Collective(
         "reduce_scatter", phase, axes, size, whole * item, (whole - own) * item, own * item * (size - 1), **said
     )
-
-
-def starred(path: str) -> str:
-    """A path with its numbers as ``*``.
-
-    Example:
-        >>> starred("model.layers.11.mlp")
-        'model.layers.*.mlp'
-    """
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

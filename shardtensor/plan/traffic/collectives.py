@@ -12,8 +12,9 @@ import attrs
 
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.flows.gradients import flows_of
+from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collective import Collective, starred
+from shardtensor.plan.traffic.collective import Collective
 from shardtensor.plan.traffic.data_traffic import DataTraffic
 from shardtensor.plan.traffic.sharded_layers import Uncounted
 from shardtensor.plan.traffic.value_traffic import ValueTraffic

@@ -9,10 +9,11 @@ import attrs
 
 from shardtensor.layout.layout import Layout
 from shardtensor.plan.flows.modules import Modules, Names, is_below
+from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter, starred
+from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter
 
 BUCKET_BYTES = 25 << 20
 """What a bucket of gradients holds at least."""
