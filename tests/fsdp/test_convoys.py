@@ -261,7 +261,8 @@ class _Watched:
         self.work, self.going_on, self.place = work, going_on, place
 
     def wait(self):
-        self.work.wait()
+        if self.work is not None:  # else it is put in order in a stream of the device
+            self.work.wait()
         self.going_on.discard(self.place)
 
 
