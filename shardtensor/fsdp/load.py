@@ -51,13 +51,13 @@ class Load:
         """Bytes behind those that its sum takes; NCCL alone can reduce in place."""
         return 0 if self.flats[0].device.type == "cuda" else sum(self._chunks) * self.flats[0].reduce_dtype.itemsize
 
-    def are_there(self, is_without: Callable[[Flat], bool]) -> bool:
+    def are_there(self, is_without: Callable[[int], bool]) -> bool:
         """Whether nothing is waited for.
 
         Args:
-            is_without: whether a flat has no gradient here and none is to come.
+            is_without: whether the flat of a number has no gradient here, and none is to come.
         """
-        return all([flat.held is not None or not flat.syncs or is_without(flat) for flat in self.flats])
+        return all([flat.held is not None or not flat.syncs or is_without(flat.position) for flat in self.flats])
 
     def packing_in(self, memory: torch.Tensor) -> Packing:
         """Where gradients can be packed in `memory`, bytes."""

@@ -23,6 +23,7 @@ class Passage:
         orders: what earlier passes came to, by kind of pass; this one adds its own.
         kind: passes of one kind are taken to visit the same units.
         gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
+        skip: called with a unit that this rank goes past without a visit, before that is gathered.
         units: those that may be visited, in the order in which they would be.
         pick: of the units that ranks want, the one that is gathered first.
     """
@@ -35,12 +36,13 @@ class Passage:
         gather: Callable[[int], None],
         units: Callable[[], Sequence[int]] = tuple,
         pick: Callable[[set[int]], int] = min,
+        skip: Callable[[int], None] = lambda unit: None,
     ) -> None:
         self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
         known = orders.get(kind)
         self.is_learning = known is None
         self.order: list[int] = [] if known is None else known
-        self._units, self._pick = units, pick
+        self._units, self._pick, self._skip = units, pick, skip
         self._next = 0
 
     def visit(self, unit: int) -> None:
@@ -52,8 +54,8 @@ class Passage:
             self._gather(unit)
         elif unit in (ahead := self.order[self._next :]):
             place = ahead.index(unit) + 1
-            for other in ahead[:place]:
-                self._gather(other)
+            self._pass(ahead[: place - 1])
+            self._gather(unit)
             self._next += place
 
     def ahead(self, is_there: Callable[[int], bool]) -> int | None:
@@ -73,9 +75,13 @@ class Passage:
             self.order = self._orders[self._kind] = completed(self.order, self._units())
             self._next = len(self.order)
         else:
-            for other in self.order[self._next :]:
-                self._gather(other)
+            self._pass(self.order[self._next :])
             self._next = len(self.order)
+
+    def _pass(self, units: Sequence[int]) -> None:
+        for unit in units:
+            self._skip(unit)
+            self._gather(unit)
 
     def _ask(self, unit: int) -> None:
         """Gather what ranks want, one after the other, until `unit` was its turn; or until all are done."""
@@ -86,9 +92,10 @@ class Passage:
                 return
             first = self._pick(wanted)
             self.order.append(first)
-            self._gather(first)
             if first == unit:
+                self._gather(first)
                 return
+            self._pass([first])
 
 
 def completed(order: Sequence[int], units: Sequence[int]) -> list[int]:

@@ -10,13 +10,14 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp.carry import Grads
+from shardtensor.fsdp.coming import Coming
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.load import Load, Packing, loads_of
 from shardtensor.fsdp.passage import completed
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.used import Uses
 
-_will_run, _in_backward = torch._C._will_engine_execute_node, torch._C._current_graph_task_id
+_in_backward = torch._C._current_graph_task_id
 
 BUFFERS = 2
 """Reductions on their way at a time, where nothing else is asked."""
@@ -47,9 +48,8 @@ class Reductions:
         self._known: dict[Hashable, tuple[list[int], list[int], dict[Hashable, _Expected]]] = {}
         self._expected: list[Load] = []
         self._places: dict[int, int] = {}  # in `_expected`, by number of the flat
-        self._missing: set[int] = set()  # those expected that this rank's backward does not bring
-        self._passed: set[int] = set()  # those that may be sent without
-        self._nested: set[int] = set()  # that come in a backward inside of a backward
+        self._coming = Coming()
+        self._late: set[int] = set()  # whose gradients came after their turn, and wait for all ranks to know
         self._landed: dict[int, torch.Tensor] | None = None
         self._next, self._task = 0, -1  # the load that is sent next; autograd's number of the backward
         # Whether some gradients may wait for a later backward.
@@ -85,6 +85,10 @@ class Reductions:
 
     # -- the order --------------------------------------------------------------------------------------------------
 
+    def hide(self, flats: Iterable[Flat]) -> None:
+        """Take note that a forward computes with these where autograd records nothing, as in a reentrant checkpoint."""
+        self._coming.hide(self.numbers(flats))
+
     def numbers(self, flats: Iterable[Flat]) -> list[int]:
         """The numbers of some flats."""
         return [flat.position for flat in flats]
@@ -115,20 +119,21 @@ class Reductions:
             self._expectations[scope] = _Expected.of(flats)
         expected = self._expectations[scope]
         self._expected, self._places = expected.loads, expected.places
-        comes = list(map(_will_run, expected.nodes()))  # 60 ns each
-        self._missing, self._passed = set(), set()
-        if not all(comes):
-            found = zip(expected.places, comes, strict=True)
-            self._missing = {number for number, is_coming in found if not is_coming} - self._nested
-        self._landed = {} if self.uses.asks else None
+        self._coming.begin(expected.places, expected.nodes())
+        is_settled = self.uses.asks and any([flat.syncs for load in self._expected for flat in load.flats])
+        self._landed = {} if is_settled else None
 
     def pass_by(self, flats: Sequence[Flat]) -> None:
         """Send zeros for those of these flats that this rank has no gradients of, if it is their turn.
 
         Other ranks that wait for them may be what this one waits for.
         """
-        if self._missing:
-            self._passed.update(self.numbers(flats))
+        if self._coming.pass_by(self.numbers(flats)):
+            self._send_those_there()
+
+    def skip(self, flats: Sequence[Flat]) -> None:
+        """Send zeros for these, which this rank's backward goes past without coming to them."""
+        if self._coming.skip(self.numbers(flats)):
             self._send_those_there()
 
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ class Reductions:
         for flat, own in zip(flats, grads, strict=True):
             place = self._places.get(flat.position, -1)
             if all([grad is None for grad in own]):
-                is_unused = place >= self._next and not is_inside and flat.position not in self._nested
+                is_unused = place >= self._next and not is_inside and not self._coming.is_hidden(flat.position)
                 if is_unused and flat.syncs:
                     flat.hold(own)
                 continue
@@ -150,23 +155,21 @@ class Reductions:
             if not flat.syncs:
                 self._is_carrying = True
                 continue
-            if is_inside and place >= 0:
-                self._nested.add(flat.position)
-            if place < self._next:
+            if place >= self._next:
+                self._coming.reach(place)
+            elif self._landed is not None:
+                self._late.add(flat.position)
+            else:
                 self._send(self._alone[flat.position])
         self._send_those_there()
 
     def _send_those_there(self) -> None:
         while self._next < len(self._expected):
             load = self._expected[self._next]
-            if not load.are_there(self._is_without):
+            if not load.are_there(self._coming.is_without):
                 return
             self._next += 1
             self._send(load)
-
-    def _is_without(self, flat: Flat) -> bool:
-        """Whether this rank brings no gradients of it, and others may wait for its turn."""
-        return flat.position in self._missing and flat.position in self._passed
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
@@ -176,19 +179,30 @@ class Reductions:
         self._land_all()
         if self._is_carrying:
             self._send_carried()
+        if self._landed is not None:
+            self._settle(self._landed)
+        self._coming.end()
         self.lane.join()
         if self.uses.pattern:  # else nothing was reduced, on any rank
-            if self._landed is not None:
-                self._attach_missed(self._landed)
             with self.lane:
                 self.uses.end()
         if self._memory_size > _KEPT:
             for memory in self._memory.values():
                 memory.untyped_storage().resize_(0)  # what lies in it finds it again: a fifth of a millisecond each
 
-    def _attach_missed(self, landed: dict[int, torch.Tensor]) -> None:
-        """Make what other ranks brought the gradients of parameters that only they used."""
-        for number, missed in self.uses.settle().items():
+    def _settle(self, landed: dict[int, torch.Tensor]) -> None:
+        """Send what came late on any rank, and take what others brought for parameters that only they used."""
+        late = {number: [grad is not None for grad in self.flats[number].held or ()] for number in self._late}
+        self._late.clear()
+        to_send, missed_of = self.uses.settle(late)
+        for number in to_send:
+            used_before = self.uses.used_of(number)
+            if number in late and number in landed:  # others brought some before this rank did
+                first = [now and not before for now, before in zip(late[number], used_before, strict=True)]
+                self.flats[number].attach(landed[number], first)
+            self._send(self._alone[number], used_before)
+        self._land_all()
+        for number, missed in missed_of.items():
             flat = self.flats[number]
             if number in landed:
                 flat.attach(landed[number], missed)
@@ -213,13 +227,16 @@ class Reductions:
         for flat in self.flats:
             flat.held = None
         self.uses.drop()
+        self._coming.end()
+        self._late.clear()
         for flight in self._flights:
             if flight is not None and flight.pending is not None:
                 flight.pending.wait()  # or it would write into memory of the next
         self.lane.join()
         self._flights = [None] * self.buffers
 
-    def _send(self, load: Load) -> None:
+    def _send(self, load: Load, used_before: Sequence[bool] | None = None) -> None:
+        """Send what is held of a load; `used_before` says which parameters of its flat have gradients from before."""
         if not all([flat.syncs for flat in load.flats]):  # the same on all ranks
             for flat in load.flats if len(load.flats) > 1 else ():
                 self._send(self._alone[flat.position])
@@ -229,6 +246,8 @@ class Reductions:
         self._turn = (turn + 1) % self.buffers
         packing = self._packing(load, turn)
         used = load.pack(packing)
+        if used_before is not None:
+            used = [[a or b for a, b in zip(used[0], used_before, strict=True)]]
         self.uses.pattern += zip(load.numbers, used, strict=True)
         if not self._streams.is_cuda:
             self._flights[turn] = _Flight(load, used, packing, load.reduce(packing))

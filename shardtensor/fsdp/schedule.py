@@ -44,7 +44,7 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._kept_flats = self._find_kept_flats()
         self._depth = 0
-        self._is_backward = False
+        self._is_backward = self._has_grad = False
         self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
         self._writes = -1
         self._flats = self.reductions.flats
@@ -97,6 +97,8 @@ class Schedule:
         self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
+        if self._has_grad and not torch.is_grad_enabled():
+            self.reductions.hide(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
         if self._is_backward:
@@ -114,7 +116,7 @@ class Schedule:
         if writes != self._writes:
             self._writes = writes
             self.generation += 1
-        has_grad = torch.is_grad_enabled()
+        self._has_grad = has_grad = torch.is_grad_enabled()
         if has_grad:
             self._scope.enter(unit)
         if self.post_optim_event is not None:
@@ -228,7 +230,7 @@ class Schedule:
 
     def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
         pick = max if self._is_backward else min
-        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick)
+        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick, self._skip)
 
     def _find_kept_flats(self) -> list[Flat]:
         """Those of units that no backward gathers."""
@@ -271,6 +273,10 @@ class Schedule:
         ahead = passage.ahead(self._is_there_to_stay)
         if ahead is not None and self._is_free(self.units[ahead]):
             self._gather(ahead)
+
+    def _skip(self, index: int) -> None:
+        if self._is_backward:
+            self.reductions.skip(self.units[index].flats)
 
     def _is_there_to_stay(self, number: int) -> bool:
         unit = self.units[number]

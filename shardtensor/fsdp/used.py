@@ -8,7 +8,7 @@ used at once, so that a parameter which any of them used has a gradient on all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -51,11 +51,26 @@ class Uses:
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> dict[int, list[bool]]:
-        """Return, for each flat by number, the parameters that only other ranks used. All ranks call it."""
-        mine = self._masks(self.pattern)
-        blob = b"".join(mine)
-        blobs = self._domain.whole.exchange(blob)
+    def used_of(self, number: int) -> list[bool]:
+        """Which parameters of a flat have gradients that were sent in this backward."""
+        return [*map(bool, self._masks(self.pattern)[number])]
+
+    def settle(self, late: Mapping[int, list[bool]]) -> tuple[list[int], dict[int, list[bool]]]:
+        """Come together with the other ranks; all call it.
+
+        Args:
+            late: flats by number that this rank has gradients of still to send, and which of their parameters have one.
+
+        Returns:
+            the flats that any rank has gradients of still to send; and for each flat the parameters that only others
+            used.
+        """
+        mine = self._masks([*self.pattern, *late.items()])
+        blob, count = b"".join(mine), len(mine)
+        told = self._domain.whole.exchange(blob + bytes(number in late for number in range(count)))
+        blobs = [other[:-count] for other in told]
+        any_late = map(any, zip(*(other[-count:] for other in told), strict=True))
+        to_send = [number for number, is_late in enumerate(any_late) if is_late]
         if not self._is_exact and any(other != blob for other in blobs):
             self._fault = self._disagreement(blobs)
         found, start = {}, 0
@@ -65,7 +80,7 @@ class Uses:
             missed = [not own and any(column) for own, column in zip(mask, zip(*others, strict=True), strict=True)]
             if any(missed):
                 found[number] = missed
-        return found
+        return to_send, found
 
     def _masks(self, pattern: Pattern) -> list[bytes]:
         """For each flat, a byte for each parameter: whether it was used."""
