@@ -45,6 +45,8 @@ class Lease:
 def lease(group: Group, size_bytes: int, device: torch.device) -> Lease:
     """Return memory to gather into, and what gathers into it. All members call it with equal sizes.
 
+    Gather in a stream other than the default one: CUDA refuses batches of copies there ("invalid argument").
+
     Both are what they would be without this module where copy engines cannot be used, or where the environment says
     ``SHARDTENSOR_COPY_ENGINES=0``.
 

@@ -15,17 +15,22 @@ _will_run = torch._C._will_engine_execute_node
 
 
 class Coming:
-    """Numbers of flats whose gradients are to come, may come, or do not come."""
+    """Numbers of flats whose gradients are to come, may come, or do not come.
+
+    Attributes:
+        hidden: those that a backward inside of this one may bring.
+        missing: those that this rank brings no gradients of.
+    """
 
     def __init__(self) -> None:
+        self.hidden: set[int] = set()
+        self.missing: set[int] = set()
         self._places: Mapping[int, int] = {}
-        self._hidden: set[int] = set()
-        self._missing: set[int] = set()
         self._passed: set[int] = set()
 
     def hide(self, numbers: Iterable[int]) -> None:
         """Take note that these compute where autograd records nothing: a backward of their own may bring gradients."""
-        self._hidden.update(numbers)
+        self.hidden.update(numbers)
 
     def begin(self, places: Mapping[int, int], nodes: Iterable[Any]) -> None:
         """A backward begins.
@@ -34,39 +39,32 @@ class Coming:
             places: for each number what its place is in the order in which gradients are expected.
             nodes: the autograd nodes of the same, in the same order.
         """
-        self._places, self._missing, self._passed = places, set(), set()
+        self._places, self.missing, self._passed = places, set(), set()
         comes = list(map(_will_run, nodes))  # 60 ns each
         if not all(comes):
             found = zip(places, comes, strict=True)
-            self._missing = {number for number, is_coming in found if not is_coming} - self._hidden
+            self.missing = {number for number, is_coming in found if not is_coming} - self.hidden
 
     def end(self) -> None:
         """The backward has ended, or broke off."""
-        self._hidden.clear()
-
-    def is_hidden(self, number: int) -> bool:
-        """Whether a backward inside of this one may bring it."""
-        return number in self._hidden
+        self.hidden.clear()
 
     def is_without(self, number: int) -> bool:
         """Whether this rank brings no gradients of it, and others may wait for its turn."""
-        return number in self._missing and number in self._passed
+        return number in self.missing and number in self._passed
 
-    def pass_by(self, numbers: Iterable[int]) -> bool:
-        """Take note that it is the turn of these; return whether that can change anything."""
-        if self._missing:
-            self._passed.update(numbers)
-        return bool(self._missing)
+    def pass_by(self, numbers: Iterable[int]) -> None:
+        """Take note that it is the turn of these."""
+        self._passed.update(numbers)
 
     def skip(self, numbers: Iterable[int]) -> bool:
         """Take note that the backward does not come to these; return whether that can change anything."""
-        gone = self._hidden.intersection(numbers)
-        self._hidden -= gone
-        self._missing |= gone
+        gone = self.hidden.intersection(numbers)
+        self.hidden -= gone
+        self.missing |= gone
         self._passed |= gone
         return bool(gone)
 
     def reach(self, place: int) -> None:
         """Take note that gradients of this place are there: what is hidden and has an earlier one was skipped."""
-        if self._hidden:
-            self.skip([number for number in self._hidden if self._places.get(number, place) < place])
+        self.skip([number for number in self.hidden if self._places.get(number, place) < place])

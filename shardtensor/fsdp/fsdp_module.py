@@ -65,7 +65,8 @@ class FSDPModule:
         """Gather this module's own parameters now, so that its next forward need not. Collective; not recursive.
 
         The module goes on to show its sharded parameters, and a write to them before the forward shows: the forward
-        then gathers again. Gathered parameters stay until the backward of that forward, or until ``reshard()``.
+        then gathers again. On cuda all ranks have to write; what only some of them write by ``.data`` is found on the
+        CPU alone. Gathered parameters stay until the backward of that forward, or until ``reshard()``.
 
         Args:
             async_op: return at once; the forward waits for the gather, or the handle does.

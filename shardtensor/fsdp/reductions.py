@@ -128,7 +128,8 @@ class Reductions:
 
         Other ranks that wait for them may be what this one waits for.
         """
-        if self._coming.pass_by(self.numbers(flats)):
+        if self._coming.missing:
+            self._coming.pass_by(self.numbers(flats))
             self._send_those_there()
 
     def skip(self, flats: Sequence[Flat]) -> None:
@@ -147,7 +148,7 @@ class Reductions:
         for flat, own in zip(flats, grads, strict=True):
             place = self._places.get(flat.position, -1)
             if all([grad is None for grad in own]):
-                is_unused = place >= self._next and not is_inside and not self._coming.is_hidden(flat.position)
+                is_unused = place >= self._next and not is_inside and flat.position not in self._coming.hidden
                 if is_unused and flat.syncs:
                     flat.hold(own)
                 continue
@@ -156,7 +157,8 @@ class Reductions:
                 self._is_carrying = True
                 continue
             if place >= self._next:
-                self._coming.reach(place)
+                if self._coming.hidden:
+                    self._coming.reach(place)
             elif self._landed is not None:
                 self._late.add(flat.position)
             else:

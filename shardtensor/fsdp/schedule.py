@@ -97,8 +97,6 @@ class Schedule:
         self._depth += 1
         if self._passage is not None and self._passage.is_learning:
             self.reductions.used(unit.flats)
-        if self._has_grad and not torch.is_grad_enabled():
-            self.reductions.hide(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
         if self._is_backward:
@@ -241,6 +239,11 @@ class Schedule:
         """Whether a forward or a backward of its modules is going on."""
         return self._depth > 0 or _in_backward() >= 0
 
+    def hide(self, unit: Unit) -> None:
+        """Take note of a forward that autograd did not record."""
+        if self._has_grad:
+            self.reductions.hide(unit.flats)
+
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
         self._depth -= 1
@@ -325,12 +328,20 @@ class Schedule:
         """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
         if generation != self.generation:
             raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
+        if not self._is_backward or self._ending() is None:
+            self.touch()
+        if not (unit.is_at_hand or unit.skips_backward):
+            self._visit(unit)
+
+    def touch(self, grad: torch.Tensor | None = None) -> None:
+        """Take note that a backward goes on, perhaps through none of the units: the other ranks may wait for this one.
+
+        It can be a hook on a tensor.
+        """
         if self._is_backward and self._ending() is None:
             self._break_off()
         if not self._is_backward:
             self._begin_backward()
-        if not (unit.is_at_hand or unit.skips_backward):
-            self._visit(unit)
 
     def _begin_backward(self) -> None:
         def end() -> None:  # lives as long as autograd's task

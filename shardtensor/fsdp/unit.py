@@ -207,8 +207,11 @@ class Unit:
         """After the module's forward."""
         self._left()
         assert self.schedule is not None
-        if torch.is_grad_enabled() and self.is_needed_in_backward:
-            output = with_hook(output, partial(self._before_backward, self.schedule.generation))
+        if not torch.is_grad_enabled():
+            self.schedule.hide(self)
+        elif self.is_needed_in_backward:
+            hook = partial(self._before_backward, self.schedule.generation)
+            output = with_hook(output, hook, self.schedule.touch)
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         self.schedule.leave(self)

@@ -159,29 +159,44 @@ def test_convoys_are_of_one_kind_and_no_longer_than_allowed(units):
             assert len([members for members in found if units[members[0]][0] == kind]) == 1
 
 
-def _skipping_in_reentrant_checkpoints(again, skipped):
-    """Steps in whose last ones the last rank skips a layer; the others' gradients of it are everyone's."""
-    dense, model = stacks([5, 2, 16, 1], find_unused=True)
+def _skipping_among_checkpoints(widths, again, masks, reshard, forwards):
+    """Steps in which each rank goes through layers of its own; gradients that any rank has are everyone's."""
+    dense, model = stacks(widths, find_unused=True, reshard_after_forward=reshard)
     for layer, is_again in zip(model.layers, again, strict=True):
         layer.is_again = is_again
     me = as_group()
-    for step in range(3):
-        parts = batch_of(step, 0, me.size)[0].requires_grad_().chunk(me.size)
+    for step, masks_of_ranks in enumerate(masks):
+        batches = [batch_of(2 * step + i, 0, me.size)[0].requires_grad_().chunk(me.size) for i in range(forwards)]
         dense.zero_grad()
         model.zero_grad()
-        for rank, part in enumerate(parts):
-            for each in (dense, model):
-                each.layers[skipped].is_used = not step or rank < me.size - 1
-            (dense(part).pow(2).mean() / me.size).backward()
-            if rank == me.index:
-                model(part.detach().requires_grad_()).pow(2).mean().backward()
+        for rank, mask in enumerate(masks_of_ranks):
+            _use(dense, mask)
+            for parts in batches if any(mask) else ():
+                (dense(parts[rank]).pow(2).mean() / me.size).backward()
+        _use(model, masks_of_ranks[me.index])
+        losses = [model(parts[me.index].detach().requires_grad_()).pow(2).mean() for parts in batches]
+        for loss in losses:
+            loss.backward()
         same_gradients(dense, model)
 
 
-@settings(deadline=None, max_examples=12)
-@given(some.lists(some.booleans(), min_size=4, max_size=4), some.integers(0, 3))
-def test_ranks_may_skip_layers_among_reentrant_checkpoints(again, skipped):
-    st.simulate(2, _skipping_in_reentrant_checkpoints, again, skipped)
+def _use(stack, mask):
+    for layer, is_used in zip(stack.layers, mask, strict=True):
+        layer.is_used = is_used
+
+
+@some.composite
+def skips(draw):
+    widths = draw(some.lists(some.sampled_from([5, 2, 16, 700]), min_size=2, max_size=4))
+    mask = some.lists(some.booleans(), min_size=len(widths), max_size=len(widths))
+    masks = draw(some.lists(some.tuples(mask, mask).filter(lambda two: any(map(all, two))), min_size=2, max_size=3))
+    return widths, draw(mask), masks
+
+
+@settings(deadline=None, max_examples=30)
+@given(skips(), some.sampled_from([None, True, False]), some.integers(1, 2))
+def test_ranks_may_skip_layers_among_reentrant_checkpoints(case, reshard, forwards):
+    st.simulate(2, _skipping_among_checkpoints, *case, reshard, forwards)
 
 
 def _sent_with_checkpoints(is_called_alone):
@@ -261,8 +276,7 @@ class _Watched:
         self.work, self.going_on, self.place = work, going_on, place
 
     def wait(self):
-        if self.work is not None:  # else it is put in order in a stream of the device
-            self.work.wait()
+        self.work.wait()
         self.going_on.discard(self.place)
 
 
@@ -273,10 +287,12 @@ def _gathers_that_nobody_waits_for():
     going_on, overlaps, gather = set(), [], primitives.all_gather_into
 
     def watched(group, out, part):
-        place = out.data_ptr()
+        place, work = out.data_ptr(), gather(group, out, part)
+        if work is None:  # a stream of the device puts it in order
+            return None
         overlaps.extend([place] if place in going_on else [])
         going_on.add(place)
-        return _Watched(gather(group, out, part), going_on, place)
+        return _Watched(work, going_on, place)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "all_gather_into", watched)
