@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
+from struct import Struct
 
 from shardtensor.comm.group import Group
 
 _DONE = -1
+_TOLD = Struct("<ii")  # the unit that a rank wants, and its count
 
 
 class Passage:
@@ -24,6 +26,8 @@ class Passage:
         kind: passes of one kind are taken to visit the same units.
         gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
         skip: called with a unit that this rank goes past without a visit, before that is gathered.
+        count: something that this rank counts, and tells the others each time that they ask.
+        hear: called then with the least that any rank has counted.
         units: those that may be visited, in the order in which they would be.
         pick: of the units that ranks want, the one that is gathered first.
     """
@@ -37,12 +41,14 @@ class Passage:
         units: Callable[[], Sequence[int]] = tuple,
         pick: Callable[[set[int]], int] = min,
         skip: Callable[[int], None] = lambda unit: None,
+        count: Callable[[], int] = lambda: 0,
+        hear: Callable[[int], None] = lambda least: None,
     ) -> None:
         self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
         known = orders.get(kind)
         self.is_learning = known is None
         self.order: list[int] = [] if known is None else known
-        self._units, self._pick, self._skip = units, pick, skip
+        self._units, self._pick, self._skip, self._count, self._hear = units, pick, skip, count, hear
         self._next = 0
 
     def visit(self, unit: int) -> None:
@@ -86,8 +92,9 @@ class Passage:
     def _ask(self, unit: int) -> None:
         """Gather what ranks want, one after the other, until `unit` was its turn; or until all are done."""
         while True:
-            blobs = self._group.exchange(unit.to_bytes(4, "little", signed=True))
-            wanted = {int.from_bytes(blob, "little", signed=True) for blob in blobs} - {_DONE}
+            found = [_TOLD.unpack(blob) for blob in self._group.exchange(_TOLD.pack(unit, self._count()))]
+            self._hear(min(count for _, count in found))
+            wanted = {other for other, _ in found} - {_DONE}
             if not wanted:
                 return
             first = self._pick(wanted)

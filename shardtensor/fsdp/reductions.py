@@ -52,6 +52,8 @@ class Reductions:
         self._late: set[int] = set()  # whose gradients came after their turn, and wait for all ranks to know
         self._landed: dict[int, torch.Tensor] | None = None
         self._next, self._task = 0, -1  # the load that is sent next; autograd's number of the backward
+        self._sent = self._sent_by_all = 0
+        self._is_careful = False  # whether it waits for no load but those that all have sent
         # Whether some gradients may wait for a later backward.
         self._is_carrying = any(flat.carry.is_waiting for flat in flats)
         self._dtypes = _dtypes_of(flats)
@@ -104,15 +106,30 @@ class Reductions:
         self._order = completed(list(order), range(len(self.flats)))[::-1]
         self._expectations = {}
 
-    def begin(self, scope: Hashable, among: Callable[[], Sequence[Flat]]) -> None:
+    def count(self) -> int:
+        """How many loads this rank has sent in this backward."""
+        return self._sent
+
+    def hear(self, least: int) -> None:
+        """Learn how many loads all ranks have sent: those can be waited for."""
+        if self._is_careful:
+            self._sent_by_all = least
+            self._send_those_there()
+
+    def begin(self, scope: Hashable, among: Callable[[], Sequence[Flat]], is_learning: bool) -> None:
         """At the start of a backward: know what comes, and what this rank has no gradients of.
 
         Args:
             scope: what tells backwards from others.
             among: the flats that it may reach; those of them that train are reduced, on all ranks.
+            is_learning: whether ranks ask each other in which order to gather. Where they are not taken to use the
+                same, a rank that waited for a reduction then, which another sends later, would leave that waiting for
+                an answer.
         """
         self.uses.check(waits=True)
         self._next, self._task = 0, _in_backward()
+        self._sent = self._sent_by_all = 0
+        self._is_careful = is_learning and self.uses.is_exact
         if scope not in self._expectations:
             inside = set(self.numbers(among()))
             flats = [self.flats[i] for i in self._order if i in inside and any(self.flats[i].trains)]
@@ -170,11 +187,14 @@ class Reductions:
             load = self._expected[self._next]
             if not load.are_there(self._coming.is_without):
                 return
+            if self._is_careful and self._sent - self._sent_by_all >= self.buffers:
+                return
             self._next += 1
             self._send(load)
 
     def end(self) -> None:
         """At the end of a backward: send what is left, zeros where nothing came, and wait for all."""
+        self._is_careful = False
         for load in self._expected[self._next :]:
             self._send(load)
         self._next = len(self._expected)
@@ -228,6 +248,7 @@ class Reductions:
         """Forget what a broken backward left; what earlier ones left to wait stays."""
         for flat in self.flats:
             flat.held = None
+        self._is_careful = False
         self.uses.drop()
         self._coming.end()
         self._late.clear()
@@ -246,6 +267,7 @@ class Reductions:
         turn = self._turn
         self._land(turn)
         self._turn = (turn + 1) % self.buffers
+        self._sent += 1
         packing = self._packing(load, turn)
         used = load.pack(packing)
         if used_before is not None:

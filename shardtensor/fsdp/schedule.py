@@ -228,7 +228,8 @@ class Schedule:
 
     def _start_passage(self, kind: Hashable, units: Callable[[], Sequence[int]]) -> None:
         pick = max if self._is_backward else min
-        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick, self._skip)
+        sent, hear = self.reductions.count, self.reductions.hear
+        self._passage = Passage(self._orders, kind, self._group, self._gather, units, pick, self._skip, sent, hear)
 
     def _find_kept_flats(self) -> list[Flat]:
         """Those of units that no backward gathers."""
@@ -351,7 +352,8 @@ class Schedule:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._scope.begin()
         self._start_passage(("backward", self._scope.entered, self._trains), self._scope.gathered_again)
-        self.reductions.begin(self._scope.entered, self._scope.flats)
+        assert self._passage is not None
+        self.reductions.begin(self._scope.entered, self._scope.flats, self._passage.is_learning)
         gone = [unit for unit in self.units if unit.stays_gathered and not unit.is_gathered and unit.flats]
         if gone:
             self._gather_what_stays(gone)

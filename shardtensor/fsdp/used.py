@@ -34,7 +34,7 @@ class Uses:
     """
 
     def __init__(self, domain: Domain, names: Sequence[Sequence[str]], streams: Streams, is_exact: bool) -> None:
-        self._domain, self._names, self._streams, self._is_exact = domain, names, streams, is_exact
+        self._domain, self._names, self._streams, self.is_exact = domain, names, streams, is_exact
         self.pattern: Pattern = []
         self._last: Pattern = []
         self._fault: RuleError | None = None
@@ -47,7 +47,7 @@ class Uses:
     @property
     def asks(self) -> bool:
         """Whether this backward settles with the other ranks what was used."""
-        return self._domain.size > 1 and (self._is_exact or not self._last)
+        return self._domain.size > 1 and (self.is_exact or not self._last)
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class Uses:
         blobs = [other[:-count] for other in told]
         any_late = map(any, zip(*(other[-count:] for other in told), strict=True))
         to_send = [number for number, is_late in enumerate(any_late) if is_late]
-        if not self._is_exact and any(other != blob for other in blobs):
+        if not self.is_exact and any(other != blob for other in blobs):
             self._fault = self._disagreement(blobs)
         found, start = {}, 0
         for number, mask in enumerate(mine):
@@ -98,7 +98,7 @@ class Uses:
             return
         if pattern != self._last:
             self._last, self._flag = pattern, None
-        if self._is_exact or self._fault is not None or (self._streams.is_cuda and _is_capturing()):
+        if self.is_exact or self._fault is not None or (self._streams.is_cuda and _is_capturing()):
             return
         if self._flag is None:
             number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
