@@ -44,7 +44,7 @@ class Schedule:
         self._last: Unit | None = None  # visited; its parameters are in use
         self._kept_flats = self._find_kept_flats()
         self._depth = 0
-        self._is_backward = self._has_grad = False
+        self._is_backward = self.has_grad = False
         self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
         self._writes = -1
         self._flats = self.reductions.flats
@@ -114,7 +114,7 @@ class Schedule:
         if writes != self._writes:
             self._writes = writes
             self.generation += 1
-        self._has_grad = has_grad = torch.is_grad_enabled()
+        self.has_grad = has_grad = torch.is_grad_enabled()
         if has_grad:
             self._scope.enter(unit)
         if self.post_optim_event is not None:
@@ -240,11 +240,6 @@ class Schedule:
         """Whether a forward or a backward of its modules is going on."""
         return self._depth > 0 or _in_backward() >= 0
 
-    def hide(self, unit: Unit) -> None:
-        """Take note of a forward that autograd did not record."""
-        if self._has_grad:
-            self.reductions.hide(unit.flats)
-
     def leave(self, unit: Unit) -> None:
         """Go on after the forward of `unit`."""
         self._depth -= 1
@@ -335,10 +330,7 @@ class Schedule:
             self._visit(unit)
 
     def touch(self, grad: torch.Tensor | None = None) -> None:
-        """Take note that a backward goes on, perhaps through none of the units: the other ranks may wait for this one.
-
-        It can be a hook on a tensor.
-        """
+        """Take part in a backward, though it may go through no unit here; as a hook on a tensor, for one."""
         if self._is_backward and self._ending() is None:
             self._break_off()
         if not self._is_backward:

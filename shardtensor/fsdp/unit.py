@@ -208,7 +208,8 @@ class Unit:
         self._left()
         assert self.schedule is not None
         if not torch.is_grad_enabled():
-            self.schedule.hide(self)
+            if self.schedule.has_grad:  # of the outermost forward
+                self.schedule.reductions.hide(self.flats)
         elif self.is_needed_in_backward:
             hook = partial(self._before_backward, self.schedule.generation)
             output = with_hook(output, hook, self.schedule.touch)
