@@ -25,11 +25,11 @@ class Passage:
         orders: what earlier passes came to, by kind of pass; this one adds its own.
         kind: passes of one kind are taken to visit the same units.
         gather: gathers a unit, unless it is gathered; called on all ranks for the same units in the same order.
+        units: those that may be visited, in the order in which they would be.
+        pick: of the units that ranks want, the one that is gathered first.
         skip: called with a unit that this rank goes past without a visit, before that is gathered.
         count: something that this rank counts, and tells the others each time that they ask.
         hear: called then with the least that any rank has counted.
-        units: those that may be visited, in the order in which they would be.
-        pick: of the units that ranks want, the one that is gathered first.
     """
 
     def __init__(
