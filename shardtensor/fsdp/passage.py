@@ -38,11 +38,11 @@ class Passage:
         kind: Hashable,
         group: Group,
         gather: Callable[[int], None],
-        units: Callable[[], Sequence[int]] = tuple,
-        pick: Callable[[set[int]], int] = min,
-        skip: Callable[[int], None] = lambda unit: None,
-        count: Callable[[], int] = lambda: 0,
-        hear: Callable[[int], None] = lambda least: None,
+        units: Callable[[], Sequence[int]],
+        pick: Callable[[set[int]], int],
+        skip: Callable[[int], None],
+        count: Callable[[], int],
+        hear: Callable[[int], None],
     ) -> None:
         self._orders, self._kind, self._group, self._gather = orders, kind, group, gather
         known = orders.get(kind)

@@ -217,12 +217,12 @@ class Reductions:
         late = {number: [grad is not None for grad in self.flats[number].held or ()] for number in self._late}
         self._late.clear()
         to_send, missed_of = self.uses.settle(late)
+        used_before = self.uses.used() if to_send else []
         for number in to_send:
-            used_before = self.uses.used_of(number)
             if number in late and number in landed:  # others brought some before this rank did
-                first = [now and not before for now, before in zip(late[number], used_before, strict=True)]
+                first = [now and not before for now, before in zip(late[number], used_before[number], strict=True)]
                 self.flats[number].attach(landed[number], first)
-            self._send(self._alone[number], used_before)
+            self._send(self._alone[number], used_before[number])
         self._land_all()
         for number, missed in missed_of.items():
             flat = self.flats[number]

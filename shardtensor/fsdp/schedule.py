@@ -324,8 +324,7 @@ class Schedule:
         """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
         if generation != self.generation:
             raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
-        if not self._is_backward or self._ending() is None:
-            self.touch()
+        self.touch()
         if not (unit.is_at_hand or unit.skips_backward):
             self._visit(unit)
 

@@ -51,9 +51,9 @@ class Uses:
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
-    def used_of(self, number: int) -> list[bool]:
-        """Which parameters of a flat have gradients that were sent in this backward."""
-        return [*map(bool, self._masks(self.pattern)[number])]
+    def used(self) -> list[list[bool]]:
+        """For each flat, which of its parameters have gradients that were sent in this backward."""
+        return [[*map(bool, mask)] for mask in self._masks(self.pattern)]
 
     def settle(self, late: Mapping[int, list[bool]]) -> tuple[list[int], dict[int, list[bool]]]:
         """Come together with the other ranks; all call it.

@@ -57,6 +57,11 @@ def stacks(widths, frozen=(), **options):
     return dense, fully_shard(model, **options)
 
 
+def _use(stack, mask):
+    for layer, is_used in zip(stack.layers, mask, strict=True):
+        layer.is_used = is_used
+
+
 def batch_of(step, index, size):
     """All samples of a step, and those of one rank."""
     x = torch.randn(2 * size, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(device())
@@ -70,8 +75,7 @@ def _train(widths, frozen, used, waits):
     for step, mask in enumerate(used):
         is_last = step == len(used) - 1
         for each in (dense, model):
-            for layer, is_used in zip(each.layers, mask, strict=True):
-                layer.is_used = is_used
+            _use(each, mask)
         for layer, is_late in zip(model.layers, waits, strict=True):
             layer.set_requires_gradient_sync(is_last or not is_late)
         whole, own = batch_of(step, me.index, me.size)
@@ -178,11 +182,6 @@ def _skipping_among_checkpoints(widths, again, masks, reshard, forwards):
         for loss in losses:
             loss.backward()
         same_gradients(dense, model)
-
-
-def _use(stack, mask):
-    for layer, is_used in zip(stack.layers, mask, strict=True):
-        layer.is_used = is_used
 
 
 @some.composite
