@@ -6,7 +6,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness import Pool, Simulated
+from harness import Pool, Simulated, examples  # noqa: F401  (examples loads the profile of hypothesis)
+from harness.progress import Progress, file_of, longest_first
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Report progress from the process that sees all tests; let files run in the order in which they are collected."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "progress")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of tests of a file
 
 
 def _chosen_world() -> str | None:
@@ -66,9 +75,9 @@ def _gpu_pool() -> Pool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file by world size: a new world costs a second on NCCL, a job in a kept one nothing."""
-    order = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
-    items.sort(key=lambda item: (order[item.path], _world_size(item)))
+    """Run the longest files first, and the tests of a file by world size: a new world costs a second on NCCL."""
+    order = longest_first([item.nodeid for item in items])
+    items.sort(key=lambda item: (order[file_of(item.nodeid)], _world_size(item)))
 
 
 def _world_size(item: pytest.Item) -> int:

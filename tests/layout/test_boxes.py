@@ -7,7 +7,8 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import MESH, axis_specs, device_specs, elements, places
 
@@ -44,7 +45,7 @@ def check(layout: Layout) -> None:
     assert layout.numel(outside) == 0 or not layout.shape
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.one_of(device_specs(), axis_specs()))
 def test_boxes_of_all_ranks_tile_the_tensor(case):
     spec, shape = case
@@ -67,7 +68,7 @@ def test_scalars(spec):
     check(bind(spec, (), MESH))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunk_cuts_as_torch_does(length, count):
     torch = pytest.importorskip("torch")
@@ -121,7 +122,7 @@ def test_flat_over_blocks_keeps_the_order_of_memory():
     assert list(map(str, layout.boxes(3))) == ["[1:2, 6:8]", "[2:3, 2:4]", "[2:3, 6:8]"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_runs_cover_a_flat_range_in_order(shape, data):
     total = math.prod(shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_owned, together
@@ -34,7 +35,7 @@ def check(ranges, lengths, units, ranks):
     assert ranges.all_cuts()[1::2] == lengths
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parameters(), some.integers(1, 9))
 def test_pieces_tile_parameters_and_keep_grains_whole(given, ranks):
     lengths, units = given
@@ -47,7 +48,7 @@ def test_pieces_tile_parameters_and_keep_grains_whole(given, ranks):
         assert cuts[1::2] == [ranges.sizes(i)[rank] for i in range(len(lengths))]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parameters(), some.integers(1, 9))
 def test_a_range_is_longer_than_its_share_by_the_longest_parameter_at_most(given, ranks):
     lengths, units = given
@@ -56,14 +57,14 @@ def test_a_range_is_longer_than_its_share_by_the_longest_parameter_at_most(given
     assert lay_out(lengths, ranks, units).chunk <= share + longest + ALIGNMENT * (1 + len(lengths))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(parameters(), some.integers(1, 9))
 def test_without_grains_nothing_is_wasted_but_alignment(given, ranks):
     lengths, _ = given
     assert lay_out(lengths, ranks).waste <= ALIGNMENT * (len(lengths) + ranks)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(some.integers(0, 300), some.integers(1, 300), some.integers(1, 9))
 def test_rows_of_a_lone_matrix_are_dealt_as_evenly_as_they_can_be(rows, columns, ranks):
     ranges = lay_out([rows * columns], ranks, [columns])
@@ -71,7 +72,7 @@ def test_rows_of_a_lone_matrix_are_dealt_as_evenly_as_they_can_be(rows, columns,
     assert ranges.chunk <= share + max(share // 7, columns * ALIGNMENT)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(parameters(), some.integers(1, 9))
 def test_apart_wastes_less_than_together(given, ranks):
     lengths, units = given
@@ -84,7 +85,7 @@ def test_apart_wastes_less_than_together(given, ranks):
     assert waste(groups) <= waste([list(range(len(lengths)))])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(some.lists(some.tuples(some.integers(0, 500), some.integers(0, 3)), max_size=8))
 def test_owners_hold_what_is_theirs(dealt):
     dealt = sorted(dealt, key=lambda one: one[1])

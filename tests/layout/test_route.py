@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor.errors import LayoutError
@@ -113,7 +114,7 @@ def test_pieces_meet(mesh: Mesh) -> None:
                 assert sorted(arrived) == sorted(new.values())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_addends_are_joined_once_and_made_last(data: st.DataObject) -> None:
     mesh = Mesh((("x", 2), ("y", 2)))
