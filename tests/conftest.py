@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness import Pool, Simulated, examples  # noqa: F401  (examples loads the profile of hypothesis)
+from harness import FULL, Pool, Simulated, examples  # noqa: F401  (examples loads the profile of hypothesis)
 from harness.progress import Progress, file_of, longest_first
+from harness.quick import left_out
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,8 +75,15 @@ def _gpu_pool() -> Pool:
     return Pool(min(4, count), "cuda")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, and the tests of a file by world size: a new world costs a second on NCCL."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run a sample, unless all are asked for or one is named; the longest files first.
+
+    The tests of a file run by world size: a new world costs a second on NCCL.
+    """
+    if not FULL and not any("::" in arg for arg in config.args):
+        out = left_out(items)
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=list(out))
     order = longest_first([item.nodeid for item in items])
     items.sort(key=lambda item: (order[file_of(item.nodeid)], _world_size(item)))
 

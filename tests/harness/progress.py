@@ -1,30 +1,43 @@
 """How far a run is and how long it will take: a line every quarter of a minute, in a log without a terminal, too.
 
-``tests/seconds.txt`` holds what the files took that take long, in seconds of one measured run. Files are run in this
-order, the longest first, so that no worker is left with a long one at the end; and what remains is estimated by them.
-SHARDTENSOR_TEST_SECONDS=PATH writes such a file at the end of a run.
+``tests/seconds.txt`` holds how long tests take that take long, on average over their parameters. Files are run by this,
+the longest first, so that no worker is left with a long one at the end; and what remains is estimated by it.
+SHARDTENSOR_TEST_SECONDS=PATH writes such a file at the end of a run; one of a full run replaces that file.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 EVERY_S = 15.0
-LEAST_S = 1.0  # files that take less are not recorded
-OTHER_S = 0.02  # a test of a file without a record
+LEAST_S = 0.5  # tests that take less, with all of their parameters, are not recorded
+OTHER_S = 0.02  # a test without a record
+HEAD = ["# seconds that one test takes, on average over its parameters, where all take half a second or more"]
 RECORDED = Path(__file__).parent.parent / "seconds.txt"
 
 
+@cache
 def recorded_seconds() -> dict[str, float]:
-    """Seconds by file, as in ``tests/ops/test_views.py``."""
+    """Seconds by test, as in ``tests/ops/test_views.py::test_views_equal_dense``."""
     lines = [line.split() for line in RECORDED.read_text().splitlines() if line and line[0] != "#"]
-    return {path: float(seconds) for seconds, path in lines}
+    return {test: float(seconds) for seconds, test in lines}
+
+
+def bare_name(nodeid: str) -> str:
+    """The test without its parameters."""
+    return nodeid.partition("[")[0]
+
+
+def weight_of(nodeid: str) -> float:
+    """The seconds that a test is expected to take."""
+    return recorded_seconds().get(bare_name(nodeid), OTHER_S)
 
 
 def file_of(nodeid: str) -> str:
@@ -33,9 +46,10 @@ def file_of(nodeid: str) -> str:
 
 def longest_first(nodeids: list[str]) -> dict[str, int]:
     """The place of each file in the order of a run."""
-    seconds = recorded_seconds()
-    files = dict.fromkeys(map(file_of, nodeids))
-    return {file: place for place, file in enumerate(sorted(files, key=lambda file: -seconds.get(file, 0.0)))}
+    seconds: Counter[str] = Counter()
+    for nodeid in nodeids:
+        seconds[file_of(nodeid)] += weight_of(nodeid)
+    return {file: place for place, (file, _) in enumerate(seconds.most_common())}
 
 
 class Progress:
@@ -48,16 +62,13 @@ class Progress:
         self.todo = 0.0
         self.done = 0
         self.done_weight = 0.0
-        self.spent: Counter[str] = Counter()  # by file
+        self.spent: dict[str, Counter[str]] = defaultdict(Counter)  # by test, and by its parameters
 
     def _expect(self, nodeids: list[str]) -> None:
         if self.weight:
             return  # each worker collects all
         self.start = self.last = time.monotonic()
-        seconds, counts = recorded_seconds(), Counter(map(file_of, nodeids))
-        for nodeid in nodeids:
-            file = file_of(nodeid)
-            self.weight[nodeid] = seconds[file] / counts[file] if file in seconds else OTHER_S
+        self.weight = {nodeid: weight_of(nodeid) for nodeid in nodeids}
         self.todo = sum(self.weight.values())
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -71,7 +82,7 @@ class Progress:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a test once it is over."""
-        self.spent[file_of(report.nodeid)] += report.duration
+        self.spent[bare_name(report.nodeid)][report.nodeid] += report.duration
         if report.when != "teardown":
             return
         self.done += 1
@@ -91,8 +102,11 @@ class Progress:
     def pytest_sessionfinish(self) -> None:
         """Record what files took, where that was asked for."""
         if path := os.environ.get("SHARDTENSOR_TEST_SECONDS"):
-            rows = [f"{spent:.0f} {file}" for file, spent in self.spent.most_common() if spent >= LEAST_S]
-            Path(path).write_text("\n".join(["# seconds that a file takes, in one run on two cores", *rows, ""]))
+            long = [
+                (spent.total() / len(spent), test) for test, spent in self.spent.items() if spent.total() >= LEAST_S
+            ]
+            rows = [f"{mean:.2f} {test}" for mean, test in sorted(long, reverse=True)]
+            Path(path).write_text("\n".join([*HEAD, *rows, ""]))
 
 
 def line_of(done: int, total: int, elapsed_s: float, share: float) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 import attrs
 import pytest
 import torch
+from harness import FULL
 
 from programs.generate import generate
 from programs.run import Problem, run_sharded, simulated, verdict
@@ -23,7 +24,8 @@ FOUND = (
 """Seeds whose programs once gave another answer than the dense program."""
 
 BATCH = 25
-ON_GLOO = int(os.environ.get("SHARDTENSOR_TEST_PROGRAMS", "60"))
+COUNT = 200 if FULL else 50
+ON_GLOO = int(os.environ.get("SHARDTENSOR_TEST_PROGRAMS", "60" if FULL else "24"))
 """How many run on real ranks, too; 300 take half a minute."""
 KNOWN = ("refused",)  # a RuleError that says why and what to do instead
 
@@ -40,7 +42,7 @@ def failures(seeds: range | tuple[int, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 200, BATCH))
+@pytest.mark.parametrize("first", range(0, COUNT, BATCH))
 def test_programs_in_the_simulator_are_the_dense_programs(first):
     assert not failures(range(first, first + BATCH))
 
