@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import Any
 
 from shardtensor.version import __version__
@@ -128,6 +130,10 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not home.startswith(_PURE):
+        if "torch" not in sys.modules:
+            with warnings.catch_warnings():  # torch itself warns where it is imported and numpy is not installed
+                warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+                importlib.import_module("torch")
         importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
     value = getattr(importlib.import_module(f"{__name__}.{home}"), spelled)
     globals()[name] = value

@@ -104,6 +104,18 @@ def test_planning_does_not_pay_for_torch():
     assert done.stdout == "False\n"
 
 
+def test_torch_is_imported_without_a_warning_where_numpy_is_not_installed():
+    program = "import sys; sys.modules['numpy'] = None; import shardtensor; shardtensor.rand('replicate', 2)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_collective_of_torch_sends_pickled_objects(path):
+    called = [node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    assert not {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"} & set(called)
+
+
 def test_public_names_are_sorted_and_there():
     public = shardtensor.__all__
     assert public == ["__version__", *sorted(public[1:])]
