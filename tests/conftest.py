@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
 from harness import FULL, Pool, Simulated, examples  # noqa: F401  (examples loads the profile of hypothesis)
 from harness.progress import Progress, file_of, longest_first
 from harness.quick import left_out
+
+START = time.monotonic()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,6 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config), "progress")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # by the number of tests of a file
+
+
+def pytest_runtest_setup() -> None:
+    """With SHARDTENSOR_TEST_MINUTES=N no test begins after so many minutes: the long sweeps fit into a box of time."""
+    minutes = float(os.environ.get("SHARDTENSOR_TEST_MINUTES", "inf"))
+    if time.monotonic() - START > 60 * minutes:
+        pytest.skip(f"did not begin within {minutes:g} minutes")
 
 
 def _chosen_world() -> str | None:

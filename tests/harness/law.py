@@ -193,7 +193,7 @@ def _addends(x: torch.Tensor) -> torch.Tensor:
 
 def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[str, Make]]]:
     """Layouts of the operands, not all of them plain: of four ranks those over a grid, of others those in a row."""
-    most = most * 8 if FULL else most
+    most = most * 3 if FULL else most
     kinds = []
     if FULL or as_group().size != 4:
         kinds.append(([layouts(shape) for shape in sample.shapes], most))
