@@ -38,6 +38,7 @@ _HOME = {
     "Replicate": "spec.nodes",
     "RuleError": "errors",
     "Shard": "tensor.shard",
+    "ShardCountError": "errors",
     "ShardMetadata": "spec.devices",
     "ShardTensorError": "errors",
     "ShardedOptimizer": "optim.sharded_optimizer",
