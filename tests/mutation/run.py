@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import hashlib
 import os
 import pickle
@@ -117,10 +118,8 @@ class Slots:
     def reap(self) -> None:
         """Wait for one to end."""
         child, status = os.wait()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # the pool of a run that was cut short
-        except ProcessLookupError:
-            pass
         overlay, after = self.running.pop(child)
         after(overlay, os.waitstatus_to_exitcode(status))
         self.free.append(overlay)

@@ -1,4 +1,4 @@
-"""Every single change to a file that a mutation run may make: where it is, what stands there, what would stand there."""
+"""Every single change to a file that a mutation run may make: where it is, what stands there, and what else."""
 
 from __future__ import annotations
 
