@@ -26,7 +26,7 @@ HELD = [Held("blocks.0.up.weight", (4, 4), "[tp, -]", ((Box((0, 0), (2, 4)),), (
 
 
 def _demo(folder, *options):
-    """The demo on a machine where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
+    """The demo where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
     (folder / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     command = [sys.executable, "-m", "shardtensor.cli.main", "demo", *options]
     paths = [str(folder), str(Path(shardtensor.__file__).parent.parent)]

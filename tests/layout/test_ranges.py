@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_owned, together
+from shardtensor.layout.bind import bind
+from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_alone, lay_out_owned, together
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import Spec
 
 
 @some.composite
@@ -83,6 +88,25 @@ def test_apart_wastes_less_than_together(given, ranks):
         return sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
 
     assert waste(groups) <= waste([list(range(len(lengths)))])
+
+
+def test_what_saves_little_stays_together():
+    assert together([64 * 997, 64 * 1009], [997, 1009], 8) == [[0], [1]]
+    lengths, units = [5 * 37, 5 * 41], [37, 41]
+    apart = sum(lay_out([n], 8, [unit]).waste for n, unit in zip(lengths, units, strict=True))
+    assert lay_out(lengths, 8, units).waste - apart > sum(lengths) // 8, "worth it, were they longer"
+    assert together(lengths, units, 8) == [[0, 1]]
+
+
+def test_one_alone_lies_as_a_flat_layout_cuts_it():
+    for length, ranks, unit in product(range(20), range(1, 5), range(1, 4)):
+        ranges = lay_out_alone(length, ranks, unit)
+        flat = bind(Spec(None).flat("x", unit=unit), (length,), Mesh((("x", ranks),)))
+        assert [ranges.piece(0, rank) for rank in range(ranks) if ranges.sizes(0)[rank]] == [
+            flat.span(rank) for rank in range(ranks) if flat.numel(rank)
+        ]
+        assert ranges.chunk > 0
+        assert unit > 1 or ranges == lay_out_alone(length, ranks)
 
 
 @examples(200)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import device, every_size
+from shardtensor.sharded_tensor import ShardedTensorBase, pre_load_state_dict_hook, state_dict_hook
 from torch import nn
 
 import shardtensor as st
 from shardtensor import GatherWarning, custom_sharded_op_impl, custom_sharding_spec_op
 from shardtensor.comm.group import LoneGroup
-from shardtensor.sharded_tensor import ShardedTensorBase, pre_load_state_dict_hook, state_dict_hook
 from shardtensor.tensor import dispatch
 from shardtensor.tensor.dispatch import HANDLERS
 
