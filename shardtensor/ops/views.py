@@ -228,8 +228,8 @@ def _part_of_complex(func: Any) -> Callable[..., Any]:
 
 
 for _func in (torch.real, torch.imag):
-    for _name in (_func, getattr(torch.Tensor, _func.__name__).__get__):
-        HANDLERS[_name] = _part_of_complex(_func)
+    for _spelled in (_func, getattr(torch.Tensor, _func.__name__).__get__):
+        HANDLERS[_spelled] = _part_of_complex(_func)
 
 
 def _gathering(func: Any) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack woul
 _no_override = torch._C.DisableTorchFunctionSubclass
 
 
-class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
+class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     """A tensor of global `shape` whose elements are dealt to ranks by a layout.
 
     Made by the factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and by
