@@ -90,6 +90,6 @@ def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
 
 
 if HAS_GRAD_DTYPE:
-    ShardedTensor.grad_dtype = property(  # type: ignore[method-assign,assignment]
+    ShardedTensor.grad_dtype = property(  # type: ignore[assignment]
         _get_grad_dtype, _set_grad_dtype, doc="As of the dense tensor: the dtype of gradients; None allows any."
     )
