@@ -30,7 +30,7 @@ from shardtensor.tensor.dispatch import (
     spellings,
     warn_of_gather,
 )
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
 from shardtensor.tensor.teams import along
 
 
@@ -178,21 +178,17 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into what `input` is a copy of; False where it is none, or one that cannot be written back.
+    """Write into what `input` is a copy of; False where it is none, or no copy of indexed or transposed values.
 
-    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold: what was indexed is read anew,
-    changed and assigned back. ``x.T.div_(2)`` of a flat layout: the copy is changed, and what it was made of is taken
-    from it. All ranks of the group call it.
+    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
+    the values are read anew, changed and written back. All ranks of the group call it.
     """
-    if not isinstance(input, ShardedTensor) or input._origin is None:
+    if not isinstance(input, ShardedTensor) or input._origin is None or input._source is None:
         return False
-    if input._source is None:
-        whole = wrap(input._local, input._layout, None, input._group)
-        return input._origin.write_through(whole, change)
-    source, index = input._source
-    changed = source[index].clone()
+    read, write = input._source
+    changed = read().clone()
     change(changed)
-    source[index] = changed
+    write(changed)
     return True
 
 

@@ -17,7 +17,7 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.views import expanded, permuted, reshaped
-from shardtensor.tensor.copied import Make, detached, mark, over_memory_of
+from shardtensor.tensor.copied import detached, mark, over_memory_of
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
@@ -34,8 +34,8 @@ def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> Lo
     return LocalCall(call, None if layout.is_whole_on_all(x._group.size) else layout, is_view=True)
 
 
-def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], back: Make | None = None) -> Any:
-    """Do a view of the first argument by the safety net, and mark the results as copies; `back` undoes the view."""
+def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do a view of the first argument by the safety net, and mark the results as copies."""
     if not isinstance(args[0], ShardedTensor):
         return fall_back(func, args, kwargs)
 
@@ -45,7 +45,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], back: Make 
 
     result = make(args[0])
     if not isinstance(result, tuple | list):
-        return mark(result, args[0], name_of(func), make, back)
+        return mark(result, args[0], name_of(func), make)
     return type(result)(mark_part(make, i, x, args[0], name_of(func)) for i, x in enumerate(result))
 
 
@@ -83,8 +83,13 @@ def _permuting(func: Any) -> Callable[..., Any]:
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
         if not isinstance(x._layout, CutLayout):
+            result = copied(func, (input, *args), kwargs)
             inverse = sorted(range(x.dim()), key=order.__getitem__)
-            return copied(func, (input, *args), kwargs, lambda copy: copy.permute(inverse))
+            result._source = (
+                lambda: func(input, *args, **kwargs),
+                lambda changed: input.copy_(changed.permute(inverse)),
+            )
+            return result
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:

@@ -73,23 +73,22 @@ def detached(x: ShardedTensor) -> ShardedTensor:
     if origin is None:
         return over_memory_of(x, shell)
     shell._memory = memory_of(x)  # an origin of its own: the other keeps the graph of the source alive
-    return _become_copy(shell, Origin(origin.name, detached(origin.source), origin.make, shell, origin.back))
+    return _become_copy(shell, Origin(origin.name, detached(origin.source), origin.make, shell))
 
 
-def mark(value: Any, source: ShardedTensor, name: str, make: Make, back: Make | None = None) -> Any:
+def mark(value: Any, source: ShardedTensor, name: str, make: Make) -> Any:
     """Return `value` as a copy of what the dense program has as a view of `source`.
 
     Args:
         value: the result of the view function, plain or sharded; what is no tensor is returned as it is.
         name: of the view function, for errors.
         make: makes the value of a source.
-        back: makes the source of a value, where that can be: then the copy can be written in place.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, ShardedTensor):
         value = wrap(value, replicated(tuple(value.shape), source._group.ranks), None, source._group)
-    return _become_copy(value, Origin(name, source, make, value, back))
+    return _become_copy(value, Origin(name, source, make, value))
 
 
 class Origin:
@@ -100,13 +99,10 @@ class Origin:
         source: a shell of its own over the memory that was viewed, so that it stays as it was then.
         make: the view function, of a source.
         copy: a shell of its own over the whole memory of the copy.
-        back: undoes `make`; None where a write into the copy is refused.
     """
 
-    def __init__(
-        self, name: str, source: ShardedTensor, make: Make, copy: ShardedTensor, back: Make | None = None
-    ) -> None:
-        self.name, self.make, self.back = name, make, back
+    def __init__(self, name: str, source: ShardedTensor, make: Make, copy: ShardedTensor) -> None:
+        self.name, self.make = name, make
         self.source = over_memory_of(source, wrap(source._local, source._layout, source._spec, source._group))
         self.copy = wrap(copy._local, copy._layout, copy._spec, copy._group)
         self.copy._memory = memory_of(copy)
@@ -114,20 +110,6 @@ class Origin:
 
     def __str__(self) -> str:
         return self.name
-
-    def write_through(self, shown: torch.Tensor, change: Callable[[Any], Any]) -> bool:
-        """Change `shown`, the copy or a view of it, and the source accordingly; False where that cannot be.
-
-        It sends what laying the copy out as the source takes: nothing where ranks hold the whole copy.
-        """
-        source, copy = self.source, self.copy
-        if self.back is None or source._origin is not None or copy._local.requires_grad:
-            return False
-        change(shown)
-        source.copy_(self.back(copy))
-        self.seen = memory_of(source).writes
-        wrote(copy)
-        return True
 
     def catch_up(self) -> None:
         """Read the copy anew where the source was written since. All ranks of the group call it."""
