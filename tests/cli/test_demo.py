@@ -26,7 +26,7 @@ HELD = [Held("blocks.0.up.weight", (4, 4), "[tp, -]", ((Box((0, 0), (2, 4)),), (
 
 
 def _demo(folder, *options):
-    """The demo on a machine where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
+    """The demo where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
     (folder / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     command = [sys.executable, "-m", "shardtensor.cli.main", "demo", *options]
     paths = [str(folder), str(Path(shardtensor.__file__).parent.parent)]
@@ -68,7 +68,7 @@ def test_a_difference_is_said_and_is_an_error(bad, capsys):
 def test_why_sharded_steps_are_slower_is_said_where_they_are(capsys):
     slow = attrs.evolve(_outcome([2.0], [2.0]), step_s=(3.0, 1.0))
     assert _judge(slow, Console(width=120), 1.0) == 0
-    assert "A sharded step is slower here: the 2 ranks share this machine" in capsys.readouterr().out
+    assert "A sharded step is slower here: 2 ranks and the dense run share one machine" in capsys.readouterr().out
 
 
 def test_parameters_that_lie_alike_are_drawn_once(capsys):
