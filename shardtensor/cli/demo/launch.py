@@ -113,8 +113,8 @@ def _afterword(outcome: Outcome) -> str:
     why = ""
     if outcome.step_s[0] > outcome.step_s[1]:
         why = (
-            f"\nA sharded step is slower here: {world} ranks and the dense run share one machine of {cores} cores, and "
-            "this model is so small that the sums between its layers take longer than the work they divide. "
+            f"\nA sharded step is slower here: the {world} ranks share this machine ({cores} cores) with the dense run,"
+            " and this model is so small that the sums between its layers take longer than the work they divide. "
             "Sharding pays where each rank has a device of its own, or where a model does not fit into one.\n"
         )
     return why + (
