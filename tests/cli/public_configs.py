@@ -8,8 +8,8 @@ from typing import Any
 def _decoder(name: str, kind: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, **more: Any) -> dict:
     return {
         "architectures": [name], "model_type": kind, "vocab_size": vocab, "hidden_size": hidden,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads, "torch_dtype": "bfloat16",
-        **more,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "torch_dtype": "bfloat16", **more,
     }  # fmt: skip
 
 
@@ -39,7 +39,9 @@ OTHERS = {
         q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
         first_k_dense_replace=3,
     ),
-    "gemma-7b": _decoder("GemmaForCausalLM", "gemma", 256000, 3072, 24576, 28, 16, num_key_value_heads=16, head_dim=256),
+    "gemma-7b": _decoder(
+        "GemmaForCausalLM", "gemma", 256000, 3072, 24576, 28, 16, num_key_value_heads=16, head_dim=256
+    ),
     "Phi-3-mini": _decoder("Phi3ForCausalLM", "phi3", 32064, 3072, 8192, 32, 32, num_key_value_heads=32),  # fused qkv
     "gpt-oss-20b": _decoder(
         "GptOssForCausalLM", "gpt_oss", 201088, 2880, 2880, 24, 64, num_key_value_heads=8, head_dim=64,

@@ -68,7 +68,7 @@ def test_a_difference_is_said_and_is_an_error(bad, capsys):
 def test_why_sharded_steps_are_slower_is_said_where_they_are(capsys):
     slow = attrs.evolve(_outcome([2.0], [2.0]), step_s=(3.0, 1.0))
     assert _judge(slow, Console(width=120), 1.0) == 0
-    assert "A sharded step is slower here: 2 ranks and the dense run share one machine" in capsys.readouterr().out
+    assert "A sharded step is slower here: the 2 ranks share this machine" in capsys.readouterr().out
 
 
 def test_parameters_that_lie_alike_are_drawn_once(capsys):

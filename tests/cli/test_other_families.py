@@ -67,21 +67,8 @@ def test_every_command_refuses_it(config, capsys, command, plan, name):
 @pytest.mark.parametrize("name", COVERED)
 def test_models_of_the_family_are_checked_and_the_verdict_says_what_was(config, capsys, name):
     plan = "mixtral" if name == "mixtral" else "llama"
-    assert (
-        main(
-            [
-                "check",
-                plan,
-                "--world",
-                "8",
-                "--set",
-                "tp=4" if plan == "llama" else "tp=2",
-                "--model",
-                config(COVERED[name]),
-            ]
-        )
-        == 0
-    )
+    tp = "tp=2" if name == "mixtral" else "tp=4"
+    assert main(["check", plan, "--world", "8", "--set", tp, "--model", config(COVERED[name])]) == 0
     out = capsys.readouterr().out
     assert "text and layouts checked; values not run" in out
     assert "is right" not in out
