@@ -15,7 +15,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.models.dims import model_from_dims, other_family
+from shardtensor.plan.models.dims import model_from_dims, no_tensors, other_family, refuse_quantised
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
@@ -59,7 +59,9 @@ def model_of(
     safetensors: str | Path | None = None,
     module: str | None = None,
 ) -> Model:
-    """Return the names and shapes of the tensors that a plan is for. Imports torch only for a `module`.
+    """Return the names and shapes of the tensors that a plan is for.
+
+    Imports torch only for a `module`, and where transformers makes the model of `config`: for a plan without ``dims``.
 
     Args:
         plan: whose ``dims`` lines, and those of ``NAME.dims.shard`` beside it, say them when nothing else does.
@@ -73,11 +75,32 @@ def model_of(
     if module is not None:
         return attrs.evolve(_from_module(module), config=config)
     if safetensors is None:
-        named = model_from_dims(plan, config_source)
-        return named if config else attrs.evolve(named, source="")  # the plan itself says them
+        return _from_text(plan, config, config_source)
     from shardtensor.plan.models.safetensors_shapes import model_from_safetensors
 
     return model_from_safetensors(safetensors, _dims_if_any(plan, config_source), config)
+
+
+def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Model:
+    """The model of the ``dims`` lines; where there are none, that which transformers makes of the config.json."""
+    try:
+        named = model_from_dims(plan, config_source)
+        return named if config else attrs.evolve(named, source="")  # the plan itself says them
+    except SpecError as error:
+        if error.code != "E301" or "model_type" not in config:
+            raise
+    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.sharding.model_info import model_info
+
+    refuse_quantised(config, config_source)
+    try:
+        module = transformers_model(config)
+    except ImportError:
+        facts = {"needed": f"transformers, which makes the model of {config_source}; it is not installed"}
+        raise no_tensors(plan, facts, ["install transformers"]) from None
+    except ValueError as error:
+        raise no_tensors(plan, {"transformers": str(error).partition("\n")[0]}) from None
+    return attrs.evolve(model_info(module, config_source), config=config)
 
 
 def _dims_if_any(plan: Plan, config_source: str) -> Model | None:

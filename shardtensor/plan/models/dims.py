@@ -53,26 +53,37 @@ def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
         declared = set(_PARAM.findall(source.text))
         params = {name: value for name, value in plan.params.items() if name in declared}
         lines += _read(source, plan.config, plan.world, params, config_source).dims
-    if lines and plan.config.get("quantization_config"):
+    refuse_quantised(plan.config, config_source)
+    if not lines:
+        raise no_tensors(plan)
+    return Model(_tensors(lines, dtype_of(plan.config)), source=config_source, config=plan.config)
+
+
+def no_tensors(plan: Plan, facts: Mapping[str, object] | None = None, ways: Iterable[str] = ()) -> SpecError:
+    """The error (E301) that no line says what tensors a plan is for, with more `facts` and `ways` out."""
+    files = [source.file for source in plan.sources if not source.file.startswith("<")]
+    return SpecError(
+        "nothing says which tensors the model has",
+        {"looked for": ", ".join(map(_beside, files)) or "dims lines", **(facts or {})},
+        [
+            *ways,
+            'include the lines of a family, as in `include "llama.dims.shard"`',
+            "give --safetensors model.safetensors.index.json",
+            "give --module package.module:function",
+        ],
+        code="E301",
+    )
+
+
+def refuse_quantised(config: Mapping[str, Any], config_source: str) -> None:
+    """Raise SpecError (E106) for a model whose tensors are packed as its config.json does not say."""
+    if config.get("quantization_config"):
         raise SpecError(
             "the tensors of a quantised model are not known from its config.json",
             {"found": f"quantization_config in {config_source}"},
             WAYS_ON[:2],
             code="E106",
         )
-    if not lines:
-        files = [source.file for source in plan.sources if not source.file.startswith("<")]
-        raise SpecError(
-            "nothing says which tensors the model has",
-            {"looked for": ", ".join(map(_beside, files)) or "dims lines"},
-            [
-                'include the lines of a family, as in `include "llama.dims.shard"`',
-                "give --safetensors model.safetensors.index.json",
-                "give --module package.module:function",
-            ],
-            code="E301",
-        )
-    return Model(_tensors(lines, _dtype(plan)), source=config_source, config=plan.config)
 
 
 def other_family(
@@ -161,9 +172,9 @@ def expanded(pattern: str) -> Iterator[str]:
         yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
 
 
-def _dtype(plan: Plan) -> str:
+def dtype_of(config: Mapping[str, Any]) -> str:
     """The element type that a configuration names; newer ones say ``dtype``, older ones ``torch_dtype``."""
-    said = str(plan.config.get("dtype") or plan.config.get("torch_dtype") or "").removeprefix("torch.")
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return said if said in BYTES else "float32"
 
 
