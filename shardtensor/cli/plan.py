@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
         "wrong.",
     )
     parser.add_argument("plan", nargs="?", help="a plan file, or the name of one that comes with the package")
-    parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     add_model_arguments(parser)
     parser.add_argument(
         "--batch", type=positive, default=1, metavar="N",

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.cli.model_source import model_of, resolved_of
+from shardtensor.cli.model_source import family_first, model_of, resolved_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
 from shardtensor.plan.findings.folding import folded
@@ -80,8 +80,9 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     """
     profile = read_profile(options.hardware)
     (config, source), params = read_config(options.model), dict(options.set)
-    head = readable_plan(options.plan, config=config, world=options.world, params=params)
-    model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
+    with family_first(options, config, source):
+        head = readable_plan(options.plan, config=config, world=options.world, params=params)
+    model = model_of(head, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     batch = Batch(options.batch * options.world, options.seq, options.dtype or model.dtype)
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,
