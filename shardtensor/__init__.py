@@ -84,6 +84,7 @@ _HOME = {
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
     "full": "tensor.factories",
+    "full_state_dict": "tensor.full_state",
     "fully_shard": "fsdp.api",
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",

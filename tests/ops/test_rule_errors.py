@@ -107,7 +107,8 @@ REFUSED = {
         lambda: rows().data_ptr(),
         "Tensor.data_ptr is not supported for ShardedTensor: no rank holds the whole of it in memory\n"
         "  either  local_tensor() or local_shards() for this rank's part\n"
-        "  or      full_tensor() for the whole",
+        "  or      full_tensor() for the whole\n"
+        "  or      shardtensor.full_state_dict(model), called by all ranks, to save a model whole",
     ),
     "sparse gradients": (
         lambda: F.embedding(torch.tensor([1], device=device()), rows(), sparse=True),
