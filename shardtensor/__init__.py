@@ -159,5 +159,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _rebuild(*state: Any) -> Any:
+    """Make the tensor that a pickle holds. It is what pickles name, since it loads the operations of the tensor, too."""
+    importlib.import_module("shardtensor.ops")
+    return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
+
+
+if "torch.serialization" in sys.modules:  # else it is done when the first name that needs torch is asked for
+    sys.modules["torch.serialization"].add_safe_globals([_rebuild])
+
+
 def __dir__() -> list[str]:
     return list(__all__)
