@@ -83,6 +83,7 @@ _HOME = {
     "empty": "tensor.factories",
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
+    "from_torch_sharded_tensor": "tensor.torch_sharded",
     "full": "tensor.factories",
     "full_state_dict": "tensor.full_state",
     "fully_shard": "fsdp.api",
@@ -160,7 +161,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rebuild(*state: Any) -> Any:
-    """Make the tensor that a pickle holds. It is what pickles name, since it loads the operations of the tensor, too."""
+    """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
     importlib.import_module("shardtensor.ops")
     return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
 
