@@ -83,6 +83,7 @@ _HOME = {
     "empty": "tensor.factories",
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
+    "from_torch_sharded_tensor": "tensor.torch_sharded",
     "full": "tensor.factories",
     "full_state_dict": "tensor.full_state",
     "fully_shard": "fsdp.api",
@@ -157,6 +158,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{home}"), spelled)
     globals()[name] = value
     return value
+
+
+def _rebuild(*state: Any) -> Any:
+    """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
+    importlib.import_module("shardtensor.ops")
+    return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
+
+
+if "torch.serialization" in sys.modules:  # else it is done when the first name that needs torch is asked for
+    sys.modules["torch.serialization"].add_safe_globals([_rebuild])
 
 
 def __dir__() -> list[str]:

@@ -32,6 +32,7 @@ from shardtensor.tensor.dispatch import (
 )
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
 from shardtensor.tensor.teams import along
+from shardtensor.tensor.torch_sharded import from_torch_sharded_tensor, is_torch_sharded
 
 
 def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +126,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if not isinstance(input, ShardedTensor):
         assert isinstance(src, ShardedTensor)
         return input.copy_(src.full_tensor(), non_blocking)
+    if is_torch_sharded(src):
+        src = from_torch_sharded_tensor(src)
     if written_through(input, lambda row: row.copy_(src, non_blocking)):
         return input
     refuse_lost_write(input, "copy_")

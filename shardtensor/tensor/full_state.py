@@ -63,11 +63,10 @@ def full_state_dict(
 
 def _gathered(tensor: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torch.Tensor | None:
     """The whole of a tensor; with `rank0_only` None on all ranks but 0."""
-    is_sharded = isinstance(tensor, ShardedTensor)
     rank = _rank()
-    if is_sharded and rank0_only and tensor._group.size > 1:
+    if isinstance(tensor, ShardedTensor) and rank0_only and tensor._group.size != 1:
         return _to_rank_0(tensor, rank, cpu_offload)
-    if is_dtensor(tensor) or (is_sharded and not (rank0_only and rank)):
+    if is_dtensor(tensor) or isinstance(tensor, ShardedTensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if rank0_only and rank:
         return None

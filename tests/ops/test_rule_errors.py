@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "two groups": (
         lambda: torch.add(rows(), ones("[tp balanced, -]", 5, 6, process_group=dist.new_group([0, 1]))),
-        "add: the operands live on different process groups\n"
+        "add: All distributed tensors should use the same ProcessGroup if used together in an op.\n"
         "  one    ranks [0, 1]\n"
         "  other  ranks [0, 1]\n"
         "  fix    make them on one group, or call full_tensor() on one of them",
