@@ -166,8 +166,19 @@ def _rebuild(*state: Any) -> Any:
     return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
 
 
-if "torch.serialization" in sys.modules:  # else it is done when the first name that needs torch is asked for
-    sys.modules["torch.serialization"].add_safe_globals([_rebuild])
+class _AfterTorch:
+    """Finds no module; allows pickles to name `_rebuild` as soon as torch is imported, before or after this package."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Look whether torch can take the name by now: Python asks for each module that it is to import."""
+        serialization = sys.modules.get("torch.serialization")
+        if hasattr(serialization, "add_safe_globals"):
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # the old list is being read
+            serialization.add_safe_globals([_rebuild])
+
+
+sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+sys.meta_path[0].find_spec("torch", None)
 
 
 def __dir__() -> list[str]:
