@@ -65,7 +65,9 @@ def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> N
     ids = set(map(id, params))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
-            owner._flat_weight_refs = [ref and weakref.ref(torch.empty(0)) for ref in owner._flat_weight_refs]
+            owner._flat_weight_refs = [
+                ref and weakref.ref(nn.Parameter(torch.empty(0))) for ref in owner._flat_weight_refs
+            ]
             owner.flatten_parameters = _stay_apart  # type: ignore[method-assign]
 
 
