@@ -6,7 +6,6 @@ rank, which tells the others (one all-reduce): that result is a copy. Indices th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
     if isinstance(result, ShardedTensor) and result._origin is not None:
-        result._source = (lambda: input[index], lambda changed: operator.setitem(input, index, changed))
+        result._source = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
     return result
 
 

@@ -29,6 +29,7 @@ from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.placing import own_device
+from shardtensor.tensor.replacing import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -91,6 +92,7 @@ def shard_module(
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
+    drop_weak_references(module, [target.tensor for target in found.targets])
     _become_all([target.tensor for target in found.targets], shells)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
@@ -145,6 +147,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
         whole = whole.clone() if whole is shell._local or whole._is_view() else whole
         is_parameter = isinstance(shell, nn.Parameter)
         wholes.append(nn.Parameter(whole, shell.requires_grad) if is_parameter else whole.detach())
+    drop_weak_references(module, shells.values())
     _become_all(list(shells.values()), wholes)
     for tensor, grad in zip(shells.values(), grads, strict=True):
         tensor.grad = grad

@@ -261,8 +261,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         if not isinstance(value, ShardedTensor):
             raise RuleError(
                 "a plain tensor cannot become the data of a ShardedTensor",
-                {"shape": tuple(value.shape)},
-                "use copy_(tensor) to take its values, or distribute(tensor, spec) first",
+                {"shape": tuple(value.shape), "why": "they would share memory, as after nn.utils.vector_to_parameters"},
+                "use copy_(tensor), under no_grad, to take its values, or distribute(tensor, spec) first",
             )
         if value._layout is not self._layout and value._layout != self._layout:
             raise RuleError(
