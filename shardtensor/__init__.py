@@ -172,12 +172,12 @@ class _AfterTorch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """Look whether torch can take the name by now: Python asks for each module that it is to import."""
         serialization = sys.modules.get("torch.serialization")
-        if hasattr(serialization, "add_safe_globals"):
+        if serialization is not None and hasattr(serialization, "add_safe_globals"):
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # the old list is being read
             serialization.add_safe_globals([_rebuild])
 
 
-sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _AfterTorch())
 sys.meta_path[0].find_spec("torch", None)
 
 

@@ -9,12 +9,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from shardtensor.cli.arguments import add_model_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
 FAILS, USAGE = 1, 2
+NO_TORCH = "install it: `pip install torch`, or check without --numeric: text and layouts"
 
 
 def add_parser(commands: Any) -> None:
@@ -78,6 +80,8 @@ def _errors(findings: Sequence[Any]) -> list[Any]:
 
 def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], str]:
     """What one step of a small model shows to be wrong, nothing when gradients are right; and what ran."""
+    if find_spec("torch") is None:
+        raise SpecError("--numeric needs torch, which is not installed", fix=NO_TORCH, code="E303")
     from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 

@@ -41,6 +41,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
+    room = options.memory or profile.memory_bytes
     if options.rank is not None:
         own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
         memory["rank"] = _held(own, options.rank, kept)
@@ -60,6 +61,8 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "mesh": str(plan.axes.mesh),
         "data_ranks": data_ranks(resolved),
         "memory": memory,
+        "memory_bytes": room,
+        "fits": memory["most"]["total"] <= room,
         "collectives": rows,
         "uncounted": [{"where": each.where, "why": each.why} for each in uncounted(resolved)],
         "step": _step(step, batch),

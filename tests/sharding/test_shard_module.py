@@ -172,7 +172,7 @@ FAULTS = {
     "two rules": ({"embed": "[tp balanced, -]", "embed.*": "[-, tp]"}, "two rules shard `embed.weight`"),
     "two rules of a tie": (
         {"embed.weight": "[tp balanced, -]", "head.weight": "[-, tp]"},
-        "two rules shard `embed.weight, which is also head.weight`",
+        "two rules shard `embed.weight`, which is also `head.weight`.*or drop the one of `head.weight`",
     ),
     "no spec": ({"embed.weight": torch.ones(2)}, "Only `ShardingSpec` and `Sharder` are supported"),
     "malformed": ({"embed.weight": "[tp"}, "expected"),
@@ -233,6 +233,7 @@ def test_a_tensor_that_cannot_change_leaves_all_as_they_were(world):
     world(held_weakly, 2)
 
 
+<<<<<<< HEAD
 def recurrent(kind: type[nn.RNNBase], way: str) -> None:
     torch.manual_seed(0)
     module = nn.ModuleDict({"rnn": kind(4, 6, num_layers=2, bidirectional=True)}).to(device())
@@ -265,3 +266,30 @@ def recurrent(kind: type[nn.RNNBase], way: str) -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_fresh_recurrent_modules_are_sharded_though_they_keep_weak_references(world, kind, way):
     world(recurrent, 2, kind=kind, way=way)
+=======
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_a_tied_table_takes_the_styles_of_both_its_modules():
+    def body():
+        torch.manual_seed(0)
+        module, ids = Tied(), torch.tensor([[0, 3, 7]])
+        dense = copy.deepcopy(module)
+        head = {**st.vocab_head("tp"), "out": "[..., tp] -> replicate"}
+        st.shard_module(module, {"embed": st.vocab_embedding("tp"), "head": head})
+        assert module.head.weight is module.embed.weight
+        want, got = dense(ids), module(ids)
+        torch.testing.assert_close(got, want)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        torch.testing.assert_close(module.embed.weight.grad.full_tensor(), dense.embed.weight.grad)
+
+    st.simulate("tp=2", body)
+>>>>>>> cli
