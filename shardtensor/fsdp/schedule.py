@@ -387,11 +387,9 @@ class Schedule:
             self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
             raise
         self.gathers.join()
-        kept = self._keep_gathered() if self.keeps_some or self._kept else ()
+        kept = set(self._keep_gathered()) if self.keeps_some or self._kept else ()
         for unit in self.units:
-            unit.is_gathered = False
-        for unit in kept:
-            unit.is_gathered = True
+            unit.is_gathered = unit in kept
 
     def _keep_gathered(self) -> list[Unit]:
         """Keep what is to stay gathered after a backward."""
