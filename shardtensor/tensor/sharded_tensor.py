@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardCountError
 from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
@@ -26,7 +27,6 @@ from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
 from shardtensor.tensor.shard import Shard
-from shardtensor.tensor.untraced import untraced
 
 _make_body = torch.Tensor._make_wrapper_subclass
 _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
