@@ -233,7 +233,6 @@ def test_a_tensor_that_cannot_change_leaves_all_as_they_were(world):
     world(held_weakly, 2)
 
 
-<<<<<<< HEAD
 def recurrent(kind: type[nn.RNNBase], way: str) -> None:
     torch.manual_seed(0)
     module = nn.ModuleDict({"rnn": kind(4, 6, num_layers=2, bidirectional=True)}).to(device())
@@ -266,7 +265,8 @@ def recurrent(kind: type[nn.RNNBase], way: str) -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_fresh_recurrent_modules_are_sharded_though_they_keep_weak_references(world, kind, way):
     world(recurrent, 2, kind=kind, way=way)
-=======
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,4 +292,3 @@ def test_a_tied_table_takes_the_styles_of_both_its_modules():
         torch.testing.assert_close(module.embed.weight.grad.full_tensor(), dense.embed.weight.grad)
 
     st.simulate("tp=2", body)
->>>>>>> cli
