@@ -11,8 +11,9 @@ from collections import Counter
 import attrs
 import pytest
 import torch
+from harness import FULL
 
-from programs.generate import generate
+from programs.generate import HALVES, generate
 from programs.run import Problem, run_sharded, simulated, verdict
 from programs.shrink import shrink
 
@@ -47,6 +48,11 @@ def test_programs_in_the_simulator_are_the_dense_programs(first):
 
 def test_programs_that_once_differed():
     assert not failures(FOUND)
+
+
+@pytest.mark.parametrize("first", range(0, 1000 if FULL else 50, BATCH))
+def test_programs_of_half_precision_send_the_same_on_every_rank(first):
+    assert not failures(range(HALVES + first, HALVES + first + BATCH))
 
 
 def run_many(seeds: list[int]) -> list[tuple[int, Problem | None]]:
