@@ -38,10 +38,9 @@ def held_alike(layout: CutLayout, found: CutLayout, view: Callable[[torch.Tensor
         assert torch.equal(mine, part(want, found, rank)), (layout, found, rank)
 
 
-@pytest.mark.parametrize("shapes", [TWELVE, EMPTY, ONES], ids=["twelve", "empty", "one"])
-def test_a_reshaped_tensor_has_every_element_where_it_was(shapes):
-    for shape in shapes:
-        for layout, new in itertools.product(cut_layouts(shape), shapes):
+def test_a_reshaped_tensor_has_every_element_where_it_was():
+    for shapes in (TWELVE, EMPTY, ONES):
+        for layout, new in ((layout, new) for shape in shapes for layout in cut_layouts(shape) for new in shapes):
             found = reshaped(layout, new)
             if found is None:
                 continue
@@ -94,18 +93,18 @@ def test_each_cut_dim_is_reshaped_by_itself():
                 assert found.dims == tuple(next(filter(None, cuts), None) for cuts in each)
 
 
-SHAPES = [(5, 4), (2, 3, 4), (1, 6)]
+LAYOUTS = [layout for shape in ((5, 4), (2, 3, 4), (1, 6)) for layout in cut_layouts(shape)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dims_in_another_order(shape):
-    for layout, order in itertools.product(cut_layouts(shape), itertools.permutations(range(len(shape)))):
-        held_alike(layout, permuted(layout, order), lambda x, order=order: x.permute(order))
+def test_dims_in_another_order():
+    for layout in LAYOUTS:
+        for order in itertools.permutations(range(len(layout.shape))):
+            held_alike(layout, permuted(layout, order), lambda x, order=order: x.permute(order))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_expanded_dim_is_a_copy_of_a_whole_one(shape):
-    for layout, front in itertools.product(cut_layouts(shape), ((), (3,), (1, 2))):
+def test_an_expanded_dim_is_a_copy_of_a_whole_one():
+    for layout, front in itertools.product(LAYOUTS, ((), (3, 2))):
+        shape = layout.shape
         for grown in itertools.product(*((n, 4) if n == 1 else (n,) for n in shape)):
             found = expanded(layout, (*front, *grown))
             if any(cut is not None and n != m for n, m, cut in zip(shape, grown, layout.dims, strict=True)):
@@ -115,9 +114,9 @@ def test_an_expanded_dim_is_a_copy_of_a_whole_one(shape):
             held_alike(layout, found, lambda x, front=front, sizes=sizes: x.expand(*front, *sizes))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_whole_dim_is_repeated(shape):
-    for layout, front in itertools.product(cut_layouts(shape), ((), (3,), (1, 2))):
+def test_a_whole_dim_is_repeated():
+    for layout, front in itertools.product(LAYOUTS, ((), (3, 2))):
+        shape = layout.shape
         for times in itertools.product((1, 2), repeat=len(shape)):
             found = repeated(layout, (*front, *times))
             if any(n > 1 and cut is not None for n, cut in zip(times, layout.dims, strict=True)):
@@ -126,9 +125,9 @@ def test_a_whole_dim_is_repeated(shape):
             held_alike(layout, found, lambda x, times=(*front, *times): x.repeat(times))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_windows_and_diagonals_of_whole_dims(shape):
-    for layout in cut_layouts(shape):
+def test_windows_and_diagonals_of_whole_dims():
+    for layout in LAYOUTS:
+        shape = layout.shape
         for dim, size, step in itertools.product(range(len(shape)), (1, 3), (1, 2)):
             if size > shape[dim]:
                 continue
@@ -160,11 +159,11 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("shape", INDICES, ids=str)
-def test_an_index_takes_what_it_takes_of_the_whole(shape):
-    full = counted(shape) + 1
-    every = itertools.product(INDICES[shape], cut_layouts(shape))
+def test_an_index_takes_what_it_takes_of_the_whole():
+    every = (pair for shape, some in INDICES.items() for pair in itertools.product(some, cut_layouts(shape)))
     for index, layout in itertools.islice(every, 0, None, 3):
+        shape = layout.shape
+        full = counted(shape) + 1
         items = normalize(index, shape)
         want = full[index]
         outside = () if layout.is_replicated else (OUTSIDE,)  # which has none of the first dim then
@@ -250,28 +249,27 @@ def strange_layouts(shape: tuple[int, ...]) -> list[Layout]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("keepdim", [False, True])
-def test_sums_of_parts_add_up_to_the_sum(shape, keepdim):
-    full = counted(shape)
-    strange = strange_layouts(shape) if len(shape) == 2 else []
-    layouts = cut_layouts(shape)
-    for count, layout in itertools.product(range(1, len(shape) + 1), [*layouts[keepdim::2], *strange]):
-        for dims in itertools.combinations(range(len(shape)), count):
-            found = reduction(layout, dims, keepdim)
-            if layout in strange and count < len(shape):
-                assert found is None
-                continue
-            want = full.sum(dims, keepdim)
-            assert found.layout.shape == want.shape
-            assert found.count == full.numel() // want.numel()
-            assert found.axes == tuple(sorted(found.axes))
-            mesh = Mesh(tuple(zip("ab", layout.grid, strict=False)), layout.ranks)
-            mine = {rank: counted_part(layout, rank).sum(found.dims, keepdim) for rank in mesh.ranks}
-            for rank in mesh.ranks:
-                total = sum(mine[other] for other in mesh.ranks_along(rank, found.axes))
-                expected = part(want, found.layout, rank)
-                assert torch.equal(total.view(expected.shape), expected), (layout, dims)
+def test_sums_of_parts_add_up_to_the_sum():
+    for shape, keepdim in itertools.product(((5, 4), (2, 3, 4)), (False, True)):
+        full = counted(shape)
+        strange = strange_layouts(shape) if len(shape) == 2 else []
+        layouts = cut_layouts(shape)
+        for count, layout in itertools.product(range(1, len(shape) + 1), [*layouts[keepdim::2], *strange]):
+            for dims in itertools.combinations(range(len(shape)), count):
+                found = reduction(layout, dims, keepdim)
+                if layout in strange and count < len(shape):
+                    assert found is None
+                    continue
+                want = full.sum(dims, keepdim)
+                assert found.layout.shape == want.shape
+                assert found.count == full.numel() // want.numel()
+                assert found.axes == tuple(sorted(found.axes))
+                mesh = Mesh(tuple(zip("ab", layout.grid, strict=False)), layout.ranks)
+                mine = {rank: counted_part(layout, rank).sum(found.dims, keepdim) for rank in mesh.ranks}
+                for rank in mesh.ranks:
+                    total = sum(mine[other] for other in mesh.ranks_along(rank, found.axes))
+                    expected = part(want, found.layout, rank)
+                    assert torch.equal(total.view(expected.shape), expected), (layout, dims)
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------
