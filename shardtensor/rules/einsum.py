@@ -25,7 +25,7 @@ def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
     sides = left.split(",")
     if len(sides) != len(shapes):
         return None
-    broadcast = max((len(s) - len(side.replace("...", "")) for side, s in zip(sides, shapes, strict=True)), default=0)
+    broadcast = max(len(s) - len(side.replace("...", "")) for side, s in zip(sides, shapes, strict=True))
     dots = [f"...{i}" for i in range(broadcast)]
     inputs = []
     for side, shape in zip(sides, shapes, strict=True):

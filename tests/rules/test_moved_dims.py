@@ -275,40 +275,37 @@ def test_sums_of_parts_add_up_to_the_sum():
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def test_grouped_heads_fit_where_every_rank_has_the_heads_of_its_keys():
+@cache
+def held_heads(layout: CutLayout, rank: int) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
+    """The batches and heads of which a rank has anything, and the sizes of the two dims behind them."""
+    heads = counted(layout.shape[:-2])[..., None, None].expand(layout.shape)
+    mine = part(heads, layout, rank)
+    return {divmod(int(i), layout.shape[-3]) for i in mine.flatten()}, tuple(mine.shape[-2:])
+
+
+def cut_heads(shape: tuple[int, ...]) -> list[CutLayout]:
+    """Layouts of queries, keys or values: every dim cut in turn, and batches and heads together."""
+    kinds: list[dict[int, DimCut]] = [{}]
+    for dim, axes in itertools.product(range(len(shape)), ((0,), (1,), (1, 0), (0, 1))):
+        kinds.append({dim: DimCut(axes, chunked(shape[dim], math.prod(MESH.sizes[axis] for axis in axes)))})
+    heads = len(shape) - 3
+    for dim in range(heads):
+        kinds.append({dim: DimCut((0,), chunked(shape[dim], 2)), heads: DimCut((1,), chunked(shape[heads], 3))})
+    return [cut_layout(shape, *(kind.get(dim) for dim in range(len(shape)))) for kind in kinds]
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (3, 2)], ids=str)
+def test_grouped_heads_fit_where_every_rank_has_the_heads_of_its_keys(batch):
     groups = 2
-    queries, keys = (2, 8, 3, 2), (2, 4, 5, 2)
-
-    @cache
-    def held(layout: CutLayout, rank: int) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
-        """The batches and heads of which a rank has anything, and the sizes of the other dims."""
-        batch, heads = (torch.arange(n) for n in layout.shape[:2])
-        pairs = (batch[:, None] * 100 + heads).view(*layout.shape[:2], 1, 1).expand(layout.shape)
-        mine = part(pairs, layout, rank)
-        return {divmod(int(pair), 100) for pair in mine.flatten()}, tuple(mine.shape[2:])
-
-    def made(shape: tuple[int, ...]) -> list[CutLayout]:
-        kinds = [
-            (None, None, None, None),
-            *((d, None, None, None) for d in over_each(shape[0])),
-            *((None, d, None, None) for d in over_each(shape[1])),
-            (DimCut((0,), chunked(shape[0], 2)), DimCut((1,), chunked(shape[1], 3)), None, None),
-            (None, None, DimCut((1,), chunked(shape[2], 3)), None),
-            (None, None, None, DimCut((0,), chunked(shape[3], 2))),
-        ]
-        return [cut_layout(shape, *dims) for dims in kinds]
-
-    def over_each(length: int) -> list[DimCut]:
-        return [DimCut((0,), chunked(length, 2)), DimCut((1,), chunked(length, 3)), DimCut((1, 0), chunked(length, 6))]
-
-    for query, key, value in itertools.product(made(queries), made(keys), made(keys)):
-        fits = key == value
+    values = cut_heads((*batch, 4, 5, 2))
+    for query, (k, key) in itertools.product(cut_heads((*batch, 8, 3, 2)), enumerate(values)):
+        fits = True
         for rank in MESH.ranks:
-            q, (length, width) = held(query, rank)
-            k, (other_length, other_width) = held(key, rank)
-            fits &= {(b, h // groups) for b, h in q} == k and len(q) == groups * len(k)
-            fits &= (length, width, other_length, other_width) == (3, 2, 5, 2)
-        assert heads_fit(query, key, value, groups) == fits, (query, key, value)
+            (mine, sizes), (other, other_sizes) = held_heads(query, rank), held_heads(key, rank)
+            fits &= {(b, h // groups) for b, h in mine} == other and len(mine) == groups * len(other)
+            fits &= (sizes, other_sizes) == ((3, 2), (5, 2))
+        assert heads_fit(query, key, key, groups) == fits, (query, key)
+        assert not heads_fit(query, key, values[k - 1], groups)
 
 
 def test_grouped_heads_do_not_fit_addends_nor_another_grid():
