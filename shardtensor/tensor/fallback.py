@@ -54,7 +54,11 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if name in SHOWS_MEMORY or getattr(func, "__name__", "") == "__set__":
         raise RuleError(
             f"{name_of(func)} is not supported for ShardedTensor: no rank holds the whole of it in memory",
-            fix=["local_tensor() or local_shards() for this rank's part", "full_tensor() for the whole"],
+            fix=[
+                "local_tensor() or local_shards() for this rank's part",
+                "full_tensor() for the whole",
+                "shardtensor.full_state_dict(model), called by all ranks, to save a model whole",
+            ],
         )
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise RuleError(
@@ -69,7 +73,8 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             fix="pass a list",
         )
     first = shells[0]
-    warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
+    size_bytes = sum(shell.numel() * shell.element_size() for shell in shells)
+    warn_of_gather(func, size_bytes, [_laid_out(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
     changes = _changes_operands(name) or "out" in kwargs or kwargs.get("inplace") is True
 
     has_statistics = any(family in name for family in WRITES_STATISTICS)
@@ -91,6 +96,10 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
         result,
     )
+
+
+def _laid_out(x: torch.Tensor) -> str:
+    return str(x.sharding_spec()) if isinstance(x, ShardedTensor) else "a plain tensor"
 
 
 def _changes_operands(name: str) -> bool:

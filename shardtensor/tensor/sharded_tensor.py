@@ -60,7 +60,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
-    _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
+    _source: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None  # of some copies: read and write the source
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _memory: Any = None  # what it shares with its views: see `copied.Memory`
     _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
@@ -261,8 +261,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         if not isinstance(value, ShardedTensor):
             raise RuleError(
                 "a plain tensor cannot become the data of a ShardedTensor",
-                {"shape": tuple(value.shape)},
-                "use copy_(tensor) to take its values, or distribute(tensor, spec) first",
+                {"shape": tuple(value.shape), "why": "they would share memory, as after nn.utils.vector_to_parameters"},
+                "use copy_(tensor), under no_grad, to take its values, or distribute(tensor, spec) first",
             )
         if value._layout is not self._layout and value._layout != self._layout:
             raise RuleError(

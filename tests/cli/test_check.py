@@ -33,7 +33,8 @@ dims fc2.weight (out = 8, in = 12)
 """
 
 CLEAN = """\
-{path} is right for 4 ranks (dp=1, tp=4): 2 tensors, 192 parameters
+{path} on 4 ranks (dp=1, tp=4): text and layouts checked; values not run
+2 tensors, 192 parameters
 
 layout     tensors  bytes
   [tp, -]        1  384 B
@@ -118,7 +119,7 @@ def test_json_has_the_summary(config, capsys):
     assert told["passing"] == {"tp": [1, 2, 4, 8, 16]}
     assert {group["axes"]: group["ranks"] for group in told["groups"]} == {"tp": 16, "kvg": 8, "kvr": 2}
     assert sum(share["tensors"] for share in told["layouts"]) == 291
-    assert told["fallbacks"][0][0].startswith("llama.shard:")
+    assert told["fallbacks"] == [], "a switch that is off by default is none"
 
 
 def test_workflow_commands_of_a_fault_without_a_place(tmp_path, capsys):
@@ -159,7 +160,7 @@ def test_it_answers_at_once_and_without_torch(keys, plan_name, world, tensors, l
     command = [sys.executable, "-c", RUN, "check", plan_name, "--model", str(path), "--world", str(world)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(shardtensor.__file__).parent.parent)
     assert done.returncode == 0, done.stderr
-    assert f": {tensors:,} tensors" in done.stdout
+    assert f"\n{tensors:,} tensors" in done.stdout
     torch, numpy, seconds = done.stderr.split()
     assert (torch, numpy) == ("False", "False")
     assert float(seconds) < 3 * limit_s  # of the processor, all in all; benchmarks/check_speed.py measures
