@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.board import board_of_world
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.comm.group import Group, Pending
@@ -83,6 +84,11 @@ class CheckedGroup(Parted):
     def _meet(self, what: str, pairs: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
         if not torch.compiler.is_compiling():
             _meet(self._meeting, what, pairs)
+
+    def compare(self, what: str, facts: dict[str, str]) -> None:
+        """Raise on every rank where what ranks say of plain operands differs; `what` is said in the error."""
+        self._meet(f"plain {', '.join(facts)}")
+        agree(self._group, what, facts)
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         self._meet(f"all_reduce {op} of {_say(t)}")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardtensor.comm.agree import agree
 from shardtensor.comm.call_site import call_site
 from shardtensor.comm.checked import WHEN_CHECKED, CheckedGroup
 from shardtensor.tensor import dispatch
@@ -36,7 +35,7 @@ def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.device.type != "meta"
     }
     if plain:
-        agree(group, f"{name} in {call_site()}", plain)
+        group.compare(f"{name} in {call_site()}", plain)
 
 
 def _say(path: Any) -> str:
@@ -62,7 +61,7 @@ def _watch() -> None:
     """Have every operation of sharded tensors compare its plain operands first."""
     inner: Any = ShardedTensor.__torch_function__
 
-    def compared(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _inside.get() or torch.compiler.is_compiling():
             return inner(func, types, args, kwargs)
         mark = _inside.set(True)
@@ -74,7 +73,7 @@ def _watch() -> None:
         finally:
             _inside.reset(mark)
 
-    ShardedTensor.__torch_function__ = classmethod(compared)  # type: ignore[method-assign, assignment]
+    ShardedTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[method-assign, assignment]
 
 
 WHEN_CHECKED.append(_watch)
