@@ -51,9 +51,9 @@ def dispatch_to_experts(
         activation = getattr(module, "act_fn", None) or getattr(module, "activation", None) or nn.functional.silu
         count = int(module.get_parameter(_STACKS[0]).shape[0])
         twin, called = stacked_twin(module, _STACKS, top_k)
-        stacks = tuple(twin.get_parameter(name) for name in _STACKS)
+        gate_up, down = (twin.get_parameter(name) for name in _STACKS)
         asked = f"dispatch({', '.join(axes)}, top_k={top_k})"
-        ways = {asked: lambda: _through_stacks(*called, stacks, (count,), LoneGroup(), activation)}
+        ways = {asked: lambda: _through_stacks(called, (gate_up, down), (count,), LoneGroup(), activation)}
         refuse_another_result(site, lambda: twin(*called), asked, ways)
         return Use(
             lambda: _dispatching(module, StackedExperts, Dispatch(site.team(axes), count, activation=activation))
@@ -89,8 +89,8 @@ def _refuse_another_forward(
     """Raise unless the forward of a block with a router gives what these options give, in training and evaluation."""
     twin, states = listed_twin(site.module)
 
-    def given(*options: bool) -> Any:
-        handle = _dispatching(twin, ListedExperts, Dispatch(LoneGroup(), count, top_k, *options))
+    def given(normalize: bool, logits: bool) -> Any:
+        handle = _dispatching(twin, ListedExperts, Dispatch(LoneGroup(), count, top_k, normalize, logits))
         try:
             return twin(states)
         finally:
@@ -150,22 +150,21 @@ class StackedExperts:
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        stacks = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
-        team, held, _ = place(*stacks)  # what cuts experts inside is the affair of the plan's `in` and `out`
-        locals_ = tuple(map(local_of, stacks))
-        return _through_stacks(hidden_states, top_k_index, top_k_weights, locals_, held, team, self._dealing.activation)
+        gate_up, down = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
+        team, held, _ = place(gate_up, down)  # what cuts experts inside is the affair of the plan's `in` and `out`
+        brought, stacks = (hidden_states, top_k_index, top_k_weights), (local_of(gate_up), local_of(down))
+        return _through_stacks(brought, stacks, held, team, self._dealing.activation)
 
 
 def _through_stacks(
-    tokens: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    stacks: tuple[torch.Tensor, ...],
+    brought: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stacks: tuple[torch.Tensor, torch.Tensor],
     held: tuple[int, ...],
     team: Group,
     activation: Activation,
 ) -> torch.Tensor:
     """Send tokens to the ranks of their experts, through this rank's two stacks, and back."""
+    tokens, ids, weights = brought
     sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
     return sent.combine(stacked(sent, *stacks, activation), weights)
 

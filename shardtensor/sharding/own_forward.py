@@ -6,7 +6,7 @@ It costs next to nothing for experts of any size, and needs no values of theirs:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardtensor.errors import PlanError
 from shardtensor.sharding.hooks import Site
 
 _TOKENS, _WIDTH, _HIDDEN = 6, 4, 3
+_Brought = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _HOOK = "write a hook of your own with @register_hook around shardtensor.dispatch_tokens"
 
 
@@ -50,7 +51,7 @@ def listed_twin(block: nn.Module) -> tuple[nn.Module, torch.Tensor]:
     return twin, torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5
 
 
-def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tuple[nn.Module, tuple[Any, ...]]:
+def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tuple[nn.Module, _Brought]:
     """Experts like `experts` with two small stacked tensors; and tokens, their experts and the weights of those."""
     generator = torch.Generator().manual_seed(0)
     count = experts.get_parameter(names[0]).shape[0]
@@ -58,7 +59,7 @@ def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tupl
     shapes = (count, 2 * _HIDDEN, _WIDTH), (count, _WIDTH, _HIDDEN)
     for name, shape in zip(names, shapes, strict=True):
         twin._parameters[name] = nn.Parameter(torch.randn(shape, generator=generator))
-    config = getattr(experts, "config", None)
+    config: Any = getattr(experts, "config", None)
     if hasattr(config, "_experts_implementation"):  # of transformers: the one that multiplies matrices of any size
         vars(twin)["config"] = config = copy.copy(config)
         config._experts_implementation = "eager"
@@ -80,7 +81,7 @@ def refuse_another_result(
     site: Site,
     own: Callable[[], Any],
     asked: str,
-    ways: dict[str, Callable[[], Any]],
+    ways: Mapping[str, Callable[[], Any]],
 ) -> None:
     """Raise unless the module's own forward gives what the dispatch gives that is asked for.
 
