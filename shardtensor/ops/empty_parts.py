@@ -34,6 +34,7 @@ def sturdy(func: Callable[..., Any], name: str) -> Callable[..., Any]:
         return emptied(rule, present, found)
 
     compute.__name__ = getattr(func, "__name__", name)
+    compute.on_elements = func  # type: ignore[attr-defined]  # where every part has elements
     return compute
 
 
