@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from ranks import spawn, wait
 from report import write
+from shardtensor.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing import assert_close
 
 import shardtensor as st
 from shardtensor.layout.route import route
-from shardtensor.sharded_tensor import ShardedTensor
 
 Way = Callable[[], Any]
 

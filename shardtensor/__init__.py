@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardtensor.version import __version__
+
+if TYPE_CHECKING:
+    from shardtensor.compat import api as api
+    from shardtensor.compat import metadata as metadata
+    from shardtensor.compat import sharded_optim as sharded_optim
+    from shardtensor.compat import sharded_tensor as sharded_tensor
+    from shardtensor.compat import sharder as sharder
+    from shardtensor.compat import sharding_plan as sharding_plan
+    from shardtensor.compat import sharding_spec as sharding_spec
+
+__path__.append(str(Path(__file__).parent / "compat"))  # shardtensor.sharded_tensor is compat/sharded_tensor
 
 _HOME = {
     "AbsentRankError": "errors",
@@ -36,6 +50,7 @@ _HOME = {
     "Replicate": "spec.nodes",
     "RuleError": "errors",
     "Shard": "tensor.shard",
+    "ShardCountError": "errors",
     "ShardMetadata": "spec.devices",
     "ShardTensorError": "errors",
     "ShardedOptimizer": "optim.sharded_optimizer",
@@ -118,16 +133,25 @@ _UPSTREAM = {
 }
 """Names that torch's own code spells with an underscore."""
 
+_MODULES = frozenset("api metadata sharded_optim sharded_tensor sharder sharding_plan sharding_spec".split())
+"""Modules that are there without an import of their own, as those of ``torch.distributed._shard`` are."""
+
 _PURE = ("errors", "mesh", "plan", "spec")
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home, spelled = _UPSTREAM.get(name, (_HOME.get(name), name))
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not home.startswith(_PURE):
+        if "torch" not in sys.modules:
+            with warnings.catch_warnings():  # torch itself warns where it is imported and numpy is not installed
+                warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+                importlib.import_module("torch")
         importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
     value = getattr(importlib.import_module(f"{__name__}.{home}"), spelled)
     globals()[name] = value

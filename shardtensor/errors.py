@@ -7,6 +7,7 @@
     ├── LayoutError            (ValueError)      a spec does not fit the mesh, the world or the shape
     │   └── WrappedTwiceError  (AssertionError)  a module is to be fully sharded that already is
     ├── RuleError              (RuntimeError)    an operation cannot be done on these layouts
+    │   └── ShardCountError    (NotImplementedError)  a rank holds no shard, or several, where one is asked for
     ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
     │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives
     ├── AbsentRankError        (RuntimeError)    ranks did not come to a collective, or were lost in it
@@ -117,6 +118,10 @@ class WrappedTwiceError(LayoutError, AssertionError):
 
 class RuleError(ShardTensorError, RuntimeError):
     """An operation cannot be done on these layouts."""
+
+
+class ShardCountError(RuleError, NotImplementedError):
+    """A rank holds no shard of a tensor, or several, where one is asked for."""
 
 
 class DisagreementError(ShardTensorError, ValueError):

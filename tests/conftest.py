@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
-from harness import Pool, Simulated
+from harness import FULL, Pool, Simulated, examples  # noqa: F401  (examples loads the profile of hypothesis)
+from harness.progress import Progress, file_of, longest_first
+from harness.quick import left_out
+
+START = time.monotonic()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Report progress from the process that sees all tests; let files run in the order in which they are collected."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "progress")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of tests of a file
+
+
+def pytest_runtest_setup() -> None:
+    """With SHARDTENSOR_TEST_MINUTES=N no test begins after so many minutes: the long sweeps fit into a box of time."""
+    minutes = float(os.environ.get("SHARDTENSOR_TEST_MINUTES", "inf"))
+    if time.monotonic() - START > 60 * minutes:
+        pytest.skip(f"did not begin within {minutes:g} minutes")
 
 
 def _chosen_world() -> str | None:
@@ -65,10 +85,17 @@ def _gpu_pool() -> Pool:
     return Pool(min(4, count), "cuda")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file by world size: a new world costs a second on NCCL, a job in a kept one nothing."""
-    order = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
-    items.sort(key=lambda item: (order[item.path], _world_size(item)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run a sample, unless all are asked for or one is named; the longest files first.
+
+    The tests of a file run by world size: a new world costs a second on NCCL.
+    """
+    if not FULL and not any("::" in arg for arg in config.args):
+        out = left_out(items)
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=list(out))
+    order = longest_first([item.nodeid for item in items])
+    items.sort(key=lambda item: (order[file_of(item.nodeid)], _world_size(item)))
 
 
 def _world_size(item: pytest.Item) -> int:

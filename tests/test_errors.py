@@ -16,6 +16,7 @@ from shardtensor.errors import LayoutError, ShardTensorError, SpecError, message
         ("SpecError", ValueError),
         ("LayoutError", ValueError),
         ("RuleError", RuntimeError),
+        ("ShardCountError", NotImplementedError),
         ("DisagreementError", ValueError),
         ("MissingParameterError", AttributeError),
         ("StaleParameterError", RuntimeError),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+
+NO_NUMPY = "Failed to initialize NumPy"
+"""How torch's warning begins that it gives when it is imported where numpy is not installed; nothing here needs it."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +16,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], type=setting, metavar="K=V", help="the value of a parameter of the plan"
     )
+
+
+def quiet_processes() -> None:
+    """Keep torch's warning about numpy out of the processes that this one starts."""
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, f"ignore:{NO_NUMPY}")))
 
 
 def positive(text: str) -> int:

@@ -14,6 +14,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from shardtensor.cli.arguments import quiet_processes
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.cost.curve import Curve
@@ -43,6 +44,7 @@ def calibrate(out: Path) -> int:
             "shardtensor plan: collectives want two GPUs, and this machine has one; start it with torchrun on several"
         )
         return 2
+    quiet_processes()
     world = count or max(2, min(4, os.cpu_count() or 2))
     with socket.socket() as s:
         s.bind(("localhost", 0))

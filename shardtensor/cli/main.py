@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardtensor.cli import check, fmt, import_plan, plan, show
-from shardtensor.cli.arguments import positive
+from shardtensor.cli.arguments import NO_NUMPY, positive
 from shardtensor.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
-        status = _run(_parser().parse_args(argv))
+        options = _parser().parse_args(argv)
+        with warnings.catch_warnings():  # torch itself warns where it is imported and numpy is not installed
+            warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
+            status = _run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as ``head`` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -27,6 +27,7 @@ from shardtensor.layout.ranges import together
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
 from shardtensor.plan.match.units import name_order
+from shardtensor.tensor.gradient import grad_dtype_of
 from shardtensor.tensor.placing import own_device
 
 
@@ -133,7 +134,8 @@ def _shard_one(
     except ShardTensorError as error:
         fault = error
     said = "\n".join(
-        f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {e.form}" for e in entries
+        f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {grad_dtype_of(e.param)} {e.form}"
+        for e in entries
     )
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from shardtensor.fsdp.forms import Form
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -48,6 +50,7 @@ class Flat(FlatGradients):
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
         trains: which parameters require a gradient.
+        grad_dtype, grad_dtypes: of the gradients; of each parameter's where they differ, else None.
         is_packed: whether, for all that is known, the leaves are views of `shard`.
         convoy: what it travels with, if it does.
         changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
@@ -64,7 +67,7 @@ class Flat(FlatGradients):
         self.trains = tuple(param.requires_grad for param in params)
         self.divisor = float(domain.size)  # of summed gradients
         self.carry = Carry(domain.replicate)
-        self._settle_dtypes()
+        self.settle_dtypes()
         self.global_shapes = [tuple(param.shape) for param in params]
         self.shapes = [tuple(entry.values.shape) for entry in entries]
         self.ranges = ranges_of(self.entries, domain.shard.size)
@@ -92,11 +95,20 @@ class Flat(FlatGradients):
         self.on_gradients: Callable[[Sequence[Flat], Sequence[Grads]], None] | None = None
         self.held: Grads | None = None  # gradients that wait to be reduced
 
-    def _settle_dtypes(self) -> None:
+    def settle_dtypes(self) -> None:
+        """Take note of the dtypes of computation, reductions and gradients."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.settle_grad_dtypes()
+        wanted = self.compute_dtype if self.grad_dtype == self.dtype else self.grad_dtype
+        self.reduce_dtype = self.policy.reduce_dtype or wanted
         self.carry.dtype = self.reduce_dtype
         self.divide_by(self.divisor)
+
+    def settle_grad_dtypes(self) -> None:
+        """Make the gradients to come of the dtypes that users set; the next forward also has them summed in these."""
+        asked = [grad_dtype_of(entry.param) for entry in self.entries]
+        self.grad_dtype = reduce(torch.promote_types, asked)
+        self.grad_dtypes = None if all([dtype == self.grad_dtype for dtype in asked]) else asked
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
@@ -158,13 +170,14 @@ class Flat(FlatGradients):
         self.trains = tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
         self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
-        self._settle_dtypes()
+        self.settle_dtypes()
         had_hooks, self.pieces = self.pieces.has_hooks, self._known_pieces()
         self.pieces.has_hooks = had_hooks
         for i, (shell, leaf, piece) in enumerate(zip(self.shells, leaves, self._pieces(self.shard), strict=True)):
             piece.copy_(leaf.detach())
             fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
             self._number(fresh, i)
+            keep_grad_dtype(leaf, fresh)
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks

@@ -26,6 +26,8 @@ class FlatGradients:
     domain: Domain
     ranges: Ranges
     reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    grad_dtypes: list[torch.dtype] | None
     carry: Carry
     pieces: Pieces
     syncs: bool
@@ -77,7 +79,7 @@ class FlatGradients:
     @property
     def takes_as_is(self) -> bool:
         """Whether all there is to do with a sum is to average it, into a new gradient of the sum's dtype."""
-        is_plain = not self.carry.is_special and self.reduce_dtype == self.shard.dtype and not self.is_offloaded
+        is_plain = not self.carry.is_special and self.reduce_dtype == self.grad_dtype and not self.is_offloaded
         return is_plain and (self.pieces.has_hooks or self._kept_gradient() is None)
 
     def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
@@ -97,9 +99,9 @@ class FlatGradients:
         grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
         if grad is not None:
             return grad.add_(summed, alpha=scale)
-        if summed.dtype == self.shard.dtype:
+        if summed.dtype == self.grad_dtype:
             return summed * scale
-        return torch.mul(summed, scale, out=torch.empty_like(self.shard))
+        return torch.mul(summed, scale, out=torch.empty_like(self.shard, dtype=self.grad_dtype))
 
     def _kept_gradient(self) -> torch.Tensor | None:
         """The flat gradient that every parameter's gradient is a piece of, if it is there still.
@@ -123,7 +125,7 @@ class FlatGradients:
             pieces = self._pieces(grad) if pieces is None else pieces
             piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
             if own is None:
-                leaf.grad = piece
+                leaf.grad = piece if self.grad_dtypes is None else piece.to(self.grad_dtypes[i])
             else:
                 own.add_(piece)  # of the user's own, or from a time when others had none
 

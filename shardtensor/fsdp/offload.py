@@ -36,11 +36,11 @@ class OffloadedFlat(Flat):
         return torch.equal(self._own.cpu(), self.shard.to(self.compute_dtype))
 
     def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
-        averaged = summed.mul_(scale).to(self.dtype)
+        averaged = summed.mul_(scale).to(self.grad_dtype)
         grad = self._kept_gradient()
         if grad is not None:
             return grad.add_(averaged.cpu())
-        grad = self._empty_shard()
+        grad = torch.zeros(self.ranges.chunk, dtype=self.grad_dtype, pin_memory=self._pin)
         grad.copy_(averaged, non_blocking=self._pin)
         return grad
 

@@ -90,8 +90,9 @@ def _take_in(flat: Flat) -> None:
         for shell, leaf, piece in zip(flat.shells, leaves, pieces, strict=True)
     ):
         flat.repack()
-    elif trains != flat.trains:
+    else:
         flat.trains = trains
+        flat.settle_dtypes()
 
 
 def _present(entry: Entry, shape: tuple[int, ...]) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _undivided(lengths: Sequence[int], units: Sequence[int]) -> Iterator[int]:
 
 def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:
     """Numbers that ranges may be multiples of: the longest parameters' grains fit into those."""
-    divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if 1 < unit < n), reverse=True)
+    divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if unit < n), reverse=True)
     grains, common, limit = {step}, step, sum(lengths)
     for unit in list(dict.fromkeys(unit for _, unit in divided))[:_TRIES]:
         common = math.lcm(common, unit) if math.lcm(common, unit) <= limit else common
@@ -147,7 +147,7 @@ def _place(lengths: Sequence[int], units: Sequence[int], chunk: int, ranks: int)
     starts, end = [], 0
     for length, unit in zip(lengths, units, strict=True):
         start = _up(end, ALIGNMENT)
-        if unit > 1 and length:
+        if unit > 1:
             placed = _start(start, length, unit, chunk)
             if placed is None:
                 return None

@@ -50,8 +50,6 @@ def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Ste
             {"from": " x ".join(map(str, source.shape)), "to": " x ".join(map(str, target.shape))},
             "reshape the tensor first",
         )
-    if source == target or same_boxes(source, target):
-        return ()
     shared = source.grid == target.grid and source.ranks == target.ranks
     stays: Partial = tuple(p for p in source.partial if shared and p in target.partial)
     steps: list[Step] = []
@@ -60,7 +58,7 @@ def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Ste
         steps += _joining(source, target, stays, shared)
         here = steps[-1].target
     goal = target if target.partial == stays else attrs.evolve(target, partial=stays)
-    if here != goal and not same_boxes(here, goal):
+    if not same_boxes(here, goal):
         steps.append(_move(here, goal, shared))
     if goal is not target:
         steps.append(Step("split", goal, target))

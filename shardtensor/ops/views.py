@@ -217,11 +217,26 @@ def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.
     return input if local is input._local else wrap(local, input._layout, input._spec, input._group)
 
 
+def _part_of_complex(func: Any) -> Callable[..., Any]:
+    def handler(input: ShardedTensor) -> torch.Tensor:
+        if func is torch.real and not input.is_complex():
+            return input
+        x = to_view(input)
+        return view(x, func(x._local), x._layout)
+
+    return handler
+
+
+for _func in (torch.real, torch.imag):
+    for _spelled in (_func, getattr(torch.Tensor, _func.__name__).__get__):
+        HANDLERS[_spelled] = _part_of_complex(_func)
+
+
 def _gathering(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: copied(func, args, kwargs)
 
 
-_OTHER_VIEWS = "real imag view_as_real view_as_complex as_strided squeeze_copy"
+_OTHER_VIEWS = "view_as_real view_as_complex as_strided squeeze_copy"
 for _name in _OTHER_VIEWS.split():
     for _func in spellings(_name):
         HANDLERS.setdefault(_func, _gathering(_func))

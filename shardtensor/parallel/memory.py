@@ -10,6 +10,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copying import attributes_of
+from shardtensor.tensor.gradient import keep_grad_dtype
 from shardtensor.tensor.hooks import give_hooks, take_hooks
 from shardtensor.tensor.placing import moved, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -21,7 +22,7 @@ Home = tuple[nn.Module, str]
 def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     """Turn the object `tensor` into `shell`, for everyone who holds it; what users set on it comes along.
 
-    That is its attributes and, from a plain tensor, its hooks.
+    That is its attributes, its ``grad_dtype`` and, from a plain tensor, its hooks.
 
     `shell` must not be used afterwards: it is then the old `tensor`.
 
@@ -34,6 +35,7 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     if isinstance(tensor, ShardedTensor) and isinstance(shell, ShardedTensor):
         shell._flat = tensor._flat
         shell._tell_flat()
+    keep_grad_dtype(tensor, shell)
     tensor.grad = None
     hooks = None if isinstance(tensor, ShardedTensor) else take_hooks(tensor)
     try:

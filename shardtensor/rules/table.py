@@ -215,7 +215,7 @@ Tensor.__getitem__ narrow select split
 
 # copies, likenesses and random numbers: laid out as the operand is
 
-clone detach Tensor.contiguous             | ... -> ...
+clone detach Tensor.contiguous real imag   | ... -> ...
 zeros_like ones_like empty_like full_like
   rand_like randn_like randint_like        | ... -> ...
 Tensor.fill_ Tensor.zero_ Tensor.uniform_
@@ -226,7 +226,7 @@ equal allclose                             | ..., ... -> ()  | ... all
 
 # what needs the whole
 
-view_as_real view_as_complex real imag | gathers | a view that crosses cuts in a way of its own
+view_as_real view_as_complex           | gathers | a view that crosses cuts in a way of its own
 linalg.svd svd linalg.eigh             | gathers | a factorization needs all of the matrix
 """
 

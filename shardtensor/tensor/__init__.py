@@ -1,6 +1,7 @@
-"""Sharded tensors. Importing the package gives them their autograd, hooks, conversions, copies and pickles."""
+"""Sharded tensors. Importing the package gives them their autograd, hooks, checkpoints, copies and pickles."""
 
 from shardtensor.tensor import autograd as autograd
+from shardtensor.tensor import checkpointing as checkpointing
 from shardtensor.tensor import convert as convert
 from shardtensor.tensor import copying as copying
 from shardtensor.tensor import custom_functions as custom_functions

@@ -67,6 +67,10 @@ class Answers:
         return memory_format in (torch.contiguous_format, torch.preserve_format)
 
     @property
+    def _base(self) -> None:
+        """None: whether the leaf is a view differs between ranks, and no rank holds what the dense tensor views."""
+
+    @property
     def names(self) -> tuple[None, ...]:
         return (None,) * len(self._layout.shape)
 
@@ -178,6 +182,7 @@ def _question(name: str) -> Any:
 
 
 PROPERTIES = """
+name grad_dtype volatile _backward_hooks _post_accumulate_grad_hooks
 is_cpu is_cuda is_meta is_mps is_mtia is_xpu is_ipu is_maia is_vulkan is_xla
 is_mkldnn is_quantized is_nested is_sparse is_sparse_csr
 """

@@ -9,7 +9,8 @@ replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2 m
 
 * Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is: the safety
   net of any operation without a rule, with its one warning, an error under `strict`.
-* Reentrant checkpointing, a Function too, gets the local tensors and gathers nothing.
+* Reentrant checkpointing, a Function too, gets the local tensors and gathers nothing; so does the Function by which
+  the other kind of checkpointing keeps its inputs in torch 2.11.
 * Full backward hooks of modules, another, are shown whole gradients: what they watch is gathered and stays whole.
 * A Function that itself makes a ShardedTensor out of plain arguments is refused.
 """
@@ -33,6 +34,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 _SHELLS = frozenset((ShardedTensor, CopiedView))
 
 Function = torch.autograd.Function
+_SaveInputs = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 _torch_apply: Any = vars(Function)["apply"]  # a classmethod in Python up to torch 2.13, in C from 2.14
 _plain_apply: Callable[..., Any] = getattr(_torch_apply, "__func__", _torch_apply)
 
@@ -46,6 +48,8 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, ShardedTensor):
             if cls is BackwardHookFunction:
                 return _watched_whole(args)
+            if cls is _SaveInputs:
+                return _saved(args)
             return gather_and_compute(_on_plain(cls), args, kwargs)
     if kwargs:
         if any(isinstance(x, ShardedTensor) for x in kwargs.values()):
@@ -99,6 +103,15 @@ def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -
     out = _plain_apply(CheckpointFunction, on_locals, preserve_rng_state, *map(local_of, args))
     shown = tuple(map(_dressed, _as_tuple(out), kinds_out))
     return shown if isinstance(out, tuple) else shown[0]
+
+
+def _saved(args: tuple[Any, ...]) -> Any:
+    """The local tensors are saved, and are ShardedTensors again when checkpointing asks for its inputs."""
+    saver = _plain_apply(_SaveInputs, *map(local_of, args))
+    if saver.grad_fn is not None:
+        kinds, get_args = [_kind(x) for x in args[1:]], saver.grad_fn.get_args  # the first is a dummy
+        saver.grad_fn.get_args = lambda saved: list(map(_dressed, get_args(saved), kinds))
+    return saver
 
 
 def _watched_whole(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

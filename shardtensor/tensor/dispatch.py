@@ -141,11 +141,17 @@ _WARNED: set[str] = set()
 
 def name_of(func: Any) -> str:
     """The name of a torch function as people write it."""
-    owner = getattr(func, "__objclass__", None)
-    name = getattr(func, "__name__", None) or str(func)
-    if name == "__get__":
-        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    return f"Tensor.{name}" if owner is not None else name
+    is_method = getattr(func, "__objclass__", None) is not None or getattr(func, "__name__", "") == "__get__"
+    return f"Tensor.{bare_name(func)}" if is_method else bare_name(func)
+
+
+def bare_name(func: Any) -> str:
+    """The name of a torch function, or of the attribute that a getter reads, without whose it is."""
+    name: str = getattr(func, "__name__", None) or str(func)
+    if name != "__get__":
+        return name
+    read = func.__self__
+    return getattr(read, "__name__", None) or read.fget.__name__  # a property has no name before Python 3.13
 
 
 def warn_of_gather(func: Any, size_bytes: int) -> None:

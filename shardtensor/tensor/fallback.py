@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.dispatch import name_of, refuse_lost_write, refuse_partial_write, warn_of_gather
+from shardtensor.tensor.dispatch import bare_name, name_of, refuse_lost_write, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -24,8 +24,8 @@ SHOWS_MEMORY = frozenset(
     """
     data_ptr const_data_ptr storage untyped_storage _typed_storage storage_type storage_offset numpy is_set_to _storage
     resize_ resize_as_ as_strided as_strided_ as_strided_scatter share_memory_ is_shared map_ map2_ apply_ as_subclass
-    _make_subclass _base rename rename_ refine_names align_to align_as unflatten_
-    sparse_resize_ set_ to_mkldnn _use_count _cdata _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn dim_order
+    _make_subclass rename rename_ refine_names align_to align_as unflatten_
+    sparse_resize_ set_ to_mkldnn _use_count _cdata dim_order
     __array__ __array_wrap__ __dlpack__ __dlpack_device__ __cuda_array_interface__
     """.split()
 )
@@ -45,7 +45,7 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         RuleError: the function shows memory or changes a shape in place; or `strict` is on.
     """
-    name = _bare_name(func)
+    name = bare_name(func)
     if name in CHANGES_SHAPE:
         raise RuleError(
             f"{name_of(func)} would change the shape of a ShardedTensor in place",
@@ -91,13 +91,6 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
         result,
     )
-
-
-def _bare_name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
 
 
 def _changes_operands(name: str) -> bool:

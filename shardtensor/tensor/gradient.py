@@ -1,8 +1,12 @@
-"""What shows of the gradient of a leaf: a ShardedTensor over it, the same as long as the leaf's gradient is."""
+"""What shows of the gradient of a leaf: a ShardedTensor over it, the same as long as the leaf's gradient is.
+
+Its dtype is the leaf's own, or the ``grad_dtype`` that a user set, where torch has such a setting.
+"""
 
 from __future__ import annotations
 
 from sys import getrefcount
+from typing import Any
 
 import torch
 
@@ -57,3 +61,35 @@ def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
         return None
     idle[0]._local = grad
     return idle[0]
+
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+
+def grad_dtype_of(leaf: torch.Tensor) -> torch.dtype:
+    """The dtype of a leaf's gradients; where any is allowed (None), or this torch has no such setting, the leaf's."""
+    return getattr(leaf, "grad_dtype", None) or leaf.dtype
+
+
+def keep_grad_dtype(tensor: torch.Tensor, successor: torch.Tensor) -> None:
+    """Set the ``grad_dtype`` that a user gave `tensor`, if any, on the leaf that takes its place."""
+    if HAS_GRAD_DTYPE and tensor.is_leaf and tensor.grad_dtype != tensor.dtype:
+        leaf: Any = successor._local if isinstance(successor, ShardedTensor) else successor
+        leaf.grad_dtype = tensor.grad_dtype
+
+
+def _get_grad_dtype(tensor: Any) -> torch.dtype | None:
+    return tensor._local.grad_dtype
+
+
+def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
+    tensor._local.grad_dtype = dtype
+    if tensor._flat is not None:
+        tensor._flat.settle_grad_dtypes()
+        tensor._tell_flat(is_replaced=False)
+
+
+if HAS_GRAD_DTYPE:
+    ShardedTensor.grad_dtype = property(  # type: ignore[assignment]
+        _get_grad_dtype, _set_grad_dtype, doc="As of the dense tensor: the dtype of gradients; None allows any."
+    )

@@ -14,6 +14,7 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.factories import distribute
+from shardtensor.tensor.gradient import keep_grad_dtype
 from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -80,6 +81,7 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
             local = local.clone(memory_format=torch.contiguous_format)  # a shard owns its bytes and no others
         if is_leaf:
             local = local.detach().requires_grad_(tensor._local.requires_grad)
+            keep_grad_dtype(tensor, local)
             local.grad = grad
     old, old_layout = tensor._local, tensor._layout
     tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None

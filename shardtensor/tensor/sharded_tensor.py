@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError, RuleError
+from shardtensor.errors import LayoutError, RuleError, ShardCountError
 from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
@@ -33,7 +33,7 @@ _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack woul
 _no_override = torch._C.DisableTorchFunctionSubclass
 
 
-class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
+class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     """A tensor of global `shape` whose elements are dealt to ranks by a layout.
 
     Made by the factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and by
@@ -72,10 +72,14 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override]
         """Return this rank's part, the tensor that autograd and optimizers know. Sends nothing.
 
         Raises:
-            NotImplementedError: this rank holds no shard, or several.
+            ShardCountError: (a NotImplementedError) this rank holds no shard, or several: `local_shards` lists them.
         """
-        if len(self._layout.boxes(self._group.rank)) != 1:
-            raise NotImplementedError("Only single local shard is supported.")
+        if len(boxes := self._layout.boxes(self._group.rank)) != 1:
+            raise ShardCountError(
+                "Only single local shard is supported.",
+                {"spec": self.sharding_spec(), f"rank {self._group.rank}": f"holds {len(boxes) or 'no'} shards"},
+                "local_shards() returns all of them, each with its tensor and its metadata",
+            )
         return self._local if not self._layout.packed else self._shard_tensor(0)
 
     def local_shards(self) -> list[Shard]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import attrs
 import pytest
 from harness import FULL
 from rich.console import Console
 
+import shardtensor
 from shardtensor.cli.demo.launch import _judge
-from shardtensor.cli.demo.report import Held, worst_difference
+from shardtensor.cli.demo.report import PLAIN, Held, Progress, show_holders, worst_difference
 from shardtensor.cli.demo.text import Corpus, TextError, read_text
 from shardtensor.cli.demo.train import Outcome
 from shardtensor.cli.main import main
@@ -20,9 +25,12 @@ from shardtensor.layout.box import Box
 HELD = [Held("blocks.0.up.weight", (4, 4), "[tp, -]", ((Box((0, 0), (2, 4)),), (Box((2, 0), (2, 4)),)))]
 
 
-def _demo(*options):
+def _demo(folder, *options):
+    """The demo where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
+    (folder / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     command = [sys.executable, "-m", "shardtensor.cli.main", "demo", *options]
-    environment = {**os.environ, "COLUMNS": "160"}
+    paths = [str(folder), str(Path(shardtensor.__file__).parent.parent)]
+    environment = {**os.environ, "COLUMNS": "160", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
 
@@ -30,12 +38,15 @@ def _demo(*options):
 def test_the_demo_agrees_with_the_dense_run(world, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, that is the question. " * 200)
-    done = _demo("--world", str(world), "--steps", "4", "--text", str(text), "--device", "cpu")
+    done = _demo(tmp_path, "--world", str(world), "--steps", "4", "--text", str(text), "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""  # no warning, of numpy or of gathers
     assert "The sharded run and the dense run agree" in done.stdout
     assert "embed.weight" in done.stdout
     assert f"rank {world - 1}" in done.stdout
-    assert "GatherWarning" not in done.stderr
+    assert "Next\n  shardtensor plan" in done.stdout
+    for command in re.findall(r"shardtensor ((?:plan|show) .*?)   ", done.stdout):
+        assert main(command.split()) == 0
 
 
 def _outcome(sharded, dense):
@@ -50,7 +61,35 @@ def test_a_difference_is_said_and_is_an_error(bad, capsys):
     assert _judge(_outcome([2.0, 2.00001], [2.0, 2.0]), console, 1.0) == 0
     out = capsys.readouterr().out
     assert "agree" in out
-    assert "blocks.*.up.weight" in out
+    assert "blocks.0.up.weight" in out
+    assert "A sharded step is slower here" not in out  # both took one second
+
+
+def test_why_sharded_steps_are_slower_is_said_where_they_are(capsys):
+    slow = attrs.evolve(_outcome([2.0], [2.0]), step_s=(3.0, 1.0))
+    assert _judge(slow, Console(width=120), 1.0) == 0
+    assert "A sharded step is slower here: the 2 ranks share this machine" in capsys.readouterr().out
+
+
+def test_parameters_that_lie_alike_are_drawn_once(capsys):
+    alike = [attrs.evolve(HELD[0], name=f"blocks.{i}.{name}.weight") for i in range(2) for name in "qkv"]
+    show_holders([*alike, Held("norm.weight", (4,), PLAIN, ())], Console(width=120))
+    out = capsys.readouterr().out
+    assert out.count("[tp, -]") == 1
+    assert "blocks.{0..1}.{q,k,v}.weight" in out
+    assert "whole on every rank: norm.weight" in out
+
+
+def test_no_loss_is_shown_before_the_first_step(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr("shardtensor.cli.demo.report.Console", lambda: Console(file=shown, force_terminal=True))
+    with Progress(2, shown=True) as progress:
+        progress._bar.refresh()
+        assert "loss" not in shown.getvalue()
+        progress.advance(2.0, 2.0)
+        progress._bar.refresh()
+    assert "nan" not in shown.getvalue()
+    assert "loss 2.0000 sharded, 2.0000 dense" in shown.getvalue()
 
 
 def test_the_worst_step_is_found():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtensor.cost.curve import Curve
@@ -54,7 +55,7 @@ def test_links_between_nodes_are_the_slower_ones_and_adapters_add_up():
         assert inside <= joined < alone
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(some.lists(some.integers(1, 6), min_size=1, max_size=3), some.data())
 def test_ranks_in_node_counts_them(grid, data):
     axes = tuple(data.draw(some.sets(some.integers(0, len(grid) - 1), min_size=1)))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fsdp.twins import same_gradients, same_values
 from harness import device
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +102,7 @@ def cases(draw):
     return widths, frozen, used, draw(flags)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(cases(), some.integers(1, 4))
 def test_any_units_train_as_the_dense_model(case, size):
     st.simulate(size, _train, *case)
@@ -147,7 +148,7 @@ def test_small_units_cost_a_message_each_way(world):
     assert kinds.count("all_gather_into") == kinds.count("reduce_scatter_into") == 2
 
 
-@settings(deadline=None)
+@examples(100)
 @given(some.lists(some.none() | some.tuples(some.sampled_from("ab"), some.integers(0, CONVOY // 16))))
 def test_convoys_are_of_one_kind_and_no_longer_than_allowed(units):
     units = [unit and (unit[0], unit[1] * 16) for unit in units]
@@ -192,7 +193,7 @@ def skips(draw):
     return widths, draw(mask), masks
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(skips(), some.sampled_from([None, True, False]), some.integers(1, 2))
 def test_ranks_may_skip_layers_among_reentrant_checkpoints(case, reshard, forwards):
     st.simulate(2, _skipping_among_checkpoints, *case, reshard, forwards)

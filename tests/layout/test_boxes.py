@@ -7,14 +7,16 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import MESH, axis_specs, device_specs, elements, places
 
+from shardtensor.layout.axis_form import axis_form
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box, runs, whole
 from shardtensor.layout.chunks import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout, same_boxes
+from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout, has_equal_parts, same_boxes
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
@@ -44,7 +46,7 @@ def check(layout: Layout) -> None:
     assert layout.numel(outside) == 0 or not layout.shape
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.one_of(device_specs(), axis_specs()))
 def test_boxes_of_all_ranks_tile_the_tensor(case):
     spec, shape = case
@@ -67,7 +69,7 @@ def test_scalars(spec):
     check(bind(spec, (), MESH))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunk_cuts_as_torch_does(length, count):
     torch = pytest.importorskip("torch")
@@ -90,6 +92,7 @@ def test_chunk_cuts_as_torch_does(length, count):
         pytest.param(Cut("tp", balanced=True, unit=4), 8, [(0, 4), (4, 8), (8, 8)], id="balanced units"),
         pytest.param(Cut("tp", pad=8), 20, [(0, 8), (8, 16), (16, 20)], id="pad"),
         pytest.param(Cut("tp", pad=8), 9, [(0, 8), (8, 9), (9, 9)], id="pad, empty"),
+        pytest.param(Cut("tp", pad=4, unit=2), 12, [(0, 4), (4, 8), (8, 12)], id="pad of whole units"),
         pytest.param(Cut("tp", sizes=(0, 5, 1)), 6, [(0, 0), (0, 5), (5, 6)], id="sizes"),
     ],
 )
@@ -121,7 +124,87 @@ def test_flat_over_blocks_keeps_the_order_of_memory():
     assert list(map(str, layout.boxes(3))) == ["[1:2, 6:8]", "[2:3, 2:4]", "[2:3, 6:8]"]
 
 
-@settings(max_examples=200, deadline=None)
+def test_a_row_is_an_index_of_the_first_dim():
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    layout = bind(Spec(None, None, None).flat("dp", unit="row"), (3, 2, 5), mesh)
+    assert [layout.span(rank) for rank in mesh.ranks] == [(0, 20), (0, 20), (20, 30), (20, 30)]
+    cut = bind(Spec(None, "tp", None).flat("dp", unit="row"), (3, 2, 5), mesh)
+    assert [list(map(str, cut.boxes(rank))) for rank in (1, 3)] == [["[0:2, 1:2, 0:5]"], ["[2:3, 1:2, 0:5]"]]
+
+
+def test_dims_that_an_ellipsis_stands_for_stay_whole():
+    for shape, dims in (((6, 2, 3, 4), ("tp", None, None, "dp")), ((6, 4), ("tp", "dp"))):
+        assert bind(Spec("tp", ..., "dp"), shape, MESH) == bind(Spec(*dims), shape, MESH)
+    assert bind(Spec(...), (), MESH) == bind(Replicate(), (), MESH)
+
+
+def test_a_grid_cuts_the_dims_that_it_splits_and_one_of_one_place_is_no_copy():
+    grid = bind(GridShardingSpec((1, 2), places(2)), (4, 6), MESH)
+    assert grid.cut_dims == (1,)
+    one = bind(GridShardingSpec((1, 1), places(1)), (4, 6), MESH)
+    assert (one.cut_dims, one.is_replicated, list(map(str, one.boxes(0)))) == ((0,), False, ["[0:4, 0:6]"])
+
+
+@examples(200)
+@given(st.one_of(device_specs(), axis_specs()))
+def test_what_is_asked_of_a_layout_follows_from_its_boxes(case):
+    spec, shape = case
+    layout = bind(spec, shape, MESH)
+    assert has_equal_parts(layout) == (len({layout.numel(rank) for rank in layout.ranks}) == 1)
+    if isinstance(layout, CutLayout):
+        for dim in range(len(shape)):
+            if not layout.is_blocked(dim):
+                starts = [[box.offsets[dim] for box in layout.boxes(rank)][:1] or [0] for rank in range(-1, MESH.size)]
+                assert [[layout.start(rank, dim)] for rank in range(-1, MESH.size)] == starts
+            elif all(layout.boxes(rank) for rank in layout.ranks):
+                assert isinstance(spec, Spec)
+                assert spec.dims[dim].blocks != 1
+
+
+def test_blocks_of_a_dim_are_known_as_such():
+    layout = bind(Spec(Cut("tp", blocks=2), "dp", None), (6, 2, 2), MESH)
+    assert [layout.is_blocked(dim) for dim in range(3)] == [True, False, False]
+
+
+@examples(200)
+@given(axis_specs())
+def test_a_layout_said_in_axes_means_the_same(case):
+    spec, shape = case
+    layout = bind(spec, shape, MESH)
+    if layout.ranks == MESH.ranks and all(cut is None or cut.blocks == 1 for cut in spec.dims):
+        assert same_boxes(bind(axis_form(layout), shape, MESH), layout)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Spec("tp", None), "[tp, -]"),
+        (Spec(("tp", "dp"), None), "[tp*dp, -]"),
+        (Spec(Cut("tp", pad=4), None), "[tp sizes(4, 2, 0), -]"),
+        (Spec(Cut("tp", sizes=(1, 2, 3)), None), "[tp sizes(1, 2, 3), -]"),
+        (Spec(None, Cut("dp", balanced=True, unit=6)), "[-, dp unit(6) balanced]"),
+        (Spec(None, Cut("dp", blocks=2, balanced=True)), "[-, dp blocks(2) balanced]"),
+        (Spec(Cut("tp", blocks=(2, 1), balanced=True), None), "[tp blocks(2, 1) balanced, -]"),
+        (Spec(None, Cut("tp", blocks=(2, 1))), "[-, tp blocks(2, 1)]"),
+        (Spec(None, "tp").flat("dp"), "[-, tp] flat(dp)"),
+        (Spec("tp", None).flat("dp", unit="row"), "[tp, -] flat(dp, unit=row)"),
+        (Spec(None, None).flat("dp", unit=2), "flat(dp, unit=2)"),
+        (Spec(None, None).flat("dp", sizes=(100, 8)), "flat(dp, sizes=(100, 8))"),
+        (Replicate().partial("tp", op="max"), "replicate partial(tp, op=max)"),
+        (Spec("dp", None).partial("tp"), "[dp, -] partial(tp)"),
+    ],
+    ids=str,
+)
+def test_layouts_are_said_in_the_shortest_words(given, said):
+    shape = (6, 18)
+    assert str(axis_form(bind(given, shape, MESH))) == said
+
+
+def test_axes_without_names_are_counted():
+    assert str(axis_form(bind(ChunkShardingSpec(1, places(3)), (4, 6), MESH))) == "[-, axis0]"
+
+
+@examples(200)
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_runs_cover_a_flat_range_in_order(shape, data):
     total = math.prod(shape)

@@ -117,3 +117,9 @@ def test_the_nearest_keeps_the_axes():
     assert str(nearest_nested(odd, mesh)) == "[tp, dp]"
     assert [nearest_nested(odd, mesh).local_shape(rank)[0] for rank in range(3)] == [2, 2, 1]
     assert str(nearest_nested(bind(parse_spec("[-, -] flat(tp)"), (5, 4), mesh), mesh)) == "[dp*tp, -]"
+
+
+def test_where_a_rank_without_elements_starts_means_nothing():
+    mesh = grid_of((2,))
+    layout = bind(parse_spec('enum([0:1] @ "rank:0/cpu", [0:0] @ "rank:1/cpu")'), (1,), mesh)
+    assert say_nested(layout, mesh) == (CutDim(0),)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from itertools import product
+
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_owned, together
+from shardtensor.layout.bind import bind
+from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_alone, lay_out_owned, together
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import Spec
 
 
 @some.composite
@@ -34,7 +40,7 @@ def check(ranges, lengths, units, ranks):
     assert ranges.all_cuts()[1::2] == lengths
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parameters(), some.integers(1, 9))
 def test_pieces_tile_parameters_and_keep_grains_whole(given, ranks):
     lengths, units = given
@@ -47,7 +53,7 @@ def test_pieces_tile_parameters_and_keep_grains_whole(given, ranks):
         assert cuts[1::2] == [ranges.sizes(i)[rank] for i in range(len(lengths))]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parameters(), some.integers(1, 9))
 def test_a_range_is_longer_than_its_share_by_the_longest_parameter_at_most(given, ranks):
     lengths, units = given
@@ -56,14 +62,14 @@ def test_a_range_is_longer_than_its_share_by_the_longest_parameter_at_most(given
     assert lay_out(lengths, ranks, units).chunk <= share + longest + ALIGNMENT * (1 + len(lengths))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(parameters(), some.integers(1, 9))
 def test_without_grains_nothing_is_wasted_but_alignment(given, ranks):
     lengths, _ = given
     assert lay_out(lengths, ranks).waste <= ALIGNMENT * (len(lengths) + ranks)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(some.integers(0, 300), some.integers(1, 300), some.integers(1, 9))
 def test_rows_of_a_lone_matrix_are_dealt_as_evenly_as_they_can_be(rows, columns, ranks):
     ranges = lay_out([rows * columns], ranks, [columns])
@@ -71,7 +77,7 @@ def test_rows_of_a_lone_matrix_are_dealt_as_evenly_as_they_can_be(rows, columns,
     assert ranges.chunk <= share + max(share // 7, columns * ALIGNMENT)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(parameters(), some.integers(1, 9))
 def test_apart_wastes_less_than_together(given, ranks):
     lengths, units = given
@@ -84,7 +90,26 @@ def test_apart_wastes_less_than_together(given, ranks):
     assert waste(groups) <= waste([list(range(len(lengths)))])
 
 
-@settings(max_examples=200, deadline=None)
+def test_what_saves_little_stays_together():
+    assert together([64 * 997, 64 * 1009], [997, 1009], 8) == [[0], [1]]
+    lengths, units = [5 * 37, 5 * 41], [37, 41]
+    apart = sum(lay_out([n], 8, [unit]).waste for n, unit in zip(lengths, units, strict=True))
+    assert lay_out(lengths, 8, units).waste - apart > sum(lengths) // 8, "worth it, were they longer"
+    assert together(lengths, units, 8) == [[0, 1]]
+
+
+def test_one_alone_lies_as_a_flat_layout_cuts_it():
+    for length, ranks, unit in product(range(20), range(1, 5), range(1, 4)):
+        ranges = lay_out_alone(length, ranks, unit)
+        flat = bind(Spec(None).flat("x", unit=unit), (length,), Mesh((("x", ranks),)))
+        assert [ranges.piece(0, rank) for rank in range(ranks) if ranges.sizes(0)[rank]] == [
+            flat.span(rank) for rank in range(ranks) if flat.numel(rank)
+        ]
+        assert ranges.chunk > 0
+        assert unit > 1 or ranges == lay_out_alone(length, ranks)
+
+
+@examples(200)
 @given(some.lists(some.tuples(some.integers(0, 500), some.integers(0, 3)), max_size=8))
 def test_owners_hold_what_is_theirs(dealt):
     dealt = sorted(dealt, key=lambda one: one[1])

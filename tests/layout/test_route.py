@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor.errors import LayoutError
@@ -13,7 +14,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.route import route
-from shardtensor.layout.transfer import Region, transfer
+from shardtensor.layout.transfer import Region, moved, transfer
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
@@ -98,6 +99,8 @@ def test_pieces_meet(mesh: Mesh) -> None:
             for rank in mesh.ranks:
                 members = mesh.ranks if step.axes is None else step.members(rank)
                 moves, new = transfer(source, target, rank, members), order(target, rank)
+                assert moves.received == step.received(rank)
+                assert moves.sent == sum(region.numel for regions in moves.sends for region in regions)
                 arrived: list[tuple[int, ...]] = []
                 for here, there in moves.keeps:
                     goes = looked_at(there, new)
@@ -113,7 +116,7 @@ def test_pieces_meet(mesh: Mesh) -> None:
                 assert sorted(arrived) == sorted(new.values())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_addends_are_joined_once_and_made_last(data: st.DataObject) -> None:
     mesh = Mesh((("x", 2), ("y", 2)))
@@ -153,6 +156,33 @@ def test_only_the_ranks_along_axes_that_differ_take_part() -> None:
     source, target = (bind(parse_spec(text), (8, 8), mesh) for text in ("[x, y]", "[x, -]"))
     (step,) = route(source, target)
     assert (step.kind, step.axes, step.where, list(step.members(5))) == ("all_gather", (1,), "y=4", [4, 5, 6, 7])
+
+
+def test_ranks_outside_are_dealt_to_the_copies() -> None:
+    """Each of those who hold the same gives to as many: no copy serves all."""
+    shape, takers = (8, 4), range(4, 8)
+    target = bind(parse_spec("[x, -]"), shape, Mesh((("x", 4),), takers))
+    for holders in (Mesh((("x", 2),)), Mesh((("x", 4),)), Mesh((("x", 2), ("y", 2)))):
+        for text in ("replicate", "[-, x]", "[x, -]"):
+            source = bind(parse_spec(text), shape, holders)
+            givers = [giver for rank in takers for giver, _ in moved(source, target, rank, range(8))]
+            assert {givers.count(giver) for giver in holders.ranks} == {len(givers) // holders.size}, (text, givers)
+            for rank in takers:
+                boxes = [box for _, box in moved(source, target, rank, range(8))]
+                assert sorted(cell for box in boxes for cell in cells(box)) == sorted(held(target, rank))
+
+
+def test_what_a_rank_receives_of_addends() -> None:
+    mesh = Mesh((("x", 4), ("y", 2)))
+
+    def received(source: str, target: str) -> list[tuple[str, int]]:
+        steps = route(*(bind(parse_spec(text), (8, 8), mesh) for text in (source, target)))
+        return [(step.kind, step.received(3)) for step in steps]
+
+    assert received("replicate partial(x)", "[x, -]") == [("reduce_scatter", 3 * 16)]
+    assert received("replicate partial(x)", "replicate") == [("all_reduce", 2 * 3 * 64 // 4)]
+    assert received("[-, y] partial(x)", "[x, y]") == [("reduce_scatter", 3 * 8)]
+    assert received("replicate", "replicate partial(x)") == [("split", 0)]
 
 
 def test_another_shape_is_refused() -> None:

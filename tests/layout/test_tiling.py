@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import elements
 
@@ -89,7 +90,7 @@ boxes_2d = st.lists(
 ).map(lambda found: [Box((a, b), (min(m, 4 - a), min(n, 4 - b))) for a, b, m, n in found])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(boxes_2d)
 def test_holes_and_overlaps_are_what_counting_says(boxes):
     counted = [element for box in boxes for element in elements(box)]

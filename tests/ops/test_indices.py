@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import device, every_size
-from oracle import Case, check_table, whole
+from harness.law import case, check_table, whole
 
 import shardtensor as st
 
@@ -39,137 +39,137 @@ def quietly(function):
 
 
 READS = [
-    Case("gather 0", lambda x, i: torch.gather(x, 0, i), (S, (3, 6)), make=("int", "ids:5")),
-    Case("gather 1", lambda x, i: torch.gather(x, 1, i), (S, (5, 2)), make=("int", "ids:6")),
-    Case("gather of less", lambda x, i: torch.gather(x, 0, i), (S, (8, 4)), make=("int", "ids:5")),
-    Case("gather more than there is", lambda x, i: torch.gather(x, 0, i), (V, (40,)), make=("int", "ids:7")),
-    Case("gather method", lambda x, i: x.gather(1, i), (S, (5, 3)), make=("int", "ids:6")),
-    Case("gather by name", lambda x, i: x.gather(dim=0, index=i), (S, (2, 6)), make=("int", "ids:5")),
-    Case(
+    case("gather 0", lambda x, i: torch.gather(x, 0, i), (S, (3, 6)), make=("int", "ids:5")),
+    case("gather 1", lambda x, i: torch.gather(x, 1, i), (S, (5, 2)), make=("int", "ids:6")),
+    case("gather of less", lambda x, i: torch.gather(x, 0, i), (S, (8, 4)), make=("int", "ids:5")),
+    case("gather more than there is", lambda x, i: torch.gather(x, 0, i), (V, (40,)), make=("int", "ids:7")),
+    case("gather method", lambda x, i: x.gather(1, i), (S, (5, 3)), make=("int", "ids:6")),
+    case("gather by name", lambda x, i: x.gather(dim=0, index=i), (S, (2, 6)), make=("int", "ids:5")),
+    case(
         "take_along_dim",
         lambda x, i: torch.take_along_dim(x, i, 1),
         (S, (1, 2)),
         make=("int", "ids:6"),
         gathers="into whole",
     ),
-    Case("take_along_dim sorted", lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), 1), (S,)),
-    Case("take", lambda x, i: x.take(i - 3), (S, (2, 4)), make=("int", "ids:30")),
-    Case("index_select 0", lambda x, i: x.index_select(0, i), (S, (3,)), make=("int", "ids:5")),
-    Case("index_select 1", lambda x, i: torch.index_select(x, -1, i), (S, (9,)), make=("int", "ids:6")),
-    Case("ids", lambda x, i: x[i], (S, (3,)), make=("int", "ids:5")),
-    Case("ids twice", lambda x, i: x[i], (S, (2, 3)), make=("int", "ids:5")),
-    Case("ids from the end", lambda x, i: x[:, i - 6], (S, (3,)), make=("int", "ids:6")),
-    Case("pairs", lambda x, i, j: x[i, j], (S, (3,), (3,)), make=("int", "ids:5", "ids:6")),
-    Case("outer", lambda x, i, j: x[i[:, None], j], (S, (3,), (4,)), make=("int", "ids:5", "ids:6")),
-    Case("apart", lambda x, i, j: x[i, :, j], (T3, (3,), (3,)), make=("int", "ids:4", "ids:6")),
-    Case("a new dim", lambda x, i: x[:, None, i], (S, (3,)), make=("int", "ids:6")),
-    Case("after a slice", lambda x, i: x[1:, i], (S, (3,)), make=("int", "ids:6")),
-    Case("after an integer", lambda x, i: x[2, :, i], (T3, (3,)), make=("int", "ids:6")),
-    Case("labels", lambda x, i: x[torch.arange(5, device=i.device), i], (S, (5,)), make=("int", "ids:6")),
-    Case("lists", lambda x: x[[0, 2]] + x[[-1, 1]] + x[..., [0, 3, 3, 1, 2, 0]][:2], (S,)),
-    Case("no ids", lambda x: x[:, []], (S,)),
-    Case("mask", lambda x: x[x > 0], (S,)),
-    Case("mask of rows", lambda x, m: x[m], (S, (5,)), make=("int", "bool"), gathers="into whole"),
-    Case("mask of columns", lambda x, m: x[:, m], (S, (6,)), make=("int", "bool")),
-    Case("mask of two dims", lambda x, m: x[m], (T3, (4, 2)), make=("int", "bool")),
-    Case("mask of none", lambda x: x[x > 100], (S,)),
-    Case("mask and ids", lambda x, m: x[m, 1:], (S, (5,)), make=("int", "bool"), gathers="into whole"),
-    Case("masked_select", lambda x, m: torch.masked_select(x, m), (S, (6,)), make=("int", "bool")),
-    Case("nonzero", lambda x: x.nonzero(), (S,)),
-    Case("nonzero tuple", lambda x: torch.nonzero(x > 0, as_tuple=True), (S,)),
-    Case("where", lambda x: torch.where(x > 0), (S,)),
-    Case("argwhere", lambda x: torch.argwhere(x), (V,)),
+    case("take_along_dim sorted", lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), 1), (S,)),
+    case("take", lambda x, i: x.take(i - 3), (S, (2, 4)), make=("int", "ids:30")),
+    case("index_select 0", lambda x, i: x.index_select(0, i), (S, (3,)), make=("int", "ids:5")),
+    case("index_select 1", lambda x, i: torch.index_select(x, -1, i), (S, (9,)), make=("int", "ids:6")),
+    case("ids", lambda x, i: x[i], (S, (3,)), make=("int", "ids:5")),
+    case("ids twice", lambda x, i: x[i], (S, (2, 3)), make=("int", "ids:5")),
+    case("ids from the end", lambda x, i: x[:, i - 6], (S, (3,)), make=("int", "ids:6")),
+    case("pairs", lambda x, i, j: x[i, j], (S, (3,), (3,)), make=("int", "ids:5", "ids:6")),
+    case("outer", lambda x, i, j: x[i[:, None], j], (S, (3,), (4,)), make=("int", "ids:5", "ids:6")),
+    case("apart", lambda x, i, j: x[i, :, j], (T3, (3,), (3,)), make=("int", "ids:4", "ids:6")),
+    case("a new dim", lambda x, i: x[:, None, i], (S, (3,)), make=("int", "ids:6")),
+    case("after a slice", lambda x, i: x[1:, i], (S, (3,)), make=("int", "ids:6")),
+    case("after an integer", lambda x, i: x[2, :, i], (T3, (3,)), make=("int", "ids:6")),
+    case("labels", lambda x, i: x[torch.arange(5, device=i.device), i], (S, (5,)), make=("int", "ids:6")),
+    case("lists", lambda x: x[[0, 2]] + x[[-1, 1]] + x[..., [0, 3, 3, 1, 2, 0]][:2], (S,)),
+    case("no ids", lambda x: x[:, []], (S,)),
+    case("mask", lambda x: x[x > 0], (S,)),
+    case("mask of rows", lambda x, m: x[m], (S, (5,)), make=("int", "bool"), gathers="into whole"),
+    case("mask of columns", lambda x, m: x[:, m], (S, (6,)), make=("int", "bool")),
+    case("mask of two dims", lambda x, m: x[m], (T3, (4, 2)), make=("int", "bool"), gathers=(0, 1)),
+    case("mask of none", lambda x: x[x > 100], (S,)),
+    case("mask and ids", lambda x, m: x[m, 1:], (S, (5,)), make=("int", "bool"), gathers="into whole"),
+    case("masked_select", lambda x, m: torch.masked_select(x, m), (S, (6,)), make=("int", "bool")),
+    case("nonzero", lambda x: x.nonzero(), (S,)),
+    case("nonzero tuple", lambda x: torch.nonzero(x > 0, as_tuple=True), (S,)),
+    case("where", lambda x: torch.where(x > 0), (S,)),
+    case("argwhere", lambda x: torch.argwhere(x), (V,)),
 ]
 WRITES = [
-    Case("scatter 0", lambda x, i, y: x.scatter(0, i, y), (V, V, V), make=("int", "places:7", "int")),
-    Case("scatter number", lambda x, i: x.scatter(1, i, 2.0), (S, (5, 2)), make=("int", "ids:6")),
-    Case("scatter of less", lambda x, y: x.scatter(1, at([[2, 0], [5, 1]])[0], y), (S, (2, 2))),
-    Case("scatter_add 1", lambda x, i, y: x.scatter_add(1, i, y), (S, (5, 9), (5, 9)), make=("int", "ids:6", "int")),
-    Case(
+    case("scatter 0", lambda x, i, y: x.scatter(0, i, y), (V, V, V), make=("int", "places:7", "int")),
+    case("scatter number", lambda x, i: x.scatter(1, i, 2.0), (S, (5, 2)), make=("int", "ids:6")),
+    case("scatter of less", lambda x, y: x.scatter(1, at([[2, 0], [5, 1]])[0], y), (S, (2, 2))),
+    case("scatter_add 1", lambda x, i, y: x.scatter_add(1, i, y), (S, (5, 9), (5, 9)), make=("int", "ids:6", "int")),
+    case(
         "scatter_add of less", lambda x, i, y: x.scatter_add(0, i, y), (S, (3, 4), (3, 4)), make=("int", "ids:5", "int")
     ),
-    Case(
+    case(
         "scatter_reduce",
         lambda x, i, y: x.scatter_reduce(0, i, y, "amax", include_self=False),
         (S, (3, 6), (3, 6)),
         exact=False,
         make=("int", "ids:5", "int"),
     ),
-    Case(
+    case(
         "scatter_reduce mean",
         lambda x, i, y: torch.scatter_reduce(x, 1, i, y, reduce="mean"),
         (S, (5, 9), (5, 9)),
         exact=False,
         make=("int", "ids:6", "int"),
     ),
-    Case(
+    case(
         "scatter_add_", lambda x, i, y: (x * 1).scatter_add_(0, i, y), (S, (3, 6), (3, 6)), make=("int", "ids:5", "int")
     ),
-    Case("index_add", lambda x, i, y: x.index_add(0, i, y, alpha=2), (S, (3,), (3, 6)), make=("int", "ids:5", "int")),
-    Case("index_add_", lambda x, i, y: (x * 1).index_add_(1, i, y), (S, (3,), (5, 3)), make=("int", "ids:6", "int")),
-    Case("index_copy", lambda x, i, y: x.index_copy(0, i, y), (S, (3,), (3, 6)), make=("int", "places:5", "int")),
-    Case("index_fill", lambda x, i: x.index_fill(1, i, 2.0), (S, (3,)), make=("int", "ids:6")),
-    Case(
+    case("index_add", lambda x, i, y: x.index_add(0, i, y, alpha=2), (S, (3,), (3, 6)), make=("int", "ids:5", "int")),
+    case("index_add_", lambda x, i, y: (x * 1).index_add_(1, i, y), (S, (3,), (5, 3)), make=("int", "ids:6", "int")),
+    case("index_copy", lambda x, i, y: x.index_copy(0, i, y), (S, (3,), (3, 6)), make=("int", "places:5", "int")),
+    case("index_fill", lambda x, i: x.index_fill(1, i, 2.0), (S, (3,)), make=("int", "ids:6")),
+    case(
         "index_reduce",
         quietly(lambda x, i, y: x.detach().index_reduce(0, i, y.detach(), "amin")),
         (S, (3,), (3, 6)),
         make=("int", "ids:5", "int"),
     ),
-    Case("index_put", lambda x, i, y: x.index_put((i,), y), (S, (3,), (3, 6)), make=("int", "places:5", "int")),
-    Case(
+    case("index_put", lambda x, i, y: x.index_put((i,), y), (S, (3,), (3, 6)), make=("int", "places:5", "int")),
+    case(
         "index_put pairs",
         lambda x, i, j, y: x.index_put((i, j), y, accumulate=True),
         (S, (9,), (9,), (9,)),
         make=("int", "ids:5", "ids:6", "int"),
     ),
-    Case(
+    case(
         "assign rows",
         lambda x, i, y: assigned(x, i, y),
         (S, (3,), (3, 6)),
         make=("int", "places:5", "int"),
         gathers="into whole",
     ),
-    Case(
+    case(
         "assign columns",
         lambda x, i, y: assigned(x, at(slice(1, None), i), y),
         (S, (3,), (4, 3)),
         make=("int", "places:6", "int"),
         gathers="into whole",
     ),
-    Case("assign number", lambda x: assigned(x, at(slice(None), [-1, 2]), 7.0), (S,)),
-    Case("assign where", lambda x: assigned(x, x.detach() > 0, 1.0), (S,)),
-    Case("assign masked rows", lambda x, m: assigned(x, m, 1.0), (S, (5,)), make=("int", "bool"), gathers="into whole"),
-    Case(
+    case("assign number", lambda x: assigned(x, at(slice(None), [-1, 2]), 7.0), (S,)),
+    case("assign where", lambda x: assigned(x, x.detach() > 0, 1.0), (S,)),
+    case("assign masked rows", lambda x, m: assigned(x, m, 1.0), (S, (5,)), make=("int", "bool"), gathers="into whole"),
+    case(
         "assign at mask",
         lambda x, m, y: assigned(x, m, y[: int(m.sum())]),
         (S, S, (30,)),
         make=("int", "bool", "int"),
         gathers="into whole",
     ),
-    Case(
+    case(
         "masked_scatter",
         lambda x, m, y: x.masked_scatter(m, y),
         (S, (6,), S),
         make=("int", "bool", "int"),
-        gathers="all",
+        gathers=True,
     ),
 ]
 ALONG = [
-    Case("cumsum 0", lambda x: x.cumsum(0), (S,)),
-    Case("cumsum 1", lambda x: torch.cumsum(x, -1, dtype=torch.float64), (S,)),
-    Case("cumsum one dim", lambda x: x.cumsum(dim=0), (V,)),
-    Case("cumsum empty ranks", lambda x: x.cumsum(0), ((2, 3),)),
-    Case("cumsum integers", lambda x: x.cumsum(0), (V,), make=("long",)),
-    Case("cumsum bool", lambda x: (x > 0).cumsum(0), (V,)),
-    Case("cumsum half", lambda x: x.bfloat16().cumsum(0).float(), ((40,),)),
-    Case("cumsum_", lambda x: (x * 1).cumsum_(0), (S,)),
-    Case("cumprod", lambda x: x.cumprod(0), (S,), exact=False),
-    Case("cumprod of zeros", lambda x: (x * (x > -2)).cumprod(0), ((6,),), exact=False),
-    Case("topk 0", lambda x: x.topk(2, 0), (S,), make=("places:30",)),
-    Case("topk least", lambda x: torch.topk(x, 3, dim=-1, largest=False), (S,), make=("places:30",)),
-    Case("topk all", lambda x: x.topk(7), (V,), make=("places:7",)),
-    Case("topk none", lambda x: x.topk(0)[1], (V,), make=("places:7",)),
-    Case(
+    case("cumsum 0", lambda x: x.cumsum(0), (S,)),
+    case("cumsum 1", lambda x: torch.cumsum(x, -1, dtype=torch.float64), (S,)),
+    case("cumsum one dim", lambda x: x.cumsum(dim=0), (V,)),
+    case("cumsum empty ranks", lambda x: x.cumsum(0), ((2, 3),)),
+    case("cumsum integers", lambda x: x.cumsum(0), (V,), make=("long",)),
+    case("cumsum bool", lambda x: (x > 0).cumsum(0), (V,)),
+    case("cumsum half", lambda x: x.bfloat16().cumsum(0).float(), ((40,),)),
+    case("cumsum_", lambda x: (x * 1).cumsum_(0), (S,)),
+    case("cumprod", lambda x: x.cumprod(0), (S,), exact=False),
+    case("cumprod of zeros", lambda x: (x * (x > -2)).cumprod(0), ((6,),), exact=False),
+    case("topk 0", lambda x: x.topk(2, 0), (S,), make=("places:30",)),
+    case("topk least", lambda x: torch.topk(x, 3, dim=-1, largest=False), (S,), make=("places:30",)),
+    case("topk all", lambda x: x.topk(7), (V,), make=("places:7",)),
+    case("topk none", lambda x: x.topk(0)[1], (V,), make=("places:7",)),
+    case(
         "topk trained",
         lambda x: (x + torch.arange(30.0, device=x.device).view(S)).topk(2, 0)[0],
         (S,),
@@ -191,16 +191,19 @@ def along() -> None:
     check_table(ALONG)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_reading_by_indices_equals_dense(world, size):
     world(reads, size)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_writing_by_indices_equals_dense(world, size):
     world(writes, size)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_running_sums_and_largest_equal_dense(world, size):
     world(along, size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import device, every_size
-from oracle import Case, check_table, whole
+from harness.law import case, check_table, whole
 
 import shardtensor as st
 
@@ -17,7 +17,7 @@ TABLE = (7, 4)
 
 
 def near(name, function, *shapes, make=(), gathers=(), exact=False):
-    return Case(name, function, shapes, exact=exact, make=make, gathers=gathers)
+    return case(name, function, shapes, exact=exact, make=make, gathers=gathers)
 
 
 SOFTMAX = [
@@ -48,17 +48,17 @@ SOFTMAX = [
     ),
 ]
 EMBEDDING = [
-    Case("embedding", lambda w, i: F.embedding(i, w), (TABLE, (2, 3)), make=("int", "ids:7")),
-    Case("padding", lambda w, i: F.embedding(i, w, padding_idx=5), (TABLE, (8,)), make=("int", "ids:7")),
-    Case("negative padding", lambda w, i: F.embedding(i, w, padding_idx=-3), (TABLE, (8,)), make=("int", "ids:7")),
-    Case("small table", lambda w, i: F.embedding(i, w), ((2, 3), (4,)), make=("int", "ids:2")),
-    Case("no ids", lambda w, i: F.embedding(i, w), (TABLE, (0,)), make=("int", "ids:7")),
+    case("embedding", lambda w, i: F.embedding(i, w), (TABLE, (2, 3)), make=("int", "ids:7")),
+    case("padding", lambda w, i: F.embedding(i, w, padding_idx=5), (TABLE, (8,)), make=("int", "ids:7")),
+    case("negative padding", lambda w, i: F.embedding(i, w, padding_idx=-3), (TABLE, (8,)), make=("int", "ids:7")),
+    case("small table", lambda w, i: F.embedding(i, w), ((2, 3), (4,)), make=("int", "ids:2")),
+    case("no ids", lambda w, i: F.embedding(i, w), (TABLE, (0,)), make=("int", "ids:7")),
     near(
         "frequency",
         lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
         *(TABLE, (8,)),
         make=("int", "ids:7"),
-        gathers="all",
+        gathers=True,
     ),
 ]
 LABELS = ("int", "ids:6")
@@ -106,16 +106,19 @@ def losses() -> None:
     check_table(LOSSES)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_softmax_norms_and_attention_equal_dense(world, size):
     world(softmax, size)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_embedding_equals_dense(world, size):
     world(embedding, size)
 
 
+@pytest.mark.worlds("sim")
 @every_size
 def test_losses_equal_dense(world, size):
     world(losses, size)

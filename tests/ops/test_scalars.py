@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import device, every_size
-from oracle import specs, values
+from harness.law import specs, values
 
 import shardtensor as st
 

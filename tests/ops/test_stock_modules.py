@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import device, every_size
-from oracle import whole
+from harness.law import whole
 
 import shardtensor as st
 

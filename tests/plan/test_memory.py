@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 from resolved_by_hand import MEGATRON, decoder, resolved
 from torch import nn
@@ -26,7 +27,7 @@ SPECS = (
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(some.lists(some.sampled_from(SPECS), min_size=1, max_size=5), some.sampled_from(sorted(OPTIMIZERS)))
 def test_least_and_most_are_those_of_all_ranks(specs, optimizer):
     model = Model(tuple(TensorInfo(f"m{i}.weight", (8, 7)) for i in range(len(specs))))
@@ -39,7 +40,7 @@ def test_least_and_most_are_those_of_all_ranks(specs, optimizer):
     assert each[found.most_rank] == found.most
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(some.lists(some.integers(1, 400), min_size=1, max_size=4), some.integers(2, 9), some.booleans(), some.booleans())
 def test_least_and_most_of_stored_ranges_are_those_of_all_ranks(lengths, dp, is_joint, is_apart):
     model = Model(tuple(TensorInfo(f"m{i}.weight", (2, 3 * n)) for i, n in enumerate(lengths)))

@@ -6,7 +6,8 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtensor.plan.findings.brief import brief_names, skeleton
@@ -103,7 +104,7 @@ def test_a_pattern_means_what_the_regular_expression_means(text, name):
 
 
 @given(some.text(some.sampled_from('ab.*{},<>"1'), max_size=60), some.text(some.sampled_from("ab.1"), max_size=60))
-@settings(max_examples=300)
+@examples(300)
 def test_any_text_is_a_pattern(text, name):
     assert matches(text, name) in (True, False)
 

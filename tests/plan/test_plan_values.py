@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor import Plan, load_plan
@@ -46,7 +47,7 @@ conditions = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(expressions | conditions)
 def test_operators_mean_what_they_mean_in_python(text):
     try:

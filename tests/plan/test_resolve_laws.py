@@ -6,7 +6,8 @@ import time
 
 import attrs
 from design_llama import model, resolved
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtensor.layout.tiling import check_tiling
@@ -59,7 +60,7 @@ PLANS = some.builds(
 
 
 @given(PLANS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_tensor_has_one_layout_or_an_error(plan):
     found = resolve(plan, MODEL)
     assert set(found.tensors) <= set(MODEL.by_name)
@@ -69,7 +70,7 @@ def test_every_tensor_has_one_layout_or_an_error(plan):
 
 
 @given(PLANS, some.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_order_of_lines_does_not_matter(plan, random):
     lines = list(plan.lines)
     random.shuffle(lines)
@@ -79,7 +80,7 @@ def test_order_of_lines_does_not_matter(plan, random):
 
 
 @given(PLANS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_boxes_of_ranks_tile_every_tensor(plan):
     for placed in resolve(plan, MODEL).tensors.values():
         layout = placed.layout
@@ -88,7 +89,7 @@ def test_the_boxes_of_ranks_tile_every_tensor(plan):
 
 
 @given(PLANS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_folding_loses_nothing(plan):
     findings = resolve(plan, MODEL).findings
     assert {f.code for f in folded(findings)} == {f.code for f in findings}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from law import Sample
+from harness.law import Sample
 
 S = (5, 4)
 T = (2, 3, 4)

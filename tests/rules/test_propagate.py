@@ -7,7 +7,8 @@ from itertools import product as every_combination
 
 import pytest
 import torch
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor.layout.bind import bind
@@ -142,7 +143,7 @@ def calls(draw: st.DrawFn) -> tuple[Rule, tuple[Layout | tuple[int, ...], ...]]:
     return rule, operands
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(calls())
 def test_local_results_add_up_to_the_dense_one(call):
     check(*call)
@@ -335,7 +336,7 @@ def every_choice(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> 
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(calls(), st.lists(st.sampled_from((1, 2, 4, 8)), min_size=3, max_size=3))
 def test_no_choice_moves_fewer_bytes(call, sizes):
     rule, operands = call
@@ -348,7 +349,7 @@ def test_no_choice_moves_fewer_bytes(call, sizes):
     assert spent == min(moved(other, operands, itemsizes) for other in others)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(calls())
 def test_an_operand_that_is_the_only_one_with_a_layout_moves_only_where_a_letter_is_whole(call):
     rule, operands = call

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import FULL, every_size
-from law import sweep
+from harness.law import sweep
 from makers import samples_of
 
 from shardtensor.comm.process_group import as_group

@@ -4,7 +4,8 @@ import time
 import warnings
 
 import pytest
-from hypothesis import example, given, settings
+from harness.examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardtensor.errors import SpecError
@@ -21,7 +22,7 @@ pieces = st.sampled_from([
 texts = st.lists(pieces, max_size=4).map("".join) | st.text("rank:0/cudap1 ", max_size=12)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @example("")
 @example("rank:0/")
 @example("/cpu")

@@ -5,7 +5,8 @@ import pickle
 import time
 
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtensor.spec.devices
@@ -97,7 +98,7 @@ def device_specs(draw):
 specs = axis_specs() | device_specs()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(specs)
 def test_every_spec_reads_back(spec):
     back = parse_spec(str(spec))
@@ -107,7 +108,7 @@ def test_every_spec_reads_back(spec):
     assert type(back) is type(spec)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(specs)
 def test_python_text_and_pickle_and_copies_are_the_same_object(spec):
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -117,7 +118,7 @@ def test_python_text_and_pickle_and_copies_are_the_same_object(spec):
         assert eval(repr(spec), dict(PYTHON)) == spec
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(specs, specs)
 def test_equal_text_is_an_equal_object(one, other):
     assert (one == other) == (str(one) == str(other))
@@ -146,13 +147,13 @@ def refused_or_read(text):
     assert "^" in caret
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.text() | st.text('[]()-.*,:=@"0123456789 atpunifl\n#_\\'))
 def test_any_text(text):
     refused_or_read(text)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(specs.map(str), st.data())
 def test_any_slip_of_the_pen(text, data):
     for _ in range(data.draw(st.integers(1, 3))):

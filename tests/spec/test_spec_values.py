@@ -8,7 +8,8 @@ import sys
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor.errors import SpecError
@@ -95,7 +96,7 @@ def boxes_of(ndim):
     return st.lists(st.tuples(offsets, sizes), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 3).flatmap(boxes_of))
 def test_overlap_is_two_boxes_with_one_element(boxes):
     def elements(i):
@@ -128,7 +129,7 @@ def chunks(ndim, dim, length, places, offset_of_empty):
     return shards
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.integers(1, 4), st.data(), st.sampled_from(["chunk", "end"]))
 def test_the_shards_of_a_chunk_spec_give_it_back(ndim, data, offset_of_empty):
     dim = data.draw(st.integers(0, ndim - 1))

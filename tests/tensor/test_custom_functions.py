@@ -57,6 +57,17 @@ def whole() -> torch.Tensor:
     return torch.arange(15.0, device=device()).view(5, 3)
 
 
+def _takes_names() -> bool:
+    try:
+        Halves.apply(x=whole())
+    except TypeError:
+        return False
+    return True
+
+
+TAKES_NAMES = _takes_names()  # torch 2.11 passes operands of a Function by their places alone
+
+
 def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, st.ShardedTensor) else x
 
@@ -77,7 +88,8 @@ def check_apply() -> None:
             assert torch.equal(full(a), c) and torch.equal(full(b), d)
             grads = [torch.autograd.grad((full(u) * 3).sum() + v.sum(), z)[0] for u, v, z in ((a, b, x), (c, d, dense))]
             assert torch.equal(full(grads[0]), grads[1])
-            assert torch.equal(full(Halves.apply(x=x)[0]), whole() * 2)
+            if TAKES_NAMES:
+                assert torch.equal(full(Halves.apply(x=x)[0]), whole() * 2)
 
 
 @every_size

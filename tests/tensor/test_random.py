@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from harness.examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -145,7 +146,7 @@ def _draws(draw):
     return shape, draw(st.lists(_box(shape), max_size=3)), draw(st.sampled_from(KINDS)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(_draws())
 def test_any_boxes_of_any_draw(case):
     shape, boxes, (name, dtype), seed = case

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from shardtensor.sharded_tensor import ShardedTensor, _sharded_tensor_map
 from torch.distributed import rpc
 
 import shardtensor as st
 from shardtensor.errors import RuleError
-from shardtensor.sharded_tensor import ShardedTensor, _sharded_tensor_map
 from shardtensor.tensor.remote import check, share
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from shardtensor.cli.arguments import quiet_processes
+
 if TYPE_CHECKING:
     from shardtensor.cli.demo.train import Outcome
 
@@ -59,6 +61,7 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
 
     from shardtensor.cli.demo.train import work
 
+    quiet_processes()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told below, once
     config = LaunchConfig(
@@ -100,4 +103,23 @@ def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
         f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} "
         f"(worst at step {step})."
     )
+    console.print(_afterword(outcome), highlight=False)
     return 0
+
+
+def _afterword(outcome: Outcome) -> str:
+    """Why steps took as long as they did, and what to try next."""
+    world, cores = len(outcome.bytes_by_rank), os.cpu_count() or 1
+    why = ""
+    if outcome.step_s[0] > outcome.step_s[1]:
+        why = (
+            f"\nA sharded step is slower here: the {world} ranks share this machine ({cores} cores) with the dense run,"
+            " and this model is so small that the sums between its layers take longer than the work they divide. "
+            "Sharding pays where each rank has a device of its own, or where a model does not fit into one.\n"
+        )
+    return why + (
+        "\nNext\n"
+        "  shardtensor plan mlp --world 4       bytes, collectives and seconds of a plan on a machine, before it runs\n"
+        "  shardtensor show mlp --world 4       who holds what\n"
+        "  shardtensor check llama --help       what is wrong with a plan for your model's config.json"
+    )

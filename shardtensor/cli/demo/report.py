@@ -16,6 +16,7 @@ from rich.text import Text
 from shardtensor import ShardedTensor
 from shardtensor.cli.maps import draw_boxes, rank_style
 from shardtensor.layout.box import Box, whole
+from shardtensor.plan.findings.brief import brief_names
 
 TOLERANCE = 1e-4
 PLAIN = "plain"
@@ -51,10 +52,10 @@ class Progress:
         if self._shown and self._console.is_terminal:
             columns = (
                 TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                TextColumn("loss {task.fields[sharded]:.4f} sharded, {task.fields[dense]:.4f} dense"),
+                TextColumn("{task.fields[loss]}"),
             )  # fmt: skip
             self._bar = Bar(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=self._steps, sharded=float("nan"), dense=float("nan"))
+            self._task = self._bar.add_task("", total=self._steps, loss="")
             self._bar.start()
         return self
 
@@ -62,7 +63,7 @@ class Progress:
         """One step is done, with these losses."""
         self._done += 1
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, sharded=sharded, dense=dense)
+            self._bar.update(self._task, advance=1, loss=f"loss {sharded:.4f} sharded, {dense:.4f} dense")
         elif self._shown and (self._done % max(self._steps // 10, 1) == 0 or self._done == 1):
             print(f"step {self._done:4d}/{self._steps}  loss {sharded:.6f} sharded  {dense:.6f} dense", flush=True)
 
@@ -72,7 +73,8 @@ class Progress:
 
 
 def show_holders(held: list[Held], console: Console) -> None:
-    """Draw, for each parameter, its tensor with every rank's boxes in that rank's colour. Repeated layers fold."""
+    """Draw, for each parameter, its tensor with every rank's boxes in that rank's colour. Parameters that lie alike
+    are drawn once."""
     world = len(held[0].boxes)
     legend = Text("who holds what   ")
     for rank in range(world):
@@ -82,16 +84,19 @@ def show_holders(held: list[Held], console: Console) -> None:
     for title in ("parameter", "shape", "spec"):
         table.add_column(title, no_wrap=True)
     table.add_column("dim 0 down, dim 1 right")
-    by_name = {".".join("*" if part.isdigit() else part for part in entry.name.split(".")): entry for entry in held}
-    for name, entry in by_name.items():
+    alike: dict[tuple[Any, ...], list[Held]] = {}
+    for entry in held:
         if entry.spec != PLAIN:
-            drawn = draw_boxes(entry.shape, entry.boxes)
-            table.add_row(name, " x ".join(map(str, entry.shape)), Text(entry.spec), drawn)
+            alike.setdefault((entry.shape, entry.spec, entry.boxes), []).append(entry)
+    for (shape, spec, boxes), entries in alike.items():
+        names = "\n".join(brief_names(entry.name for entry in entries))
+        table.add_row(names, " x ".join(map(str, shape)), Text(spec), draw_boxes(shape, boxes))
     console.print(table)
-    console.print("whole on every rank: " + ", ".join(name for name, entry in by_name.items() if entry.spec == PLAIN))
+    plain = brief_names(entry.name for entry in held if entry.spec == PLAIN)
+    console.print("whole on every rank: " + ", ".join(plain))
 
 
-def show_bytes(by_rank: list[tuple[int, int, int]], dense: tuple[int, int, int], console: Console) -> None:
+def show_bytes(by_rank: list[tuple[int, ...]], dense: tuple[int, ...], console: Console) -> None:
     """Print bytes of parameters, gradients and optimizer state for each rank and for the dense model."""
     table = Table(box=None, pad_edge=False)
     for title in ("KiB held", "parameters", "gradients", "optimizer", "sum", "of dense"):

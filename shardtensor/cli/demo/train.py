@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any
 
 import attrs
 import torch
@@ -41,8 +40,8 @@ class Outcome:
     dense: list[float]
     step_s: tuple[float, float]
     held: list[Held]
-    bytes_by_rank: list[tuple[int, int, int]]
-    bytes_dense: tuple[int, int, int]
+    bytes_by_rank: list[tuple[int, ...]]
+    bytes_dense: tuple[int, ...]
 
 
 def work(text: bytes, steps: int, device_type: str) -> Outcome | None:
@@ -83,8 +82,7 @@ def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: i
                 seconds[1] += time.perf_counter() - start
                 progress.advance(losses[0][-1], losses[1][-1])
     held = [Held.of(name, param, world) for name, param in model.named_parameters()]
-    sizes: list[Any] = [None] * world
-    dist.all_gather_object(sizes, _bytes(model, optimizer))
+    sizes = _gathered(_bytes(model, optimizer), world, device)
     if dense is None or beside is None:
         return None
     return Outcome(losses[0], losses[1], (seconds[0], seconds[1]), held, sizes, _bytes(dense, beside))
@@ -124,6 +122,14 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int
     grads = [param.grad for param in params if param.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return _size(params), _size(grads), _size(value for value in states if isinstance(value, torch.Tensor))
+
+
+def _gathered(sizes: tuple[int, int, int], world: int, device: torch.device) -> list[tuple[int, ...]]:
+    """The sizes of every rank, sent as a tensor. All ranks call it."""
+    mine = torch.tensor(sizes, device=device)
+    found = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(found, mine)
+    return [tuple(each.tolist()) for each in found]
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,8 +1,9 @@
-"""The law that every row of the table is held to: sharded equals dense, forward and backward, whatever the layouts.
+"""The law that every operation is held to: sharded equals dense, forward and backward, whatever the layouts.
 
 `sweep` takes one sample call through layouts of its operands in the world it is run in: each way to cut each dim, even
 and uneven, with empty parts, reversed, in blocks, over a grid; copies, plain tensors, addends. Where the product of
-these is large, a sample of it is drawn, the same every time.
+these is large, a sample of it is drawn, the same every time. `tests/rules` holds each row of the rule table to it,
+`tests/ops` the ways to call an operation that a row does not show; `check_table` runs a list of those.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
-from harness import FULL, device
 
 import shardtensor as st
+from harness import FULL, device
 from shardtensor.comm.process_group import as_group
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
@@ -31,19 +32,38 @@ class Sample:
 
     Attributes:
         call: of the function and as many tensors as there are shapes; returns a tensor or several.
-        kinds: how values are made, by operand: "int" (mixed signs and ties), "distinct", "positive", "unit", "bool",
-            "long" (integers from 1), "ids:N" (integers below N), "index:N" (the same, different along the last dim).
-        exact: compare with equality; else within rounding.
-        gathers: layouts of dims may make it gather, which rows with letters must not otherwise.
+        kinds: how values are made, by operand: "int" (mixed signs and ties; now and then "distinct" in its place),
+            "mixed" (such integers always), "distinct", "positive", "unit", "bool", "long" (integers from 1), "ids:N"
+            (integers below N), "places:N" (the same, no two alike), "index:N" (no two alike along the last dim).
+        exact: compare with equality; else within rounding, or within this absolute tolerance.
+        gathers: what may make it gather, which rows with letters must not otherwise: any layout (True), one that cuts
+            one of these dims, or ("into whole") a first operand, written into, that is plain or a copy.
         grads: compare gradients, too.
+        refuses: flat ranges, boxes and addends may raise instead.
+        name: for messages.
     """
 
     call: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[str, ...] = ()
-    exact: bool = False
-    gathers: bool = False
+    exact: bool | float = False
+    gathers: bool | str | tuple[int, ...] = False
     grads: bool = True
+    refuses: bool = False
+    name: str = ""
+
+
+def case(
+    name: str,
+    function: Callable[..., Any],
+    shapes: tuple[tuple[int, ...], ...],
+    exact: bool | float = True,
+    make: tuple[str, ...] = (),
+    gathers: bool | str | tuple[int, ...] = False,
+    refuses: bool = False,
+) -> Sample:
+    """A row of a table: `function` is called with the operands alone."""
+    return Sample(lambda _, *xs: function(*xs), shapes, make, exact, gathers, refuses=refuses, name=name)
 
 
 def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -53,6 +73,8 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     name, _, number = kind.partition(":")
     if name == "ids":
         out = torch.randint(0, int(number), shape, generator=generator)
+    elif name == "places":
+        out = torch.randperm(int(number), generator=generator)[:count].view(shape)
     elif name == "index":
         out = torch.rand((*shape[:-1], int(number)), generator=generator).argsort(-1)[..., : shape[-1]]
     elif name == "bool":
@@ -74,11 +96,11 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def layouts(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
-    """Names of layouts of a shape in this world, and what lays a tensor out so; the strange ones have a ``~``."""
+def specs(shape: tuple[int, ...]) -> list[tuple[str, Any, Any]]:
+    """Names, specs and groups of layouts of a shape in this world; the strange ones have a ``~``."""
     size = as_group().size
     where = [f"rank:{r}/{device(r)}" for r in range(size)]
-    found: list[tuple[str, Any]] = [("plain", None)]
+    found: list[tuple[str, Any]] = []
     for d, n in enumerate(shape):
         dims = ["-"] * len(shape)
         found.append((f"chunk{d}", ChunkShardingSpec(d, where)))
@@ -91,33 +113,37 @@ def layouts(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
         if size == 2 and n % 4 == 0 and n:
             dims[d] = "tp blocks(2)"
             found.append((f"blocks{d}", f"[{', '.join(dims)}]"))
-    made: list[tuple[str, Make]] = [(name, _cut(spec)) for name, spec in found]
     if size > 1:
-        made.append(("replicate", _cut("replicate")))
-        made.append(("partial", _addends))
+        found.append(("replicate", "replicate"))
     if size == 2 and shape and 0 not in shape:
-        made.append(("~flat", _cut("flat(tp)")))
+        found.append(("~flat", "flat(tp)"))
         boxes = [
             ((0,) * len(shape), (1, *shape[1:]), 1),
             ((1, *(0,) * (len(shape) - 1)), (shape[0] - 1, *shape[1:]), 0),
         ]
         shards = [ShardMetadata(list(offsets), list(sizes), where[r]) for offsets, sizes, r in boxes if 0 not in sizes]
-        made.append(("~boxes", _cut(EnumerableShardingSpec(shards))))
+        found.append(("~boxes", EnumerableShardingSpec(shards)))
     if size == 3:
-        made += [(f"~outside{d}", _cut(ChunkShardingSpec(d, [where[2], where[1]]))) for d in range(len(shape))]
-    return made
+        found += [(f"~outside{d}", ChunkShardingSpec(d, [where[2], where[1]])) for d in range(len(shape))]
+    return [(name, spec, None) for name, spec in found]
+
+
+def layouts(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
+    """Names of layouts of a shape in this world, and what lays a tensor out so."""
+    made = [("plain", _plain), *((name, _cut(spec, group)) for name, spec, group in specs(shape))]
+    return [*made, ("partial", _addends)] if as_group().size > 1 else made
 
 
 def grids(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
     """The same over the ranks as a grid of two by two."""
-    found: list[tuple[str, Any]] = [("plain", None), ("copy", "replicate")]
+    found: list[tuple[str, Any]] = [("copy", "replicate")]
     dims = range(len(shape))
     for d in dims:
         for text in ("tp balanced", "dp balanced", "tp*dp balanced"):
             found.append((f"{text.split()[0]}{d}", _spec(shape, {d: text})))
     for d, e in itertools.permutations(dims, 2):
         found.append((f"dp{d}tp{e}", _spec(shape, {d: "dp balanced", e: "tp balanced"})))
-    return [(name, _cut(spec, on_grid=True)) for name, spec in found]
+    return [("plain", _plain), *((name, _cut(spec, grid_group())) for name, spec in found)]
 
 
 def _spec(shape: tuple[int, ...], cuts: dict[int, str]) -> str:
@@ -141,14 +167,12 @@ def grid_group() -> Any:
     return _GRIDS[group]
 
 
-def _cut(spec: Any, on_grid: bool = False) -> Make:
-    def make(x: torch.Tensor) -> torch.Tensor:
-        if spec is None:
-            return x.clone().requires_grad_(x.is_floating_point())
-        group = grid_group() if on_grid else as_group()
-        return st.distribute(x, spec, process_group=group, requires_grad=x.is_floating_point())
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_(x.is_floating_point())
 
-    return make
+
+def _cut(spec: Any, group: Any = None) -> Make:
+    return lambda x: st.distribute(x, spec, process_group=group, requires_grad=x.is_floating_point())
 
 
 def _addends(x: torch.Tensor) -> torch.Tensor:
@@ -169,6 +193,7 @@ def _addends(x: torch.Tensor) -> torch.Tensor:
 
 def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[str, Make]]]:
     """Layouts of the operands, not all of them plain: of four ranks those over a grid, of others those in a row."""
+    most = most * 3 if FULL else most
     kinds = []
     if FULL or as_group().size != 4:
         kinds.append(([layouts(shape) for shape in sample.shapes], most))
@@ -179,7 +204,7 @@ def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[st
         for option in options:
             total *= len(option)
         every = itertools.product(*options)
-        if FULL or total <= count:
+        if total <= count:
             chosen = list(every)
         else:
             generator = random.Random(seed)
@@ -193,19 +218,34 @@ def combinations(sample: Sample, most: int, seed: int) -> Iterator[list[tuple[st
                 yield list(row)
 
 
+def check_table(cases: list[Sample], most: int = 3) -> None:
+    """Take the cases through layouts of this world, other ones for each, and fail with all that differ."""
+    failures = []
+    for place, sample in enumerate(cases):
+        _, found = sweep(None, sample, most, False, seed=place)
+        failures += [f"{sample.name} of {text}" for text in found]
+    assert not failures, f"{len(failures)} differ\n" + "\n".join(failures[:12])
+
+
 def sweep(func: Any, sample: Sample, most: int, may_gather: bool, seed: int = 0) -> tuple[int, list[str]]:
     """Take one call through the layouts; return how many were compared, and what differed."""
     count, failures = 0, []
     for i, row in enumerate(combinations(sample, most, seed)):
         names = [name for name, _ in row]
         try:
-            compare(func, sample, row, i % 2 == 1, may_gather or sample.gathers)
+            compare(func, sample, row, i % 2 == 1, may_gather or _may_gather(sample.gathers, names))
         except Exception as error:
             failures.append(f"{sample.shapes} as {names}: {type(error).__name__}: {error}")
             if len(failures) > 3:
                 break
         count += 1
     return count, failures
+
+
+def _may_gather(gathers: bool | str | tuple[int, ...], names: list[str]) -> bool:
+    if isinstance(gathers, tuple):
+        return any(str(dim) in name for dim in gathers for name in names)
+    return gathers is True or (gathers == "into whole" and names[0] in ("plain", "copy", "replicate", "partial"))
 
 
 def compare(func: Any, sample: Sample, row: list[tuple[str, Make]], distinct: bool, may_gather: bool) -> None:
@@ -229,7 +269,8 @@ def compare(func: Any, sample: Sample, row: list[tuple[str, Make]], distinct: bo
         try:
             found = as_tuple(sample.call(func, *sharded))
         except st.RuleError:
-            if any(name.startswith("~outside") for name, _ in row):
+            may_refuse = ("~", "partial") if sample.refuses else ("~outside",)
+            if any(name.startswith(may_refuse) for name, _ in row):
                 return  # said by all ranks alike: the others go on to the next call
             raise
         assert len(found) == len(expected)
@@ -272,14 +313,14 @@ def sharded_loss(results: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ..
     return total
 
 
-def same(found: torch.Tensor, want: torch.Tensor, exact: bool, what: str) -> None:
+def same(found: torch.Tensor, want: torch.Tensor, exact: bool | float, what: str) -> None:
     assert found.shape == want.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(want.shape)}"
     assert found.dtype == want.dtype, f"{what}: {found.dtype}, not {want.dtype}"
-    if exact or not (want.is_floating_point() or want.is_complex()):
+    if exact is True or not (want.is_floating_point() or want.is_complex()):
         if torch.equal(found, want) or (
             want.is_floating_point() and torch.equal(found.nan_to_num(12345.0), want.nan_to_num(12345.0))
         ):
             return
-    elif torch.allclose(found, want, rtol=1e-4, atol=1e-4, equal_nan=True):
+    elif torch.allclose(found, want, rtol=1e-4, atol=exact or 1e-4, equal_nan=True):
         return
     raise AssertionError(f"{what}:\n{found.detach()}\nnot\n{want.detach()}")

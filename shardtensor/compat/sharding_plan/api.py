@@ -1,4 +1,4 @@
-"""The names of ``torch.distributed._shard.sharding_plan``; nothing lives here."""
+"""The names of ``torch.distributed._shard.sharding_plan.api``."""
 
 from shardtensor.sharding.plan import ShardingPlan, ShardingPlanner
 

@@ -1,0 +1,7 @@
+"""The names of ``torch.distributed._shard.sharded_optim``."""
+
+from shardtensor.optim.named_params import named_params_with_sharded_tensor
+
+from .api import ShardedOptimizer
+
+__all__ = ["ShardedOptimizer", "named_params_with_sharded_tensor"]
