@@ -1,7 +1,7 @@
 """Do the tests of a folder notice when its code is wrong? Single changes are made to it, and its tests are run.
 
-    python tests/mutation/run.py                       # 200 changes, 40 a folder; fails under 95 %
-    python tests/mutation/run.py --folder layout --count 100 --keep /tmp/recorded
+    python tests/mutation/mutate.py                       # 200 changes, 40 a folder; fails under 95 %
+    python tests/mutation/mutate.py --folder layout --count 100 --keep /tmp/recorded
 
 First the tests of each folder run once, traced: which lines each runs, and how long it takes. Then for each change
 those run that run the changed function: first the ones that run its line, the quickest first, until one fails. Changes
