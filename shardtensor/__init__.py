@@ -83,7 +83,9 @@ _HOME = {
     "empty": "tensor.factories",
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
+    "from_torch_sharded_tensor": "tensor.torch_sharded",
     "full": "tensor.factories",
+    "full_state_dict": "tensor.full_state",
     "fully_shard": "fsdp.api",
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
@@ -156,6 +158,27 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{home}"), spelled)
     globals()[name] = value
     return value
+
+
+def _rebuild(*state: Any) -> Any:
+    """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
+    importlib.import_module("shardtensor.ops")
+    return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
+
+
+class _AfterTorch:
+    """Finds no module; allows pickles to name `_rebuild` as soon as torch is imported, before or after this package."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Look whether torch can take the name by now: Python asks for each module that it is to import."""
+        serialization = sys.modules.get("torch.serialization")
+        if serialization is not None and hasattr(serialization, "add_safe_globals"):
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # the old list is being read
+            serialization.add_safe_globals([_rebuild])
+
+
+sys.meta_path.insert(0, _AfterTorch())
+sys.meta_path[0].find_spec("torch", None)
 
 
 def __dir__() -> list[str]:

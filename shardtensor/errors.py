@@ -70,11 +70,12 @@ class SpecError(ShardTensorError, ValueError):
         file: where the text stands; ``<spec>`` for a string in Python.
         line, col: position of the fault, counted from 1; 0 for values made in Python.
         parts: the text and what is wrong with it, where a text is wrong; the source of the message.
-        findings: of a plan, every error that was found.
+        findings: of a plan, every error that was found; `sources`, the files that were read.
     """
 
     parts: Any = None
     findings: tuple[Any, ...] = ()
+    sources: tuple[Any, ...] = ()
 
     def __init__(
         self,

@@ -10,8 +10,11 @@ NO_NUMPY = "Failed to initialize NumPy"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a plan is read for: ``--model``, ``--world``, ``--set``."""
+    """Add what a plan is read for: ``--model``, ``--safetensors``, ``--module``, ``--world``, ``--set``."""
     parser.add_argument("--model", metavar="CONFIG", help="the model's config.json, for a plan")
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
+    shapes.add_argument("--module", metavar="PKG:FN", help="names, shapes and ties of the module that FN() returns")
     parser.add_argument("--world", type=positive, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument(
         "--set", action="append", default=[], type=setting, metavar="K=V", help="the value of a parameter of the plan"

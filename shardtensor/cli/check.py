@@ -9,12 +9,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from shardtensor.cli.arguments import add_model_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
 FAILS, USAGE = 1, 2
+NO_TORCH = "install it: `pip install torch`, or check without --numeric: text and layouts"
 
 
 def add_parser(commands: Any) -> None:
@@ -29,9 +31,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
     add_model_arguments(parser)
-    shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
-    shapes.add_argument("--module", metavar="PKG:FN", help="names, shapes and ties of the module that FN() returns")
     parser.add_argument("--format", choices=("text", "json", "github"), default="text")
     parser.add_argument("--strict", action="store_true", help="warnings are errors, too")
     parser.add_argument(
@@ -81,6 +80,8 @@ def _errors(findings: Sequence[Any]) -> list[Any]:
 
 def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], str]:
     """What one step of a small model shows to be wrong, nothing when gradients are right; and what ran."""
+    if find_spec("torch") is None:
+        raise SpecError("--numeric needs torch, which is not installed", fix=NO_TORCH, code="E303")
     from shardtensor.cli.model_source import builder_of
     from shardtensor.sharding.numeric import check_numeric
 
@@ -107,19 +108,20 @@ def _bar() -> Any:
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
+    from shardtensor.cli.check_text import checked, print_findings, summary_text
     from shardtensor.plan.findings.report import github_report, json_report
 
     if options.format == "json":
-        more = {"summary": None if summary is None else summary.as_dict(), "numeric": ran}
+        more = {"summary": None, "numeric": ran}
+        if summary is not None:
+            more |= {"summary": summary.as_dict(), "checked": checked(ran)}
         print(json_report(findings, **{key: value for key, value in more.items() if value}))
     elif options.format == "github":
         print(github_report(findings), end="\n" if findings else "")
     else:
-        from shardtensor.cli.check_text import print_findings, print_summary
-
         print_findings(findings)
         if summary is not None:
-            print_summary(summary)
+            print(summary_text(summary, ran))
         if ran:
             told = "every gradient is the dense one" if summary is not None else "what ran"
             print(f"\n{told}: {ran}")

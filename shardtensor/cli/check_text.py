@@ -44,17 +44,21 @@ def counted(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{counts[word]} {word}{'s' * (counts[word] != 1)}" for word in _COLOURS if counts[word])
 
 
-def print_summary(summary: Summary) -> None:
-    """Print what a plan comes to."""
-    print(summary_text(summary))
+def checked(ran: str) -> str:
+    """What a check without errors looked at, and what it did not.
+
+    Args:
+        ran: the step that ran, in words; empty where none did.
+    """
+    return "text, layouts and the values of a small step checked" if ran else "text and layouts checked; values not run"
 
 
-def summary_text(summary: Summary) -> str:
+def summary_text(summary: Summary, ran: str = "") -> str:
     """What a plan comes to, as a few small tables."""
     ranks = f"{summary.world:,} rank{'s' * (summary.world != 1)}"
     of = f" of {summary.model}" if summary.model else ""
     lines = [
-        f"{summary.plan} is right for {ranks} {summary.mesh}: "
+        f"{summary.plan} on {ranks} {summary.mesh}: {checked(ran)}",
         f"{summary.tensors:,} tensors{of}, {summary.parameters:,} parameters",
         "",
         *_table(

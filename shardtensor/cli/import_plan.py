@@ -84,19 +84,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _of_model(path: Path, config: dict[str, Any]) -> Plans:
     """The plans of a model without weights, made by transformers of its configuration."""
+    from shardtensor.cli.transformers_model import transformers_model
+
     try:
-        import torch
-        import transformers
+        model = transformers_model(config)
     except ImportError:
         raise ImportError(
             f"{path} is a model's configuration, and its plan stands in transformers, which is not installed. "
             "Install it, or write the plan to a file where it is: json.dump(model.tp_plan, open(FILE, 'w'))"
         ) from None
-    known = transformers.AutoConfig.for_model(**config)
-    name = next(iter(config.get("architectures") or ()), "")
-    with torch.device("meta"):
-        model_class = getattr(transformers, name, None)
-        model = model_class(known) if model_class else transformers.AutoModel.from_config(known)
     if not model.tp_plan:
         raise ValueError(f"transformers has no tensor-parallel plan for {type(model).__name__}")
     return dict(model.tp_plan), dict(getattr(model, "ep_plan", None) or {}), config

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.models.dims import model_from_dims
+from shardtensor.plan.models.dims import model_from_dims, no_tensors, other_family, refuse_quantised
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
@@ -23,17 +26,29 @@ def resolved_of(path: Any, options: Any) -> Resolved:
     """Return the plan of a path or name, matched to the model that a command's options name.
 
     Args:
-        options: with `model`, `world`, `set` and `safetensors`, and with `module` where the command has it.
+        options: with `model`, `world`, `set`, `safetensors` and `module`.
 
     Raises:
         SpecError, PlanError: the plan, the configuration or the model cannot be read.
     """
     config, source = read_config(options.model)
-    plan = read_plan(path, config=config, world=options.world, params=dict(options.set), config_source=source)
-    module = getattr(options, "module", None)
+    with family_first(options, config, source):
+        plan = read_plan(path, config=config, world=options.world, params=dict(options.set), config_source=source)
     return resolve(
-        plan, model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=module)
+        plan,
+        model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module),
     )
+
+
+@contextmanager
+def family_first(options: Any, config: Mapping[str, Any], source: str) -> Iterator[None]:
+    """Where a plan cannot be read because it is for another family than `config`, the error says that first."""
+    try:
+        yield
+    except SpecError as error:
+        if options.module is None and options.safetensors is None and config:
+            raise other_family(error.sources, config, options.world, source) or error from None
+        raise
 
 
 def model_of(
@@ -44,7 +59,9 @@ def model_of(
     safetensors: str | Path | None = None,
     module: str | None = None,
 ) -> Model:
-    """Return the names and shapes of the tensors that a plan is for. Imports torch only for a `module`.
+    """Return the names and shapes of the tensors that a plan is for.
+
+    Imports torch only for a `module`, and where transformers makes the model of `config`: for a plan without ``dims``.
 
     Args:
         plan: whose ``dims`` lines, and those of ``NAME.dims.shard`` beside it, say them when nothing else does.
@@ -58,11 +75,32 @@ def model_of(
     if module is not None:
         return attrs.evolve(_from_module(module), config=config)
     if safetensors is None:
-        named = model_from_dims(plan, config_source)
-        return named if config else attrs.evolve(named, source="")  # the plan itself says them
+        return _from_text(plan, config, config_source)
     from shardtensor.plan.models.safetensors_shapes import model_from_safetensors
 
     return model_from_safetensors(safetensors, _dims_if_any(plan, config_source), config)
+
+
+def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Model:
+    """The model of the ``dims`` lines; where there are none, that which transformers makes of the config.json."""
+    try:
+        named = model_from_dims(plan, config_source)
+        return named if config else attrs.evolve(named, source="")  # the plan itself says them
+    except SpecError as error:
+        if error.code != "E301" or "model_type" not in config:
+            raise
+    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.sharding.model_info import model_info
+
+    refuse_quantised(config, config_source)
+    try:
+        module = transformers_model(config)
+    except ImportError:
+        facts = {"needed": f"transformers, which makes the model of {config_source}; it is not installed"}
+        raise no_tensors(plan, facts, ["install transformers"]) from None
+    except ValueError as error:
+        raise no_tensors(plan, {"transformers": str(error).partition("\n")[0]}) from None
+    return attrs.evolve(model_info(module, config_source), config=config)
 
 
 def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
@@ -70,7 +108,7 @@ def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
     try:
         return model_from_dims(plan, config_source)
     except SpecError as error:
-        if error.code in ("E104", "E301"):
+        if error.code in ("E104", "E106", "E301"):
             return None
         raise
 
@@ -82,6 +120,8 @@ def builder_of(text: str) -> Callable[[], Any]:
         SpecError: E303, it is not there.
     """
     package, _, name = text.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:  # a command that is installed does not look there by itself
+        sys.path.insert(0, os.getcwd())
     try:
         return getattr(import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:

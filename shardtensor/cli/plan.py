@@ -12,7 +12,7 @@ from typing import Any
 from shardtensor.cli.arguments import add_model_arguments, positive
 from shardtensor.errors import ShardTensorError
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
         "wrong.",
     )
     parser.add_argument("plan", nargs="?", help="a plan file, or the name of one that comes with the package")
-    parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     add_model_arguments(parser)
     parser.add_argument(
         "--batch", type=positive, default=1, metavar="N",
@@ -40,7 +39,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--hardware", default="h100", help="h100, h200, cpu, or a profile's file (default h100)")
     parser.add_argument("--rank", type=int, metavar="R", help="also print what this rank holds")
     parser.add_argument("--search", action="store_true", help="rank the meshes that fit into --memory")
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="of a rank, as 80GiB (default: the hardware's)")
+    parser.add_argument(
+        "--memory", type=_bytes, metavar="SIZE",
+        help="of a rank, as 80GiB (default: the hardware's); exit status 1 where the plan does not fit into it",
+    )  # fmt: skip
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine and write its profile")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.set_defaults(run=run)
@@ -70,17 +72,18 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         (show_search if options.search else show_plan)(report)
-    return 0
+    return int(options.memory is not None and not report.get("fits", True))
 
 
 def _bytes(text: str) -> int:
     """A size such as ``80GiB``.
 
     Example:
-        >>> _bytes("80GiB"), _bytes("1.5 KB"), _bytes("12")
+        >>> _bytes("80GiB"), _bytes("1.5 KB"), _bytes("12 B")
         (85899345920, 1500, 12)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text} is no size; write such as 80GiB")
+        unit = found[1] if found is not None and not found[2] else "80"
+        raise argparse.ArgumentTypeError(f"{text} is no size; give it a unit, as in {unit}GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])

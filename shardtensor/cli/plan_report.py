@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.cli.model_source import model_of, resolved_of
+from shardtensor.cli.model_source import family_first, model_of, resolved_of
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError
 from shardtensor.plan.findings.folding import folded
@@ -41,6 +41,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
+    room = options.memory or profile.memory_bytes
     if options.rank is not None:
         own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
         memory["rank"] = _held(own, options.rank, kept)
@@ -60,6 +61,8 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "mesh": str(plan.axes.mesh),
         "data_ranks": data_ranks(resolved),
         "memory": memory,
+        "memory_bytes": room,
+        "fits": memory["most"]["total"] <= room,
         "collectives": rows,
         "uncounted": [{"where": each.where, "why": each.why} for each in uncounted(resolved)],
         "step": _step(step, batch),
@@ -80,8 +83,9 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     """
     profile = read_profile(options.hardware)
     (config, source), params = read_config(options.model), dict(options.set)
-    head = readable_plan(options.plan, config=config, world=options.world, params=params)
-    model = model_of(head, config=config, config_source=source, safetensors=options.safetensors)
+    with family_first(options, config, source):
+        head = readable_plan(options.plan, config=config, world=options.world, params=params)
+    model = model_of(head, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     batch = Batch(options.batch * options.world, options.seq, options.dtype or model.dtype)
     choices = search(
         options.plan, model, config=config, world=options.world, params=params, batch=batch, profile=profile,

@@ -28,7 +28,12 @@ def show_plan(report: dict[str, Any]) -> None:
         if any(held[name] for held in columns.values()):
             table.add_row(name, *(say_bytes(held[name], 2) for held in columns.values()))
     console.print(table)
-    console.print("activations are an estimate; nothing is taken to be computed again\n", style="dim")
+    console.print("activations are an estimate; nothing is taken to be computed again", style="dim")
+    needed, room = say_bytes(memory["most"]["total"], 2), say_bytes(report["memory_bytes"], 2)
+    if report["fits"]:
+        console.print(f"fits into {room}\n", highlight=False)
+    else:
+        console.print(f"does not fit: a rank needs {needed} of {room}\n", style="bold red", highlight=False)
     table = _table(
         "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where", "why"
     )

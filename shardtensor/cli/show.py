@@ -33,7 +33,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--mesh", metavar="AXES", help='the ranks, for a spec: "dp=2, tp=4"')
     parser.add_argument("--dtype", default="float32", help="of the elements, for a spec (default float32)")
     add_model_arguments(parser)
-    parser.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
     parser.add_argument("--tensor", default="", metavar="PATTERN", help="only these tensors, as plans name them")
     parser.add_argument(
         "--to", "--reshard", action="append", default=[], metavar="SPEC",
@@ -100,7 +99,7 @@ def _scene_of_plan(options: argparse.Namespace) -> Scene:
     from shardtensor.cli.scene import scene_of_plan
 
     scene = scene_of_plan(resolved_of(options.what, options), str(options.what), pattern=options.tensor, to=options.to)
-    return attrs.evolve(scene, subject=options.safetensors or options.model or "")
+    return attrs.evolve(scene, subject=options.safetensors or options.module or options.model or "")
 
 
 def _print_findings(scene: Scene) -> int:

@@ -245,7 +245,7 @@ def _memory_rows(held: RankBytes, most: int) -> Iterator[tuple[RenderableType, .
         if size:
             name = "optimizer (adamw)" if kind == "optimizer" else kind
             yield name, say_bytes(size), _bar(size, most)
-    yield Text("together"), Text(say_bytes(held.total), style="bold"), ""
+    yield Text("together, without activations"), Text(say_bytes(held.total), style="bold"), ""
 
 
 def _reshard(reshard: Reshard) -> RenderableType:

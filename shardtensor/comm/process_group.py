@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _world
 from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
 from shardtensor.comm.group import Group, LoneGroup
 from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
+from shardtensor.comm.untraced import untraced
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh
 
@@ -82,6 +83,7 @@ def world_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
+@untraced("a group is looked up, or made, once: make the first sharded tensor outside of the graph")
 def _find_group(where: Any) -> Group:
     if isinstance(where, dist.ProcessGroup):
         forget_destroyed()

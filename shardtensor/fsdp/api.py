@@ -64,8 +64,9 @@ def fully_shard(
         ignored_params: parameters that stay whole and plain on every rank.
         policy: of the modules inside, make those units first that it says True of, as `ModuleWrapPolicy` does.
         mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
-            process group; names of axes of the default mesh (``"dp"``); None for the default group. Parameters that are
-            sharded over other axes of the same mesh, as in tensor parallelism, are cut further: `[tp, -] flat(dp)`.
+            process group; names of axes of the default mesh (``"dp"``, or ``"rep*dp"`` to repeat along the first); None
+            for the default group. Parameters that are sharded over other axes of the same mesh, as in tensor
+            parallelism, are cut further: `[tp, -] flat(dp)`.
         shard_placement_fn: how a parameter is cut over the data ranks. None or ``"flat(dp)"``: its range ends anywhere;
             ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at multiples of 16
             elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 holds it whole.

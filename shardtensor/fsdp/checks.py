@@ -14,6 +14,7 @@ from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import unit_of
 from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.replacing import drop_weak_references
 
 
 def check(modules: Sequence[nn.Module], entries: Sequence[Entry], policy: MixedPrecisionPolicy) -> None:
@@ -93,9 +94,7 @@ def _check_changeable(entry: Entry) -> None:
     """Try to swap the parameter's contents, both ways: what will be done to all of them once all ranks agree."""
     param: Any = entry.param
     for owner, _ in entry.homes:
-        if isinstance(owner, nn.RNNBase):  # they look after their parameters by weak references, made anew when needed
-            owner._flat_weight_refs = [_gone() if ref is not None else None for ref in owner._flat_weight_refs]
-            owner.flatten_parameters = _nothing  # type: ignore[method-assign]  # it would move what they are given
+        drop_weak_references(owner, [param])
     dummy = torch.empty(0)
     try:
         torch.utils.swap_tensors(param, dummy)
@@ -106,11 +105,3 @@ def _check_changeable(entry: Entry) -> None:
             {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(param))},
             "call fully_shard before the first forward, or drop its results (and compiled modules) first",
         ) from error
-
-
-def _gone() -> weakref.ref[Any]:
-    return weakref.ref(torch.empty(0))
-
-
-def _nothing() -> None:
-    """What ``flatten_parameters`` does where parameters are gathered into memory of their own."""

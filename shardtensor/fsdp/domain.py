@@ -46,11 +46,13 @@ class Domain:
 
         Args:
             mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
-                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``, as for `data_parallel`.
+                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``; ``("rep", "dp")`` is the same.
 
         Raises:
             LayoutError: it has more axes, or this rank is not in it.
         """
+        if isinstance(mesh, tuple | list) and mesh and all(isinstance(name, str) for name in mesh):
+            mesh = "*".join(mesh)
         whole = _named(mesh) if isinstance(mesh, str) else as_group(mesh)
         if whole.index < 0:
             raise LayoutError(
@@ -79,7 +81,7 @@ class Domain:
 
 def _named(text: str) -> Group:
     """The ranks along axes of the default mesh."""
-    world, names = as_group(None), tuple(name.strip() for name in text.split("*"))
+    world, names = as_group(None), tuple(name.strip() for name in text.replace(",", "*").split("*"))
     grid = world.mesh
     unknown = [name for name in names if grid is None or name not in grid.names]
     if grid is None or unknown:
@@ -87,7 +89,7 @@ def _named(text: str) -> Group:
             f'there is no axis "{unknown[0]}": the default group has '
             + ("no named axes" if grid is None else f"the axes {', '.join(grid.names)}"),
             {"mesh": text},
-            'pass the DeviceMesh of the data ranks, mesh["dp"]',
+            'pass the DeviceMesh of the data ranks, mesh["dp"], or names of axes, "dp" or "rep*dp"',
         )
     team = world.axis(*names)
     axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardtensor.comm.group import Pending
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.carry import Carry, Grads
 from shardtensor.fsdp.domain import Domain
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from shardtensor.fsdp.convoy import Convoy
 
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
+
+UNCOMPILED = (
+    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
+)
 
 
 class Flat(FlatGradients):
@@ -293,6 +298,7 @@ class _Gathered(torch.autograd.Function):
         return tuple(part.detach() for parts, mask in each for part, trains in zip(parts, mask, strict=True) if trains)
 
     @staticmethod
+    @untraced(UNCOMPILED)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
         if torch.is_grad_enabled():
             raise RuleError(

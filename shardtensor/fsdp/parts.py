@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
+from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp.entry import Entry
-from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.flat import UNCOMPILED, Flat
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, part_of
 from shardtensor.plan.match.units import LARGE
@@ -121,6 +122,7 @@ class _Borrowed(torch.autograd.Function):
         return _whole(flat, number)
 
     @staticmethod
+    @untraced(UNCOMPILED)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         flat = ctx.flat
         grads: list[torch.Tensor | None] = [None] * len(flat.shells)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp import memory
-from shardtensor.fsdp.flat import Flat, written_too_early
+from shardtensor.fsdp.flat import UNCOMPILED, Flat, written_too_early
 from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.parts import Lender
 from shardtensor.fsdp.passage import Passage
@@ -328,6 +329,7 @@ class Schedule:
         if not (unit.is_at_hand or unit.skips_backward):
             self._visit(unit)
 
+    @untraced(UNCOMPILED)
     def touch(self, grad: torch.Tensor | None = None) -> None:
         """Take part in a backward, though it may go through no unit here; as a hook on a tensor, for one."""
         if self._is_backward and self._ending() is None:
@@ -373,6 +375,7 @@ class Schedule:
         self._show_shells()
         self.reductions.drop()
 
+    @untraced(UNCOMPILED)
     def _end_backward(self) -> None:
         self._show_shells()
         assert self._passage is not None
@@ -384,13 +387,12 @@ class Schedule:
             self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
             raise
         self.gathers.join()
-        kept = self._keep_gathered() if self.keeps_some or self._kept else ()
+        kept = set(self._keep_gathered()) if self.keeps_some or self._kept else ()
         for unit in self.units:
             unit.is_gathered = unit in kept
 
     def _keep_gathered(self) -> list[Unit]:
         """Keep what is to stay gathered after a backward."""
-        units = [unit for unit in self.units if unit.keeps_after_backward or unit in self._kept]
-        kept = [unit for unit in units if unit.is_gathered]
+        kept = [u for u in self.units if u.is_gathered and (u.keeps_after_backward or u in self._kept)]
         self._kept.keep_only(kept)
         return kept

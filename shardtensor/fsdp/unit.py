@@ -10,22 +10,18 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Pending
+from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.flat import UNCOMPILED, Flat
 from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, held_apart, with_hook
 from shardtensor.fsdp.versions import Versions, watch_backward
 from shardtensor.plan.match.units import SMALL
-from shardtensor.tensor.untraced import untraced
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.schedule import Schedule
-
-UNCOMPILED = (
-    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
-)
 
 
 class Unit:
@@ -262,6 +258,7 @@ class Unit:
         if not self.is_running:
             self.show_shells()
 
+    @untraced(UNCOMPILED)
     def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
         assert self.schedule is not None
         self.schedule.before_backward(self, generation)

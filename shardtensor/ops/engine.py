@@ -164,7 +164,7 @@ def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
         if isinstance(x, ShardedTensor) and x._group is not group:
             if group is not None:
                 raise RuleError(
-                    f"{name}: the operands live on different process groups",
+                    f"{name}: All distributed tensors should use the same ProcessGroup if used together in an op.",
                     {"one": _say_group(group), "other": _say_group(x._group)},
                     "make them on one group, or call full_tensor() on one of them",
                 )

@@ -14,7 +14,8 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import Layout
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.ops.lanes import in_lanes
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
@@ -40,7 +41,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
         places = [i for i, x in enumerate(operands) if isinstance(x, _LISTS) and x and isinstance(x[0], torch.Tensor)]
-        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place)
+        bring = _step_column if is_step else _column
+        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place, bring)
         if locals_ is None:
             return fall_back(func, args, kwargs)
         for i, tensors in zip(places, locals_, strict=True):
@@ -51,6 +53,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
         if in_place:
             if is_step:  # these kernels count no version, which autograd and fully sharded modules go by
                 torch._C._increment_version(locals_[0])
+                for i, tensors in zip(places, locals_, strict=True) if columns else ():
+                    _write_back((*args, *kwargs.values())[i], tensors, args[0])
             for tensors in args if is_step else args[:1]:
                 wrote_each(tensors if isinstance(tensors, list | tuple) else ())
             return args[0] if out is not None and args else out
@@ -62,7 +66,9 @@ def on_lists(func: Any) -> Callable[..., Any]:
 Column = tuple[Layout, Group] | None
 
 
-def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
+def _aligned(
+    name: str, lists: list[Tensors], in_place: bool, bring: Callable[..., tuple[list[torch.Tensor], Column] | None]
+) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
     """Local tensors that belong together at every place of the lists, and what the results there are part of."""
     layouts = list(map(_layouts_of, lists))
     first = layouts[0]
@@ -76,7 +82,7 @@ def _aligned(name: str, lists: list[Tensors], in_place: bool) -> tuple[list[list
         return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
-        found = _column(name, column, in_place)
+        found = bring(name, column, in_place)
         if found is None:
             return None, []
         columns.append(found[1])
@@ -125,6 +131,54 @@ def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tupl
             x = x.full_tensor() if isinstance(x, ShardedTensor) else x
             locals_.append(x if x.dim() == 0 else part(x.expand(shape), layout, group))
     return locals_, (layout, group)
+
+
+def _step_column(
+    name: str, column: tuple[torch.Tensor, ...], in_place: bool
+) -> tuple[list[torch.Tensor], Column] | None:
+    """Bring what a fused step reads and writes for one parameter to the parameter's layout.
+
+    State that has another layout, as after a load, is laid out as the parameter from then on: the kernel writes into
+    it. A plain tensor stays plain, and is written by `_write_back`.
+    """
+    param, group = column[0], next((x._group for x in column if isinstance(x, ShardedTensor)), None)
+    if group is None:
+        return list(column), None
+    if isinstance(param, ShardedTensor):
+        if param._layout.partial:
+            refuse_partial_write(param, name)
+        layout: Layout = param._layout
+        group = param._group
+    else:
+        layout = replicated(tuple(param.shape), group.ranks)
+    locals_ = []
+    for x in column:
+        if not x.dim() and param.dim():
+            locals_.append(x.full_tensor() if isinstance(x, ShardedTensor) else x)  # a count of steps
+        elif x.shape != param.shape:
+            raise RuleError(
+                f"{name}: a parameter and its state or gradient differ in shape",
+                {"parameter": tuple(param.shape), "other": tuple(x.shape)},
+                "load a state dict of this model; whole tensors have the global shape",
+            )
+        elif not isinstance(x, ShardedTensor):
+            local = part(x, layout, group)
+            locals_.append(x if layout.is_whole_on_all(group.size) else local.clone())
+        else:
+            if x._layout != layout:
+                local = local_as(x, layout, group).detach()
+                x._local = local.clone(memory_format=torch.contiguous_format)
+                x._layout, x._group, x._spec, x._placements = layout, group, None, None
+            locals_.append(x._local)
+    return locals_, None
+
+
+def _write_back(tensors: Tensors, locals_: list[torch.Tensor], params: Tensors) -> None:
+    """Copy what a fused step wrote into parts of plain tensors to the tensors themselves, on every rank."""
+    for x, local, param in zip(tensors, locals_, params, strict=True):
+        if local is not x and not isinstance(x, ShardedTensor):
+            assert isinstance(param, ShardedTensor)
+            x.copy_(wrap(local, param._layout, None, param._group))
 
 
 _REDUCE = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"})

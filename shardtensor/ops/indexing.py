@@ -55,7 +55,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
     if isinstance(result, ShardedTensor) and result._origin is not None:
-        result._source = (input, index)  # type: ignore[assignment]
+        result._source = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
     return result
 
 

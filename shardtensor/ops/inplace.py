@@ -32,6 +32,7 @@ from shardtensor.tensor.dispatch import (
 )
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
 from shardtensor.tensor.teams import along
+from shardtensor.tensor.torch_sharded import from_torch_sharded_tensor, is_torch_sharded
 
 
 def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +126,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if not isinstance(input, ShardedTensor):
         assert isinstance(src, ShardedTensor)
         return input.copy_(src.full_tensor(), non_blocking)
+    if is_torch_sharded(src):
+        src = from_torch_sharded_tensor(src)
     if written_through(input, lambda row: row.copy_(src, non_blocking)):
         return input
     refuse_lost_write(input, "copy_")
@@ -178,17 +181,17 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into what `input` is an indexed copy of; False where it is no such copy.
+    """Write into what `input` is a copy of; False where it is none, or no copy of indexed or transposed values.
 
-    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold: what was indexed is read anew,
-    changed and assigned back. All ranks of the group call it.
+    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
+    the values are read anew, changed and written back. All ranks of the group call it.
     """
     if not isinstance(input, ShardedTensor) or input._origin is None or input._source is None:
         return False
-    source, index = input._source
-    changed = source[index].clone()
+    read, write = input._source
+    changed = read().clone()
     change(changed)
-    source[index] = changed
+    write(changed)
     return True
 
 

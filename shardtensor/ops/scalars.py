@@ -68,9 +68,14 @@ def format_(input: ShardedTensor, format_spec: str) -> str:
 
 @implements(torch.equal, torch.Tensor.equal)
 def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and elements, whatever their layouts; the same answer on every rank."""
+    """Whether two tensors have the same shape and elements, whatever their layouts; the same answer on every rank.
+
+    Ranks outside of the group of both take no part in the answer, and get True.
+    """
     if input.shape != other.shape:
         return False
+    if _are_elsewhere(input, other):
+        return True
     if input.dtype != other.dtype:  # some versions of torch refuse these
         torch.equal(torch.empty(0, dtype=input.dtype), torch.empty(0, dtype=other.dtype))
     return bool((input == other).all())
@@ -80,5 +85,12 @@ def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
 def allclose(
     input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Whether all elements are close; the same answer on every rank."""
+    """Whether all elements are close; the same answer on every rank, and True on ranks outside as of `equal`."""
+    if _are_elsewhere(input, other):
+        return True
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
+
+
+def _are_elsewhere(input: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are sharded over groups that this rank is not a member of."""
+    return all(isinstance(x, ShardedTensor) and x._group.index < 0 for x in (input, other))

@@ -83,7 +83,13 @@ def _permuting(func: Any) -> Callable[..., Any]:
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
         if not isinstance(x._layout, CutLayout):
-            return copied(func, (input, *args), kwargs)
+            result = copied(func, (input, *args), kwargs)
+            inverse = sorted(range(x.dim()), key=order.__getitem__)
+            result._source = (
+                lambda: func(input, *args, **kwargs),
+                lambda changed: input.copy_(changed.permute(inverse)),
+            )
+            return result
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:

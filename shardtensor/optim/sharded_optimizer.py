@@ -16,6 +16,7 @@ from torch import nn, optim
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
@@ -197,6 +198,7 @@ class ShardedOptimizer(optim.Optimizer):
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
+    @untraced("leaves and state are followed between steps, not in a graph: compile the forward")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient; return the closure's loss, or None.
 

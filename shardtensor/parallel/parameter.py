@@ -21,6 +21,7 @@ from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.replacing import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.steps import take
 
@@ -61,9 +62,11 @@ def shard_parameter(
     shell, tensor = _sharded(
         f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group
     )
+    owner = module.get_submodule(param_name.rpartition(".")[0])
+    drop_weak_references(owner, [tensor])
     become(tensor, shell)
     if tensor.is_meta:
-        load_keeps_layouts(module.get_submodule(param_name.rpartition(".")[0]), as_group(process_group))
+        load_keeps_layouts(owner, as_group(process_group))
 
 
 def shard_tensor(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.modules import is_below
 from shardtensor.plan.match.patterns import unwrapped
@@ -18,7 +19,6 @@ from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import wrap
-from shardtensor.tensor.untraced import untraced
 
 UNCOMPILED = (
     "`use cross_entropy()` makes one ShardedTensor of the logits, which no graph takes: compile what stands before the "

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import nn
 
+from shardtensor.spec.dataclass_fields import with_dataclass_fields
 from shardtensor.spec.nodes import ShardingSpec
 
 
@@ -22,6 +23,7 @@ class Sharder(abc.ABC):
         """
 
 
+@with_dataclass_fields()
 @attrs.define
 class ShardingPlan:
     """How to shard a module, as ``torch.distributed._shard.sharding_plan`` says it.

@@ -188,8 +188,8 @@ def _targets(
         try:
             names, tensor = find(module, name)
             known = found.get(id(tensor))
+            layout = None if shards_itself(spec) else bound(spec, tensor, group, names, src_rank)
             if known is None:
-                layout = None if shards_itself(spec) else bound(spec, tensor, group, names, src_rank)
                 device = tensor.device if layout is None else device_for(spec, group, tensor.device)
                 found[id(tensor)] = Target((name,), tensor, spec, layout, device)
                 continue
@@ -197,6 +197,12 @@ def _targets(
             fault, *facts = str(error).splitlines()
             kind = LayoutError if isinstance(error, SpecError) else type(error)
             raise kind("\n".join([f"{name}: {fault}", *facts, f"  rule  {pattern}: {spec}"])) from None
-        _refuse_two(f"{known.names[0]}, which is also {name}", pattern, spec, (known.names[0], known.spec), {})
+        # an embedding's "vocab" is a head's "out": specs may differ where layouts do not
+        if known.spec != spec and (layout is None or layout != known.layout):
+            raise PlanError(
+                f"two rules shard `{known.names[0]}`, which is also `{name}`",
+                {known.names[0]: known.spec, pattern: spec},
+                f"give both the same cut, or drop the one of `{name}`: it is the same tensor",
+            )
         found[id(tensor)] = attrs.evolve(known, names=(*known.names, name))
     return found.values()

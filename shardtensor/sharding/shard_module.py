@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import become
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
+from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch, hugging_face_hooks, logits  # noqa: F401  (their hooks register themselves)
 from shardtensor.sharding.counts import count_as_before
@@ -29,12 +31,13 @@ from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.placing import own_device
+from shardtensor.tensor.replacing import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 def shard_module(
     module: nn.Module,
-    plan: Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder],
+    plan: Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder] | str | Path,
     src_rank: int = 0,
     process_group: Any = None,
 ) -> nn.Module:
@@ -51,6 +54,7 @@ def shard_module(
         plan: a `Plan`, as ``load_plan`` reads it from a file and `Plan.from_rules` makes it: how each tensor lies on a
             mesh over all ranks, and all else it says: what it stores is fully sharded, gradients are averaged over its
             data axes, hooks are set. Tensors that it keeps whole stay plain ones.
+            Or the path or the name of a plan file, such as ``"llama"``, which is read for ``module.config``.
             Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule alone: a pattern of names
             to a spec, its text, or a `Sharder`. ``*`` stands for one segment of a name, ``**`` for any number,
             ``{a,b}`` for one of those. The pattern of a module stands for all tensors below it, and may stand before a
@@ -65,6 +69,7 @@ def shard_module(
             ranks call this. A `Plan` makes its mesh over them by itself.
 
     Raises:
+        SpecError: (a ValueError) a plan file cannot be read, or not for this module's configuration.
         PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, two rules contradict each other, a flow
             contradicts a weight, or a local value would reach a module that does not expect it.
         MissingParameterError: (an AttributeError) a pattern matches nothing.
@@ -79,6 +84,8 @@ def shard_module(
     """
     group, found, facts, fault = as_group(process_group), None, {"src_rank": str(src_rank)}, None
     try:
+        if isinstance(plan, str | Path):
+            plan = load_plan(plan, config=_config(module), world=group.size)
         found = _work(module, plan, group, src_rank)
         found.settled(Binder(found.group, is_dry=True))
         facts |= found.facts()
@@ -91,6 +98,7 @@ def shard_module(
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
+    drop_weak_references(module, [target.tensor for target in found.targets])
     _become_all([target.tensor for target in found.targets], shells)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
@@ -106,6 +114,12 @@ def shard_module(
     if found.keeping is not None:
         found.keeping.apply(module, group)
     return module
+
+
+def _config(module: nn.Module) -> Any:
+    """The configuration that a module keeps, as those of Hugging Face do; None where it keeps none."""
+    config = getattr(module, "config", None)
+    return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
 
 
 def _work(module: nn.Module, plan: Any, group: Group, src_rank: int) -> Work:
@@ -145,6 +159,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
         whole = whole.clone() if whole is shell._local or whole._is_view() else whole
         is_parameter = isinstance(shell, nn.Parameter)
         wholes.append(nn.Parameter(whole, shell.requires_grad) if is_parameter else whole.detach())
+    drop_weak_references(module, shells.values())
     _become_all(list(shells.values()), wholes)
     for tensor, grad in zip(shells.values(), grads, strict=True):
         tensor.grad = grad

@@ -12,6 +12,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.spec.atoms import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.boxes import find_overlap
+from shardtensor.spec.dataclass_fields import with_dataclass_fields
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.spec.placements import Placements
@@ -27,6 +28,7 @@ class PlacementSpec:
     __slots__ = ()
 
 
+@with_dataclass_fields()
 @attrs.frozen(cache_hash=True)
 class DevicePlacementSpec(PlacementSpec):
     """An entity on one device.
@@ -64,6 +66,7 @@ def _place(place: Any) -> Placement | None:
     return None if place is None else parse_placement(place)
 
 
+@with_dataclass_fields()
 @attrs.define(eq=False)
 class ShardMetadata:
     """A box of a tensor and where it lives. Mutable, as torch's: a spec copies it on entry.
@@ -154,6 +157,7 @@ def _assign(spec: Any, attribute: attrs.Attribute, value: Any) -> Any:
     return getattr(attrs.evolve(spec, **{attribute.name: value}), attribute.name)
 
 
+@with_dataclass_fields()
 @attrs.define(unsafe_hash=True, on_setattr=_assign)
 class ChunkShardingSpec(ShardingSpec):
     """One dim cut into one chunk per placement, by the sizes of ``torch.chunk`` (the last ones may be short or empty).
@@ -190,6 +194,7 @@ class ChunkShardingSpec(ShardingSpec):
         return f"chunk(dim={self.dim}, placements={self.placements!r}{sizes})"
 
 
+@with_dataclass_fields()
 @attrs.frozen(cache_hash=True)
 class GridShardingSpec(ShardingSpec):
     """Every dim cut into so many chunks, by the sizes of ``torch.chunk``; pieces dealt to placements row-major.
@@ -220,6 +225,7 @@ class GridShardingSpec(ShardingSpec):
         return f"grid(splits={tuple_text(self.splits)}, placements={self.placements!r})"
 
 
+@with_dataclass_fields("shards")
 @attrs.frozen(init=False, repr=False)
 class EnumerableShardingSpec(ShardingSpec):
     """Every shard written out: any boxes that do not overlap.

@@ -106,6 +106,9 @@ class Only:
         return f"only({self.axis}, {self.index})"
 
 
+_REDUCTION_FIX = f"write one of {', '.join(REDUCTIONS)}; several axes are one product: `partial(a*b)`"
+
+
 @attrs.frozen(cache_hash=True)
 class Partial:
     """Each rank along `axes` holds an addend; `op` is ``sum``, ``avg``, ``max`` or ``min``."""
@@ -116,7 +119,7 @@ class Partial:
     @op.validator
     def _known(self, _: Any, op: object) -> None:
         if op not in REDUCTIONS:
-            raise SpecError(f"no reduction is called {op!r}", fix=f"write one of {', '.join(REDUCTIONS)}", code="E102")
+            raise SpecError(f"no reduction is called {op!r}", fix=_REDUCTION_FIX, code="E102")
 
     def __str__(self) -> str:
         return f"partial({'*'.join(self.axes)}{f', op={self.op}' * (self.op != 'sum')})"

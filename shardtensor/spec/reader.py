@@ -224,6 +224,7 @@ class Reader:
             if kind.startswith("number") or data == "call":
                 why = "a spec read alone has no names in scope: its numbers are written out"
                 fix = nearest(names[0], ["row"] if kind == "number or row" else []) or f"write `{word.usage}`"
+                fix += f"; several axes are one product: `{word.name}(a*b)`" * (kind == "number or row")
                 raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
         if kind == "numbers" and data == "tuple":
             return tuple(self.argument("number", child, word) for child in node.children)

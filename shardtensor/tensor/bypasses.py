@@ -42,6 +42,7 @@ def refusal_below(func: Any) -> RuleError:
 _USUAL_CAUSES = (
     "torch.func transforms (grad, vjp, jvp, vmap, ...) over sharded operands,",
     "torch.compile over sharded operands, wrappers of modules that broadcast or flatten parameters,",
+    "a sharded gradient for a plain tensor: y.backward(gradient) needs gradient.full_tensor(),",
     "code that disables __torch_function__",
 )
 _UNSHARD = "unshard_module(module) makes its parameters plain"

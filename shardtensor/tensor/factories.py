@@ -13,18 +13,20 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.binding import bind_to
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import draw
-from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.placing import device_asked, device_for
 from shardtensor.tensor.random import Sample
 from shardtensor.tensor.remote import share
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str
+_UNCOMPILED = "a graph makes no ShardedTensor: compile the parts that work on plain values"
 
 
 class Options(TypedDict, total=False):
@@ -32,6 +34,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         dtype: of the elements; torch's default dtype when None.
+        device: of this rank's part, for a spec that names axes; when None, that of the ``torch.device`` context, else
+            the group's. A spec that names devices decides by itself, and takes only their kind, or ``"meta"``, here.
         requires_grad: whether autograd follows the tensor.
         pin_memory: page-lock this rank's part (CPU placements).
         process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
@@ -40,6 +44,7 @@ class Options(TypedDict, total=False):
     """
 
     dtype: torch.dtype | None
+    device: torch.device | str | int | None
     requires_grad: bool
     pin_memory: bool
     process_group: Any
@@ -57,11 +62,13 @@ def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sh
         options: see `Options`.
 
     Raises:
-        LayoutError: (a ValueError) the spec does not fit the shape or the ranks.
+        LayoutError: (a ValueError) the spec does not fit the shape or the ranks, or names other devices than `device`.
 
     Example:
         >>> empty("[tp, -]", 4, 6).shape
         torch.Size([4, 6])
+        >>> empty("[tp, -]", 4, 6, device="meta").device
+        device(type='meta')
     """
     return _make(sharding_spec, size, options, _empty)
 
@@ -96,6 +103,7 @@ def randn(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sh
     return _make(sharding_spec, size, options, _drawn(lambda t, generator: t.normal_(generator=generator)))
 
 
+@untraced(_UNCOMPILED)
 def distribute(
     tensor: torch.Tensor, sharding_spec: SpecLike, *, process_group: Any = None, requires_grad: bool | None = None
 ) -> ShardedTensor:
@@ -153,6 +161,7 @@ def _drawn(sample: Sample) -> Maker:
     return make
 
 
+@untraced(_UNCOMPILED)
 def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker: Maker) -> ShardedTensor:
     if options:
         _refuse_what_is_not_plain(**options)
@@ -162,8 +171,10 @@ def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker:
             "a new tensor cannot be partial", {"spec": str(spec)}, "make it whole, or use init_from_local_tensor"
         )
     dtype = options.get("dtype") or torch.get_default_dtype()
+    asked = options.get("device")
+    device = device_for(spec, group) if asked is None else device_asked(spec, group, torch.device(asked))
     with torch.no_grad():
-        local = maker(layout, group, dtype, device_for(spec, group), options.get("pin_memory", False))
+        local = maker(layout, group, dtype, device, options.get("pin_memory", False))
     if options.get("requires_grad"):
         local.requires_grad_()
     tensor = wrap(local, layout, spec, group)

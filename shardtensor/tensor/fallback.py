@@ -54,7 +54,11 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if name in SHOWS_MEMORY or getattr(func, "__name__", "") == "__set__":
         raise RuleError(
             f"{name_of(func)} is not supported for ShardedTensor: no rank holds the whole of it in memory",
-            fix=["local_tensor() or local_shards() for this rank's part", "full_tensor() for the whole"],
+            fix=[
+                "local_tensor() or local_shards() for this rank's part",
+                "full_tensor() for the whole",
+                "shardtensor.full_state_dict(model), called by all ranks, to save a model whole",
+            ],
         )
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise RuleError(

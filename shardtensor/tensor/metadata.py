@@ -7,9 +7,11 @@ from typing import Any
 import attrs
 import torch
 
+from shardtensor.spec.dataclass_fields import with_dataclass_fields
 from shardtensor.spec.devices import ShardMetadata
 
 
+@with_dataclass_fields()
 @attrs.define
 class TensorProperties:
     """dtype, layout and the like, equal on every rank."""
@@ -39,6 +41,7 @@ def _in_any_order(shards: list[ShardMetadata]) -> list[tuple[Any, ...]]:
     return sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards)
 
 
+@with_dataclass_fields()
 @attrs.define
 class ShardedTensorMetadata:
     """The shards of all ranks, the global size and the properties: a copy, free to change.

@@ -13,6 +13,7 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.layout.route import route
@@ -75,6 +76,7 @@ class _Moved(torch.autograd.Function):
         return out.detach() if is_own else out  # autograd lets nobody write into a view that a Function returns
 
     @staticmethod
+    @untraced("a ShardedTensor is moved outside of graphs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)

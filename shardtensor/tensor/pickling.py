@@ -1,5 +1,9 @@
 """Pickling: ``pickle``, ``torch.save`` and ``torch.load``, with ``weights_only=True`` too.
 
+For ``weights_only`` the package is imported after torch, or any of its names that needs torch is (``from shardtensor
+import ShardedTensor``). Where a program has ``import shardtensor`` alone before ``import torch``, torch refuses the
+file until the first such name is used: importing the package does not import torch, and torch asks nobody.
+
 A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
 reads them back, under `load_with_process_group` or on the default group. Nothing is sent, but that a tensor made with
 ``init_rrefs=True`` is shown over RPC again, as torch does.
@@ -11,6 +15,7 @@ from typing import Any
 
 import torch
 
+import shardtensor
 from shardtensor.comm.group import Group
 from shardtensor.comm.regain import Grid, Place, grid_of, place_of, regained
 from shardtensor.errors import LayoutError, RuleError
@@ -38,7 +43,7 @@ def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
         local = local.detach().clone().requires_grad_(local.requires_grad)
     where = grid_of(group), place_of(group)
     state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), *where, attributes_of(tensor))
-    return rebuild, state if tensor._remote is None else (*state, True)
+    return shardtensor._rebuild, state if tensor._remote is None else (*state, True)
 
 
 def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
@@ -94,4 +99,4 @@ def _check_shape(local: torch.Tensor, layout: Layout, group: Group) -> None:
 
 
 ShardedTensor.__reduce_ex__ = reduce  # type: ignore[method-assign,assignment]
-torch.serialization.add_safe_globals([rebuild])
+torch.serialization.add_safe_globals([shardtensor._rebuild])

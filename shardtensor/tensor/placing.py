@@ -46,15 +46,49 @@ def present(placement: Placement) -> torch.device:
     """The device of a placement, with its index, checked to be there."""
     kind, index = placement.device_type, placement.device_index
     if kind == "cuda":
-        count = torch.cuda.device_count()
-        if not count or (index is not None and index >= count):
-            raise LayoutError(
-                f"there is no device {placement.device()} here",
-                {"placement": str(placement), "cuda devices": count},
-                "name a device that this rank's machine has" if count else f'write "rank:{placement.rank()}/cpu"',
-            )
+        _check_cuda(placement.device(), {"placement": str(placement)}, f'write "rank:{placement.rank()}/cpu"')
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -> None:
+    """Raise unless this machine has a device. `without_any` is the way out of a machine without GPUs."""
+    count = torch.cuda.device_count()
+    if not count or (device.index or 0) >= count:
+        raise LayoutError(
+            f"there is no device {device} here",
+            {**facts, "cuda devices": count},
+            "name a device that this rank's machine has" if count else without_any,
+        )
+
+
+def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
+    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own.
+
+    Raises:
+        LayoutError: it is not there, or the spec names devices by itself, and not only of that kind.
+    """
+    kinds = _named_kinds(spec)
+    if kinds and device.type != "meta":
+        if kinds != {device.type} or device.index is not None:
+            raise LayoutError(
+                f"device={device} is asked of a spec that names the device of each rank",
+                {"spec": str(spec)},
+                "leave device= out, or write a spec of axes, as [tp, -]",
+            )
+        return device_for(spec, group)
+    if device.type == "cuda":
+        _check_cuda(device, {}, 'write device="cpu"')
+    return own_device(device.type) if device.index is None else device
+
+
+def _named_kinds(spec: ShardingSpec) -> set[str]:
+    """The kinds of devices that a spec names, of all ranks; empty for specs of axes."""
+    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+        return {run.first.device_type for run in spec.placements.runs}
+    if isinstance(spec, EnumerableShardingSpec):
+        return {box.placement.device_type for box in spec.boxes if box.placement is not None}
+    return set()
 
 
 def own_device(kind: str) -> torch.device:

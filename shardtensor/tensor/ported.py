@@ -5,6 +5,7 @@ They do as torch's do; `init_from_local_shards` and `init_from_local_tensor` are
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.infer import infer_sharding_spec
 from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.factories import as_shape, empty
 from shardtensor.tensor.init_local import init_from_local_shards, init_from_local_tensor, leaf_of
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.placing import mesh_of
@@ -33,7 +36,7 @@ from shardtensor.tensor.shard import Shard
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
-class ShardedTensorBase:
+class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTensors too)
     """Shards and what they are shards of, in one process, without a process group or any operation.
 
     Example:
@@ -45,8 +48,20 @@ class ShardedTensorBase:
         (torch.Size([4]), 1)
     """
 
-    def __init__(self, local_shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec) -> None:
-        self._local_shards, self._metadata, self._sharding_spec = local_shards, metadata, spec
+    def __init__(
+        self,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        """Say where the shards of a spec lie, and hold none yet; the spec is one that names devices."""
+        properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
+        self._sharding_spec = as_spec(sharding_spec)
+        self._metadata = self._sharding_spec.build_metadata(as_shape(size), properties)
+        self._local_shards: list[Shard] = []
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -60,7 +75,10 @@ class ShardedTensorBase:
         _check_metadata(sharded_tensor_metadata)
         validate_non_overlapping_shards_metadata(shards)
         check_tensor(shards, sharded_tensor_metadata.size)
-        return cls(local_shards, sharded_tensor_metadata, sharding_spec or infer_sharding_spec(shards))
+        base = cls.__new__(cls)
+        base._local_shards, base._metadata = local_shards, sharded_tensor_metadata
+        base._sharding_spec = sharding_spec or infer_sharding_spec(shards)
+        return base
 
     def local_shards(self) -> list[Shard]:
         """Return the shards."""
@@ -146,6 +164,13 @@ def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -
                 )
 
 
+def _new(cls: type[ShardedTensor], sharding_spec: ShardingSpec | str, *size: Any, **options: Any) -> ShardedTensor:
+    """``ShardedTensor(spec, 4, 6, dtype=..., process_group=...)``, which is `empty`."""
+    return empty(sharding_spec, *size, **options)
+
+
+ShardedTensorBase.register(ShardedTensor)
+ShardedTensor.__new__ = _new  # type: ignore[method-assign,assignment]
 ShardedTensor._init_from_local_shards = staticmethod(init_from_local_shards)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)  # type: ignore[attr-defined]
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copied import memory_of
@@ -51,3 +54,22 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not isinstance(a, ShardedTensor) or not isinstance(b, ShardedTensor) or a._layout != b._layout:
         return False
     return torch._has_compatible_shallow_copy_type(a._local, b._local)
+
+
+def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
+    """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these.
+
+    It makes them anew in its next forward. It no longer moves its parameters into one piece of memory, which cuDNN
+    wants and sharded parameters cannot have.
+    """
+    ids = set(map(id, params))
+    for owner in module.modules():
+        if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
+            owner._flat_weight_refs = [
+                ref and weakref.ref(nn.Parameter(torch.empty(0))) for ref in owner._flat_weight_refs
+            ]
+            owner.flatten_parameters = _stay_apart  # type: ignore[method-assign]
+
+
+def _stay_apart() -> None:
+    """What ``flatten_parameters`` of a sharded module does."""

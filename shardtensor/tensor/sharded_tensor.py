@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardCountError
 from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
 from shardtensor.spec.devices import ShardMetadata
@@ -26,7 +27,6 @@ from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
 from shardtensor.tensor.shard import Shard
-from shardtensor.tensor.untraced import untraced
 
 _make_body = torch.Tensor._make_wrapper_subclass
 _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
@@ -60,7 +60,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
-    _source: tuple[ShardedTensor, Any] | None = None  # of a copy made by indexing: what was indexed, and by what
+    _source: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None  # of some copies: read and write the source
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _memory: Any = None  # what it shares with its views: see `copied.Memory`
     _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
@@ -261,8 +261,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         if not isinstance(value, ShardedTensor):
             raise RuleError(
                 "a plain tensor cannot become the data of a ShardedTensor",
-                {"shape": tuple(value.shape)},
-                "use copy_(tensor) to take its values, or distribute(tensor, spec) first",
+                {"shape": tuple(value.shape), "why": "they would share memory, as after nn.utils.vector_to_parameters"},
+                "use copy_(tensor), under no_grad, to take its values, or distribute(tensor, spec) first",
             )
         if value._layout is not self._layout and value._layout != self._layout:
             raise RuleError(

@@ -124,3 +124,11 @@ def test_a_model_of_no_family_wants_its_own_small_one(capsys, tmp_path):
     assert code == 2
     assert "no tiny model has tensors of such names" in text
     assert "give --module PKG:FN; FN() makes a small one of the same names" in text
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("shardtensor.cli.check.find_spec", lambda name: None)
+    assert main(["check", "mlp", "--world", "2", "--numeric"]) == 2
+    err = capsys.readouterr().err
+    assert "--numeric needs torch, which is not installed" in err
+    assert "pip install torch" in err

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from shardtensor.cli.main import main
 from shardtensor.plan.interop.hugging_face import plan_text_from_hf
@@ -75,3 +77,81 @@ def test_a_plan_is_read_without_torch(write):
         [sys.executable, "-c", f"{program}; assert 'torch' not in sys.modules"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+class GatedForCausalLM(nn.Module):
+    """Of a made-up family, as transformers has them: made of a configuration, with a plan."""
+
+    tp_plan = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+
+    def __init__(self, config):
+        super().__init__()
+        up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.mlp = nn.ModuleDict({"up_proj": up_proj, "down_proj": down_proj})
+        self.norm = nn.LayerNorm(config.hidden_size)
+
+
+GATED = {
+    "model_type": "gated", "architectures": ["GatedForCausalLM"], "hidden_size": 16, "intermediate_size": 32,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """What the commands need of transformers; it knows one model."""
+
+    def for_model(model_type, **keys):
+        if model_type != "gated":
+            raise ValueError(f"Unrecognized model identifier: {model_type}")
+        return SimpleNamespace(**keys)
+
+    found = SimpleNamespace(GatedForCausalLM=GatedForCausalLM, AutoConfig=SimpleNamespace(for_model=for_model))
+    monkeypatch.setitem(sys.modules, "transformers", found)
+
+
+def _imported(write, capsys):
+    """The paths of a config.json and of the plan that is printed for it."""
+    config = write(GATED, "config.json")
+    assert main(["import", "hf", config]) == 0
+    return config, write(capsys.readouterr().out, "p.shard")
+
+
+@pytest.mark.usefixtures("transformers")
+def test_an_imported_plan_is_checked_against_the_config_that_it_came_from(write, capsys):
+    config, plan = _imported(write, capsys)
+    for command in ("check", "plan", "show"):
+        assert main([command, plan, "--model", config, "--world", "2"]) == 0
+        out = capsys.readouterr().out
+        assert "up_proj" in out or command == "check"
+        assert f"{2 * 16 * 32 + 32:,} parameters" in out or command == "show"
+    assert main(["check", plan, "--model", config, "--world", "2", "--format", "json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert (summary["tensors"], summary["dtype"]) == (4, "bfloat16")
+    assert {share["layout"] for share in summary["layouts"]} == {"[tp, -]", "[-, tp]", "replicate"}
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"model_type": "unheard"}, "Unrecognized model identifier: unheard"),
+        ({"quantization_config": {"bits": 4}}, "the tensors of a quantised model are not known from its config.json"),
+    ],
+)
+def test_what_transformers_makes_no_model_of_is_refused(write, capsys, keys, told):
+    _, plan = _imported(write, capsys)
+    assert main(["check", plan, "--model", write(GATED | keys, "other.json"), "--world", "2"]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "--module package.module:function" in err
+
+
+def test_an_imported_plan_says_that_it_needs_transformers(write, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    plan = write(plan_text_from_hf(PLAN), "p.shard")
+    assert main(["check", plan, "--model", write(GATED, "config.json"), "--world", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "nothing says which tensors the model has" in err
+    assert "install transformers" in err

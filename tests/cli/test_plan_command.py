@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from plan.configs import LLAMA_405B, SMALL
+from plan.recorded_models import config_path
 
 from shardtensor.cli.main import main
 from shardtensor.cli.plan_tables import say_seconds
@@ -134,3 +135,30 @@ def test_405b_on_16384_ranks_takes_less_than_two_seconds_and_no_torch(config):
 
 def test_times_are_told_in_units():
     assert [say_seconds(s) for s in (0, 3e-6, 0.02, 2.5)] == ["-", "3 us", "20 ms", "2.5 s"]
+
+
+def test_a_plan_that_does_not_fit_says_so(config, capsys):
+    told = ["plan", "llama", "--model", config(SMALL), "--world", "3"]
+    assert main([*told, "--memory", "80GiB"]) == 0
+    assert "fits into 80.00 GiB" in capsys.readouterr().out
+    assert main([*told, "--memory", "1MB"]) == 1
+    assert "does not fit: a rank needs" in capsys.readouterr().out
+    assert main([*told, "--memory", "1MB", "--format", "json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["fits"], report["memory_bytes"]) == (False, 10**6)
+
+
+@pytest.mark.parametrize("text", ["80", "80 XB"])
+def test_a_memory_without_a_unit_is_refused(capsys, text):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "llama", "--memory", text])
+    assert caught.value.code == 2
+    assert f"{text} is no size; give it a unit, as in 80GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12, 64])
+@pytest.mark.parametrize(("plan", "model"), [("llama", "llama3-8b"), ("mixtral", "mixtral-8x7b")])
+def test_the_defaults_of_a_plan_fit_the_world_and_are_no_fallbacks(capsys, plan, model, ranks):
+    args = ["--model", str(config_path(model))]
+    assert main(["check", plan, "--world", str(ranks), *args]) == 0
+    assert "fallbacks taken" not in capsys.readouterr().out

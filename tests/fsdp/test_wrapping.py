@@ -267,3 +267,14 @@ def _dtensor() -> None:
 @pytest.mark.worlds("gloo")
 def test_a_dtensor(world: Any) -> None:
     world(_dtensor, 2)
+
+
+@pytest.mark.parametrize("mesh", ["rep*dp", "rep, dp", ("rep", "dp"), ["rep", "dp"]])
+def test_two_axes_are_named_in_any_usual_way(mesh):
+    def body():
+        unit = st.fully_shard(nn.Linear(4, 6), mesh=mesh)
+        assert str(unit.weight.sharding_spec()).startswith("flat(dp, ")  # and not over rep
+        with pytest.raises(st.LayoutError, match=r'(?s)no axis "xx".*"dp" or "rep\*dp"'):
+            st.fully_shard(nn.Linear(4, 6), mesh="rep*xx")
+
+    st.simulate("rep=2, dp=2", body)

@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "two groups": (
         lambda: torch.add(rows(), ones("[tp balanced, -]", 5, 6, process_group=dist.new_group([0, 1]))),
-        "add: the operands live on different process groups\n"
+        "add: All distributed tensors should use the same ProcessGroup if used together in an op.\n"
         "  one    ranks [0, 1]\n"
         "  other  ranks [0, 1]\n"
         "  fix    make them on one group, or call full_tensor() on one of them",
@@ -107,7 +107,8 @@ REFUSED = {
         lambda: rows().data_ptr(),
         "Tensor.data_ptr is not supported for ShardedTensor: no rank holds the whole of it in memory\n"
         "  either  local_tensor() or local_shards() for this rank's part\n"
-        "  or      full_tensor() for the whole",
+        "  or      full_tensor() for the whole\n"
+        "  or      shardtensor.full_state_dict(model), called by all ranks, to save a model whole",
     ),
     "sparse gradients": (
         lambda: F.embedding(torch.tensor([1], device=device()), rows(), sparse=True),

@@ -16,6 +16,7 @@ LAYOUTS = {
     "one_row": ((1, 3), 'chunk(dim=0, placements=["RANKS"])'),  # empty on all ranks but one
     "copied": ((3, 3), "replicate"),
     "flat": ((3, 5), "flat(tp)"),
+    "tall_flat": ((7, 3), "flat(tp)"),  # Muon transposes what has more rows than columns
     "vector": ((12,), "[tp]"),
     "plain": ((4, 2), None),
     "number": ((), None),

@@ -12,10 +12,11 @@ from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.findings.report import fields, github_report, json_report, text_report
 
 CHANGE = ("colwise_shared(kvg, copies=kvr, unit=hd)", "colwise(tp, unit=hd)")
+FALLBACK = ("[-, tp, ...] if sp else replicate", "[-, tp, ...] if sp and true else replicate")
 
 
 def findings() -> tuple[Finding, ...]:
-    return folded(check_plan(resolved(CHANGE, world=16, tp=16)))
+    return folded(check_plan(resolved(CHANGE, FALLBACK, world=16, tp=16)))
 
 
 def test_json_says_what_the_text_says():
@@ -50,7 +51,7 @@ def test_json_says_what_the_text_says():
 def test_workflow_commands():
     note, error = github_report(findings()).splitlines()
     assert note == (
-        "::notice file=specs/llama.shard,line=15,col=14,endColumn=47,title=N001::"
+        "::notice file=specs/llama.shard,line=15,col=14,endColumn=56,title=N001::"
         "the `else` side was taken: `replicate`%0Awhy: sp=false"
     )
     assert error.startswith("::error file=specs/llama.shard,line=24,col=25,endColumn=45,title=E205::8 heads of 128")
@@ -63,6 +64,11 @@ def test_what_moves_the_text_of_a_command_is_escaped():
 
 
 def test_findings_come_in_the_order_of_the_text():
-    changes = [("{gate,up}", "{gate,upp}"), ("    norm: along(stream)\n", "    norm.weight: [tp, -]\n"), CHANGE]
+    changes = [
+        ("{gate,up}", "{gate,upp}"),
+        ("    norm: along(stream)\n", "    norm.weight: [tp, -]\n"),
+        CHANGE,
+        FALLBACK,
+    ]
     places = [fields(finding)["line"] for finding in folded(check_plan(resolved(*changes, world=16, tp=16)))]
     assert places == sorted(places) and len(places) == 4

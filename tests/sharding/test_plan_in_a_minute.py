@@ -43,3 +43,17 @@ def test_it_gives_the_dense_results(world):
     found = re.search(r"^```shard\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None
     world(applied, 4, text=found[1])
+
+
+def test_a_plan_is_taken_by_its_name_too():
+    def body():
+        torch.manual_seed(0)
+        mlp = nn.ModuleDict({"fc1": nn.Linear(512, 2048), "fc2": nn.Linear(2048, 512)})
+        want = mlp["fc1"].weight.detach().clone()
+        st.shard_module(mlp, "mlp")
+        assert str(mlp["fc1"].weight.sharding_spec()) == "[tp, -]"
+        assert mlp["fc1"].weight.full_tensor().equal(want)
+        with pytest.raises(st.SpecError, match="mpl"):
+            st.shard_module(mlp, "mpl")
+
+    st.simulate("tp=2", body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 import weakref
 
 import pytest
@@ -171,7 +172,7 @@ FAULTS = {
     "two rules": ({"embed": "[tp balanced, -]", "embed.*": "[-, tp]"}, "two rules shard `embed.weight`"),
     "two rules of a tie": (
         {"embed.weight": "[tp balanced, -]", "head.weight": "[-, tp]"},
-        "two rules shard `embed.weight, which is also head.weight`",
+        "two rules shard `embed.weight`, which is also `head.weight`.*or drop the one of `head.weight`",
     ),
     "no spec": ({"embed.weight": torch.ones(2)}, "Only `ShardingSpec` and `Sharder` are supported"),
     "malformed": ({"embed.weight": "[tp"}, "expected"),
@@ -230,3 +231,64 @@ def held_weakly() -> None:
 
 def test_a_tensor_that_cannot_change_leaves_all_as_they_were(world):
     world(held_weakly, 2)
+
+
+def recurrent(kind: type[nn.RNNBase], way: str) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"rnn": kind(4, 6, num_layers=2, bidirectional=True)}).to(device())
+    dense = copy.deepcopy(module)
+    if way == "plan":
+        st.shard_module(module, {"rnn.weight_ih_*": "[tp balanced, -]"})
+    else:
+        st.shard_parameter(module, "rnn.weight_ih_l0", "[tp balanced, -]")
+    assert isinstance(module["rnn"].weight_ih_l0, st.ShardedTensor)
+    for step in range(2):  # a forward makes new weak references
+        x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step)).to(device())
+        outputs = []
+        for each in (module, dense):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", st.GatherWarning)  # the kernel of an RNN takes whole weights
+                out, _ = each["rnn"](x)
+            out.square().sum().backward()
+            outputs.append(out)
+        torch.testing.assert_close(*outputs)
+    for (name, got), want in zip(module.named_parameters(), dense.parameters(), strict=True):
+        grad = got.grad.full_tensor() if isinstance(got, st.ShardedTensor) else got.grad
+        torch.testing.assert_close(grad, want.grad, msg=lambda text, name=name: f"{name}: {text}")
+    del out, outputs
+    st.unshard_module(module)
+    assert not any(isinstance(x, st.ShardedTensor) for x in module.parameters())
+    torch.testing.assert_close(module["rnn"](x)[0], dense["rnn"](x)[0])
+
+
+@pytest.mark.parametrize("way", ["plan", "parameter"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_fresh_recurrent_modules_are_sharded_though_they_keep_weak_references(world, kind, way):
+    world(recurrent, 2, kind=kind, way=way)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_a_tied_table_takes_the_styles_of_both_its_modules():
+    def body():
+        torch.manual_seed(0)
+        module, ids = Tied(), torch.tensor([[0, 3, 7]])
+        dense = copy.deepcopy(module)
+        head = {**st.vocab_head("tp"), "out": "[..., tp] -> replicate"}
+        st.shard_module(module, {"embed": st.vocab_embedding("tp"), "head": head})
+        assert module.head.weight is module.embed.weight
+        want, got = dense(ids), module(ids)
+        torch.testing.assert_close(got, want)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        torch.testing.assert_close(module.embed.weight.grad.full_tensor(), dense.embed.weight.grad)
+
+    st.simulate("tp=2", body)

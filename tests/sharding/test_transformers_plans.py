@@ -6,12 +6,14 @@ Runs where transformers is installed.
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
 
 import shardtensor as st
+from shardtensor.cli.main import main
 from shardtensor.sharding.model_info import model_info
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -68,3 +70,13 @@ def test_an_imported_plan_gives_the_dense_logits_and_gradients(world, name):
     for logits, gradients in world(off_the_dense_model, 2, name=name):
         assert logits < 1e-12
         assert gradients < 1e-6, "routers and norms compute in float32"
+
+
+def test_a_plan_imported_from_a_config_is_checked_against_it(tmp_path, capsys):
+    keys = {key: SMALL[key] for key in list(SMALL)[:7]} | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    config, plan = tmp_path / "config.json", tmp_path / "p.shard"
+    config.write_text(json.dumps(keys))
+    assert main(["import", "hf", str(config)]) == 0
+    plan.write_text(capsys.readouterr().out)
+    assert main(["check", str(plan), "--model", str(config), "--world", "4"]) == 0
+    assert f"{3 + 2 * 11} tensors" in capsys.readouterr().out

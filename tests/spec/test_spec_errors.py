@@ -161,7 +161,14 @@ MESSAGES = [
 <spec>:1:1: error[E102]: no reduction is called 'mean'
     1 | partial(tp, op=mean)
       | ^^^^^^^^^^^^^^^^^^^^
-  fix: write one of sum, avg, max, min
+  fix: write one of sum, avg, max, min; several axes are one product: `partial(a*b)`
+""",
+    """
+<spec>:1:10: error[E103]: `ep` is not a number
+    1 | flat(dp, ep)
+      |          ^^
+  why: a spec read alone has no names in scope: its numbers are written out
+  fix: write `flat(dp)`; several axes are one product: `flat(a*b)`
 """,
     """
 <spec>:1:1: error[E102]: the coordinate needs to be at least 0, found -1

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.line import Dims
 from shardtensor.plan.models.model import BYTES, Model, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.text.reading import read_plan
+from shardtensor.plan.text.reading import read_plan, refused
 from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.spec.diagnostics import Source
 
 MAX_TENSORS = 2**20
+WAYS_ON = (
+    "for this plan or `fsdp`, give the model, --module package.module:function",
+    "or its file, --safetensors model.safetensors.index.json",
+    "or make a plan of its own: `shardtensor import hf config.json > plan.shard`",
+)
+"""Where the tensors of a model are from, when a plan's own lines are of another family."""
 _CHOICE = re.compile(r"\{([^{}]*)\}|<(\d+)>")
 _PARAM = re.compile(r"^[ \t]*param[ \t]+(\w+)", re.MULTILINE)
 
@@ -43,21 +52,66 @@ def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
     for source in filter(None, map(source_beside, plan.sources)):
         declared = set(_PARAM.findall(source.text))
         params = {name: value for name, value in plan.params.items() if name in declared}
-        read = read_plan(source, config=plan.config, world=plan.world, params=params, config_source=config_source)
-        lines += read.dims
+        lines += _read(source, plan.config, plan.world, params, config_source).dims
+    refuse_quantised(plan.config, config_source)
     if not lines:
-        files = [source.file for source in plan.sources if not source.file.startswith("<")]
+        raise no_tensors(plan)
+    return Model(_tensors(lines, dtype_of(plan.config)), source=config_source, config=plan.config)
+
+
+def no_tensors(plan: Plan, facts: Mapping[str, object] | None = None, ways: Iterable[str] = ()) -> SpecError:
+    """The error (E301) that no line says what tensors a plan is for, with more `facts` and `ways` out."""
+    files = [source.file for source in plan.sources if not source.file.startswith("<")]
+    return SpecError(
+        "nothing says which tensors the model has",
+        {"looked for": ", ".join(map(_beside, files)) or "dims lines", **(facts or {})},
+        [
+            *ways,
+            'include the lines of a family, as in `include "llama.dims.shard"`',
+            "give --safetensors model.safetensors.index.json",
+            "give --module package.module:function",
+        ],
+        code="E301",
+    )
+
+
+def refuse_quantised(config: Mapping[str, Any], config_source: str) -> None:
+    """Raise SpecError (E106) for a model whose tensors are packed as its config.json does not say."""
+    if config.get("quantization_config"):
         raise SpecError(
-            "nothing says which tensors the model has",
-            {"looked for": ", ".join(map(_beside, files)) or "dims lines"},
-            [
-                'include the lines of a family, as in `include "llama.dims.shard"`',
-                "give --safetensors model.safetensors.index.json",
-                "give --module package.module:function",
-            ],
-            code="E301",
+            "the tensors of a quantised model are not known from its config.json",
+            {"found": f"quantization_config in {config_source}"},
+            WAYS_ON[:2],
+            code="E106",
         )
-    return Model(_tensors(lines, _dtype(plan)), source=config_source, config=plan.config)
+
+
+def other_family(
+    sources: Iterable[Source], config: Mapping[str, Any], world: int, config_source: str
+) -> SpecError | None:
+    """The error that the tensors beside some plans are of another family than a configuration; None where they are not.
+
+    A plan that cannot be read for a configuration is asked so first: keys that it lacks are of no use then.
+    """
+    for source in filter(None, map(source_beside, sources)):
+        try:
+            _read(source, config, world, {}, config_source)
+        except SpecError as error:
+            if error.code == "E106":
+                return error
+    return None
+
+
+def _read(source: Source, config: Mapping[str, Any], world: int, params: Mapping[str, Any], config_source: str) -> Plan:
+    """A file of dims. Where it is of another family the error says that, with the ways on, and no more."""
+    try:
+        return read_plan(source, config=config, world=world, params=params, config_source=config_source)
+    except SpecError as error:
+        if not error.findings:
+            raise
+        ways = "; ".join(WAYS_ON)
+        of_family = [attrs.evolve(each, fix=ways) for each in error.findings if each.code == "E106"]
+        raise refused(of_family or error.findings) from None
 
 
 def source_beside(plan: Source) -> Source | None:
@@ -118,9 +172,9 @@ def expanded(pattern: str) -> Iterator[str]:
         yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
 
 
-def _dtype(plan: Plan) -> str:
+def dtype_of(config: Mapping[str, Any]) -> str:
     """The element type that a configuration names; newer ones say ``dtype``, older ones ``torch_dtype``."""
-    said = str(plan.config.get("dtype") or plan.config.get("torch_dtype") or "").removeprefix("torch.")
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return said if said in BYTES else "float32"
 
 

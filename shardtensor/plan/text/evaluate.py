@@ -31,6 +31,9 @@ FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
     for name, function in (("gcd", math.gcd), ("min", min), ("max", max))
 }
 
+ONE_OF = "one_of"
+"""The function that asks whether a text of config.json is one of some names; a plan has no other use for texts."""
+
 
 class Evaluator(Expressions):
     """Reads what stands in a plan where a value may stand, with the names of a scope."""
@@ -64,6 +67,8 @@ class Evaluator(Expressions):
             return self.named(head)
         if head.data == "call":
             name = str(head.children[0])
+            if name == ONE_OF:
+                return self._one_of(head)
             if name in FUNCTIONS:
                 word, function = FUNCTIONS[name]
                 return self.limited(head, function(*self.arguments(word, head)[""]))
@@ -126,18 +131,36 @@ class Evaluator(Expressions):
         return self.fault("E103", node, f"nothing is called `{name}`", why, fix)
 
     def _config_key(self, node: Node, keys: list[str]) -> Any:
-        scope, value = self.scope, self.scope.config
+        scope, value = self.scope, self._found(node, keys)
+        if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
+            return value
+        what = "a number too large" if isinstance(value, int) else f"of type {type(value).__name__}"
+        fault = f"`{self.text(node)}` is {what}"
+        raise self.fault("E107", node, fault, f"a plan takes whole numbers, true and false from {scope.config_source}")
+
+    def _found(self, node: Node, keys: list[str]) -> Any:
+        """What config.json has under a key."""
+        value: Any = self.scope.config
         if not keys:
             raise self.fault("E103", node, "`config` is not a value", fix="write one of its keys: `config.hidden_size`")
         for i, key in enumerate(keys):
             if not isinstance(value, Mapping) or value.get(key) is None:
                 raise self._missing_key(node, keys[: i + 1], value)
             value = value[key]
-        if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
-            return value
-        what = "a number too large" if isinstance(value, int) else f"of type {type(value).__name__}"
-        fault = f"`{self.text(node)}` is {what}"
-        raise self.fault("E107", node, fault, f"a plan takes whole numbers, true and false from {scope.config_source}")
+        return value
+
+    def _one_of(self, call: Node) -> bool:
+        """Whether the text under a key of config.json, or a text of the list there, is one of the names that follow."""
+        words = [
+            arg.children[0] if is_kind(arg, "spec") and len(arg.children) == 1 else None for arg in call.children[1:]
+        ]
+        names = [list(map(str, word.children)) if is_kind(word, "word") else [] for word in words]  # type: ignore[union-attr]
+        if len(names) < 2 or names[0][:1] != ["config"] or any(len(name) != 1 for name in names[1:]):
+            fix = f"write such as `{ONE_OF}(config.model_type, llama, mistral)`"
+            raise self.fault("E102", call, f"`{ONE_OF}` takes a key of config and names", fix=fix)
+        found = self._found(words[0], names[0][1:])
+        texts = found if isinstance(found, list) else [found]
+        return not {name for (name,) in names[1:]}.isdisjoint(text for text in texts if isinstance(text, str))
 
     def _missing_key(self, node: Node, keys: list[str], found: Any) -> SpecError:
         scope, key = self.scope, keys[-1]
@@ -179,14 +202,14 @@ class Evaluator(Expressions):
             return Poisoned()
         name, styles = str(token), sorted(self.scope.styles)
         forms = words_for("form", "suffix")
-        fix = nearest(name, [*styles, *FUNCTIONS, *forms])
+        fix = nearest(name, [*styles, *FUNCTIONS, ONE_OF, *forms])
         kind, why = "style", f"styles in scope: {', '.join(styles)}"
         if name in self.scope.below:
             fix = "define it further up"
         elif name in self.scope.names:
             fix = f"`{name}` takes no arguments"
-        elif any(f"`{word}`" in fix for word in FUNCTIONS):
-            kind, why = "function", f"there are {', '.join(FUNCTIONS)}"
+        elif any(f"`{word}`" in fix for word in (*FUNCTIONS, ONE_OF)):
+            kind, why = "function", f"there are {', '.join((*FUNCTIONS, ONE_OF))}"
         elif any(f"`{word}`" in fix for word in forms):
             kind, why = "spec", f"there are {', '.join(forms)}"
         elif not styles:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lark import Token
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.text.scope import Binding, Node, Poisoned, shown
+from shardtensor.spec.diagnostics import printable
 from shardtensor.spec.nodes import ShardingSpec
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ def _explain_name(evaluator: Expressions, tree: Node, facts: dict[str, None], se
     if name in seen or name == "replicate":
         return
     seen.add(name)
+    text = text_in(evaluator.scope.config, list(map(str, tree.children)))
+    if text:
+        facts[f"{name} is {text}"] = None
+        return
     try:
         value = evaluator.named(tree)
     except (SpecError, Poisoned):
@@ -57,6 +62,20 @@ def _explain_name(evaluator: Expressions, tree: Node, facts: dict[str, None], se
     binding = evaluator.scope.names.get(name, Binding(None))
     if isinstance(value, bool) and binding.source is not None and not binding.is_param:
         _explain(type(evaluator)(binding.source, evaluator.scope), binding.node, facts, seen)
+
+
+def text_in(config: Mapping[str, Any], words: list[str]) -> str:
+    """The text that config.json has under a key, or the texts of the list there; empty where it has none.
+
+    Example:
+        >>> text_in({"architectures": ["A", "B"]}, ["config", "architectures"])
+        'A, B'
+    """
+    value: Any = {"config": config}
+    for word in words:
+        value = value.get(word) if isinstance(value, Mapping) else None
+    texts = value if isinstance(value, list) else [value]
+    return ", ".join(printable(text[:100]) for text in texts[:MOST] if isinstance(text, str))
 
 
 def subtrees(node: Node) -> Iterator[Node]:

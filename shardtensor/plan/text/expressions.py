@@ -121,11 +121,16 @@ class Expressions(Reader):
         if self.truth(condition):
             return self.value(chosen)
         value = self.value(other)
-        if isinstance(value, ShardingSpec | Bundle):
+        if isinstance(value, ShardingSpec | Bundle) and not self._is_switch(condition):
             fault = f"the `else` side was taken: `{self.text(other)}`"
             note = Finding("N001", fault, Origin(self.source, span(node)), explain(self, condition))
             self.scope.notes.append((note, self.text(condition)))
         return value
+
+    def _is_switch(self, condition: Node) -> bool:
+        """Whether a condition is a parameter by itself: the user's choice, not something that did not fit."""
+        binding = self.scope.names.get(self.text(condition))
+        return binding is not None and binding.is_param
 
     def _default(self, node: Node) -> Any:
         *most, last = [child for child in node.children if not is_kind(child, "MISSING")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,21 @@ def read_plan(
     reader.read(files.main(plan))
     errors = [finding for finding in reader.findings if finding.severity == "error"]
     if errors:
-        raise _refused(reader.findings, errors)
+        error = refused(reader.findings)
+        error.sources = tuple(file.source for file in files.opened.values())
+        raise error
     return reader.plan()
 
 
-def _refused(findings: list[Finding], errors: list[Finding]) -> SpecError:
+def refused(findings: Iterable[Finding]) -> SpecError:
+    """The error that findings are, of which some are errors."""
+    findings = tuple(findings)
+    errors = [finding for finding in findings if finding.severity == "error"]
     first = errors[0].origin
     error = SpecError("\n\n".join(map(str, errors)), code=errors[0].code)
     if first is not None:
         error.file, error.line, error.col = first.source.file, first.line, first.col
-    error.findings = tuple(findings)
+    error.findings = findings
     return error
 
 

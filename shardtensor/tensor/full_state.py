@@ -1,0 +1,90 @@
+"""Whole tensors out of state dicts: what programs that know no sharding save, and load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtensor.comm.process_group import world_place
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@torch.no_grad()
+def full_state_dict(
+    source: nn.Module | Mapping[str, Any], *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """Return the state dict that the model would have without sharding: every tensor whole and plain.
+
+    All ranks call it, since each sharded tensor is gathered, one after the other; nothing else is sent. The result goes
+    to ``torch.save``, ``safetensors.torch.save_file``, ``model.save_pretrained(folder, state_dict=...)``; a sharded
+    model takes it back by ``load_state_dict``.
+
+    Args:
+        source: a module, or a state dict: ``optim_state_dict(model, optimizer)``, say, or a dict of several. Dicts,
+            lists and tuples inside of it are followed.
+        rank0_only: gather to rank 0 of the world alone. The others get an empty dict, and hold no whole tensor.
+        cpu_offload: put the tensors on the CPU, each as soon as it is whole, so that a GPU holds one at a time.
+
+    Returns:
+        the same keys. A tensor that stands under two keys (tied weights) is gathered once and stands under both. As in
+        ``state_dict()``, a tensor that was whole already shares memory with the model.
+
+    Raises:
+        RuntimeError: this rank is not a member of the group of a tensor that it has to make whole.
+
+    Example:
+        >>> import torch, shardtensor as st
+        >>> model = torch.nn.Linear(4, 2)
+        >>> st.shard_parameter(model, "weight", "[tp, -]")
+        >>> {name: type(x).__name__ for name, x in st.full_state_dict(model, rank0_only=True, cpu_offload=True).items()}
+        {'weight': 'Tensor', 'bias': 'Tensor'}
+    """
+    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
+    done: dict[int, tuple[torch.Tensor, Any]] = {}  # by id, with the tensor itself so that no other gets that id
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: whole(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(whole, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value, _gathered(value, rank0_only, cpu_offload)
+        return done[id(value)][1]
+
+    found: dict[str, Any] = whole(state)
+    return {} if rank0_only and _rank() else found
+
+
+def _gathered(tensor: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torch.Tensor | None:
+    """The whole of a tensor; with `rank0_only` None on all ranks but 0."""
+    rank = _rank()
+    if isinstance(tensor, ShardedTensor) and rank0_only and tensor._group.size != 1:
+        return _to_rank_0(tensor, rank, cpu_offload)
+    if is_dtensor(tensor) or isinstance(tensor, ShardedTensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    if rank0_only and rank:
+        return None
+    return tensor.detach().cpu() if cpu_offload else tensor.detach()
+
+
+def _to_rank_0(tensor: ShardedTensor, rank: int, cpu_offload: bool) -> torch.Tensor | None:
+    ranks, out = tensor._group.ranks, None
+    if rank == 0:
+        if 0 not in ranks:
+            return tensor.full_tensor()  # which says that this rank is no member
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if cpu_offload else tensor.device)
+    if 0 in ranks:  # else nobody in the group keeps it
+        tensor.gather(ranks.index(0), out)
+    return out
+
+
+def _rank() -> int:
+    """This process's rank in the world; 0 without one."""
+    place = world_place()
+    return 0 if place is None else place[0]
