@@ -29,14 +29,19 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from shardtensor.comm.function_call import caller
+from shardtensor.comm.function_call import caller, refuse_forward_mode
 from shardtensor.comm.group import Group
 
 Counts = Sequence[int]
 
 
 def differentiates(x: torch.Tensor) -> bool:
-    """Whether autograd records what is done with `x`."""
+    """Whether autograd records what is done with `x`.
+
+    Raises:
+        RuleError: forward mode is at work, whose tangents would be lost: on all ranks, whatever they hold.
+    """
+    refuse_forward_mode()
     return x.requires_grad and torch.is_grad_enabled()
 
 

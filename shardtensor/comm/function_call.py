@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from shardtensor.errors import RuleError
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -22,3 +25,21 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return plain(*args)
 
     return call
+
+
+def refuse_forward_mode() -> None:
+    """Raise where forward-mode differentiation is at work: a collective does not carry tangents.
+
+    All ranks enter and leave the mode together, so all of them raise, before anything is sent.
+
+    Raises:
+        RuleError: it is at work.
+    """
+    if forward_ad._current_level >= 0:
+        raise RuleError(
+            "forward-mode differentiation does not see through ShardedTensors: a collective would lose the tangents",
+            fix=[
+                "unshard_module(module), or full_tensor(), and differentiate the function of plain tensors",
+                "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
+            ],
+        )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.empty_parts import sturdy
 from shardtensor.ops.engine import computed, finish, group_of, run
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.attention import heads_fit
@@ -19,6 +20,10 @@ from shardtensor.rules.propagate import propagate, with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+# Torch's kernels divide by the number of heads.
+attend = sturdy(F.scaled_dot_product_attention, "scaled_dot_product_attention")
+attend_groups = sturdy(F.scaled_dot_product_attention, "grouped_query_attention")
 
 
 def scaled_dot_product_attention(
@@ -37,9 +42,7 @@ def scaled_dot_product_attention(
     operands = [query, key, value] + ([] if attn_mask is None else [attn_mask])
 
     def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
-        if not q.numel():  # torch's CUDA kernels divide by the number of heads
-            return q.new_zeros(*q.shape[:-1], v.shape[-1])
-        return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, **options)
+        return (attend_groups if enable_gqa else attend)(q, k, v, mask[0] if mask else None, **options)
 
     if dropout_p or len({x.dim() for x in operands[:3]}) > 1 or query.dim() < 3:
         return fall_back(F.scaled_dot_product_attention, (query, key, value), everything)
@@ -66,7 +69,7 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     rule = rule_of("scaled_dot_product_attention", (*(tuple(x.shape) for x in operands), None)[:4])
     recipe = None if rule is None else propagate(rule, layouts_of(operands))
-    return local_by(F.scaled_dot_product_attention, recipe, operands, (0, 1, 2, "attn_mask")[: len(operands)])
+    return local_by(attend, recipe, operands, (0, 1, 2, "attn_mask")[: len(operands)])
 
 
 implements(F.scaled_dot_product_attention)(

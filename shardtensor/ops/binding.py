@@ -162,6 +162,8 @@ def _named_dims(
         return None
     inside = any(term.named for side in pattern.sides for term in side.terms)
     ndim = first.dim() + (not inside)
+    if pattern.listed:  # vectors without elements may stand among operands of any dims
+        ndim = max(x.dim() for x in operands if x is not None) + (not inside)
     if signature.naming == "normalized_shape" and value is not None:
         count = 1 if isinstance(value, int) else len(value)
         return tuple(range(ndim - count, ndim)) if count <= ndim else None

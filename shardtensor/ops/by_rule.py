@@ -141,7 +141,7 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
-    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places)
+    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, wide=name in ("sum", "nansum"))
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 

@@ -53,6 +53,16 @@ def inner(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.tensordot(input, other, dims=([-1], [-1])) if input.dim() and other.dim() else input * other
 
 
+@composed("cross")
+def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """``linalg.cross`` over `dim`, or over the first dim of size 3."""
+    if dim is None:
+        dim = next((d for d, n in enumerate(input.shape) if n == 3), None)
+        if dim is None:
+            raise RuntimeError("no dimension of size 3 in input")
+    return torch.linalg.cross(input, other, dim=dim)
+
+
 @composed("linalg.multi_dot")
 def multi_dot(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Matrices multiplied from the left to the right."""

@@ -1,58 +1,19 @@
 """Convolutions, pooling, padding and resizing: batches and channels may be cut, places must be whole.
 
 ``n i !h !w, o i !k !l, o -> n o h' w'``: where the input channels are cut the products are summed, and the bias is
-added after. Kernels that will not take empty parts are not asked: what they would give is told by a stand-in.
+added after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule, leaves_addends
-from shardtensor.rules.table import ROWS, rule_of
+from shardtensor.ops.empty_parts import at_least_one, sturdy
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, spellings
-
-
-def sturdy(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`func` of local operands, by the row of `name`, which also gives the empty result of empty ones."""
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        if all(x.numel() for x in tensors):
-            return func(*args, **kwargs)
-        signature = ROWS[name].call
-        operands = [args[i] if i < len(args) else kwargs.get(key)
-                    for i, key in ((signature.place(key), key) for key in signature.operands)]  # fmt: skip
-        rule = rule_of(name, tuple(None if x is None else tuple(x.shape) for x in operands))
-        assert rule is not None, "local operands fit the row as whole ones do"
-        sizes: dict[str | None, int] = {}
-        for letters, x in zip(rule.inputs, (x for x in operands if x is not None), strict=True):
-            sizes.update(zip(letters, x.shape, strict=True))
-        with torch.no_grad():
-            full = [_stand_in(x) if isinstance(x, torch.Tensor) else x for x in args]
-            found = func(
-                *full, **{key: _stand_in(x) if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
-            )
-        link = sum(x.sum() * 0 for x in tensors if x.requires_grad)
-
-        def empty(like: torch.Tensor) -> torch.Tensor:
-            shape = [like.shape[d] if (x or "").endswith("'") else sizes[x] for d, x in enumerate(rule.output)]
-            zeros = like.new_zeros(shape)
-            return zeros + link if isinstance(link, torch.Tensor) and like.is_floating_point() else zeros
-
-        return empty(found) if isinstance(found, torch.Tensor) else type(found)(map(empty, found))
-
-    compute.__name__ = getattr(func, "__name__", name)
-    return compute
-
-
-def _stand_in(x: torch.Tensor) -> torch.Tensor:
-    return x if x.numel() else x.new_ones([max(n, 1) for n in x.shape])
-
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
@@ -111,13 +72,12 @@ def pad(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | No
 
 
 def _pad(input: torch.Tensor, dim: Any, pads: list[int], mode: str, value: Any) -> torch.Tensor:
-    if input.numel() or mode == "constant":
-        return F.pad(input, pads, mode, value)
     count = len(pads) // 2
-    sizes = [n + sum(pads[2 * (input.dim() - 1 - d) :][:2]) if d >= input.dim() - count else n
-             for d, n in enumerate(input.shape)]  # fmt: skip
-    zeros = input.new_zeros(sizes)
-    return zeros + input.sum() * 0 if input.requires_grad else zeros
+    ahead = range(input.dim() - count)
+    found = F.pad(at_least_one(input, ahead), pads, mode, value)
+    for d in ahead:
+        found = found.narrow(d, 0, input.shape[d])
+    return found
 
 
 _pad_by_rule = by_rule(_pad, "padded")

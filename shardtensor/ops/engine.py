@@ -22,6 +22,8 @@ from shardtensor.tensor.move import part, settle
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 from shardtensor.tensor.teams import along
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def run(
     name: str,
@@ -65,8 +67,10 @@ def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> A
 
 def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     for x in operands:
-        if x.requires_grad and local.is_floating_point():
-            local = local + x.sum().to(local.dtype) * 0
+        if x.requires_grad and (local.is_floating_point() or local.is_complex()):
+            link = x.sum()
+            link = link.real if link.is_complex() and not local.is_complex() else link
+            local = local + link.to(local.dtype) * 0
     return local
 
 

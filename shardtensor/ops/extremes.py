@@ -15,8 +15,9 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import joins_itself
+from shardtensor.ops.engine import HALF
 from shardtensor.ops.pointwise import spread
-from shardtensor.ops.reducing import HALF, bound, gathered, local_extreme, lowest, places, reduces
+from shardtensor.ops.reducing import bound, gathered, local_extreme, lowest, places, reduces
 from shardtensor.rules.dims import several_dims
 from shardtensor.tensor.dispatch import HANDLERS, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -180,7 +181,10 @@ def vector_norm(
     if r.team is None:
         return r.give(torch.linalg.vector_norm(r.local, ord, r.dims, keepdim))
     wide = torch.float32 if r.local.dtype in HALF else None
-    local = torch.linalg.vector_norm(r.local, ord, r.dims, keepdim, dtype=wide)
+    if ord < 0 and any(r.local.shape[d] == 0 for d in r.dims):  # which torch refuses; infinity adds nothing
+        local = r.local.abs().sum(r.dims, keepdim, dtype=wide) + math.inf
+    else:
+        local = torch.linalg.vector_norm(r.local, ord, r.dims, keepdim, dtype=wide)
     joined = (
         collectives.all_reduce(local, r.team) if ord == 1 else torch.linalg.vector_norm(gathered(local, r.team), ord, 0)
     )

@@ -224,14 +224,18 @@ def global_norm(tensors: Tensors, ord: float, dtype: torch.dtype, *, foreach: bo
     ord = float(ord)
     if abs(ord) == torch.inf or ord == 0:
         return torch.linalg.vector_norm(global_norms(tensors, ord, foreach=foreach), ord).to(dtype)
-    total = _power_sums(tensors, ord, foreach).sum()
+    total = _power_sums(tensors, ord, foreach, together=True).sum()
     if ord == 2:
         return torch.sqrt(total, out=torch.empty((), dtype=dtype, device=total.device))  # the root and the cast in one
     return total.pow_(1 / ord).to(dtype)
 
 
-def _power_sums(tensors: Tensors, ord: float, foreach: bool) -> torch.Tensor:
-    """Of every tensor the sum of powers (largest or smallest magnitude) over the ranks, in float64."""
+def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool = False) -> torch.Tensor:
+    """Of every tensor the sum of powers (largest or smallest magnitude) over the ranks, in float64.
+
+    Args:
+        together: give numbers that add up to the same, for which the ranks send one for each group.
+    """
     tensors = [settled(x) if isinstance(x, ShardedTensor) else x for x in tensors]
     sums = _local_power_sums(tensors, ord, tensors[0].device, foreach)
     groups: dict[int, tuple[Group, list[int]]] = {}
@@ -240,11 +244,17 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool) -> torch.Tensor:
             groups.setdefault(id(x._group), (x._group, []))[1].append(i)
     alone = next(iter(groups.values())) if len(groups) == 1 else None
     if alone is not None and len(alone[1]) == len(tensors):
-        _reduce(sums, ord, alone[0])
+        sums = _reduce(sums.sum(0, keepdim=True) if together else sums, ord, alone[0])
     elif groups:  # places are picked on the host: an index would be a copy to the device, and a wait for it
         each = list(sums.unbind())
         for group, places in groups.values():
-            reduced = _reduce(torch.stack([each[i] for i in places]), ord, group).unbind()
+            given = torch.stack([each[i] for i in places])
+            reduced = _reduce(given.sum(0, keepdim=True) if together else given, ord, group).unbind()
+            if together:
+                each[places[0]] = reduced[0]
+                for i in places[1:]:
+                    each[i] = torch.zeros_like(reduced[0])
+                continue
             for i, x in zip(places, reduced, strict=True):
                 each[i] = x
         sums = torch.stack(each)

@@ -215,7 +215,9 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
             refuse_lost_write(input, name_of(method))
             refuse_partial_write(input, name_of(method))
             refuse_leaf(input)
-        out = new(input, *args, **kwargs)
+        tensors = [x for x in (input, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        out = new(input.clone() if follows else input, *args, **kwargs)  # backward may need what is written over
         if out.shape != input.shape:
             raise RuntimeError(f"{name_of(method)}: output with shape {list(input.shape)} cannot be {list(out.shape)}")
         return input.copy_(out)

@@ -13,10 +13,12 @@ from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
+from shardtensor.ops.engine import HALF, computed
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import memory_of
@@ -151,6 +153,7 @@ def local_by(
     recipe: Recipe | None,
     operands: Sequence[torch.Tensor],
     places: Sequence[int | str | None],
+    wide: bool = False,
 ) -> LocalCall | None:
     """How to do a call on operands that have the layouts of `recipe`; None where one has to move.
 
@@ -159,20 +162,27 @@ def local_by(
     Args:
         call: gets the arguments of the call with local tensors.
         places: of the operands among the arguments: a position or a name; None for one inside of a list.
+        wide: the call takes ``dtype=``, and addends of half precision are summed in float32.
+
+    What this returns follows from layouts alone, so that all ranks do a call in the same way, also those whose part is
+    empty.
     """
     if recipe is None or any(op != "sum" for _, op in recipe.output.partial):
         return None
     if any(isinstance(x, ShardedTensor) and x._layout.partial for x in operands):
         return None
     group = next(x._group for x in operands if isinstance(x, ShardedTensor))
-    if len(recipe.output.ranks) != group.size or not recipe.output.numel(group.rank):
-        return None  # what is empty has a way of its own into the graph
+    if len(recipe.output.ranks) != group.size:
+        return None
+    layouts = [recipe.output, *(need.layout for need in recipe.needs)]
+    if any(0 in layout.local_shape(group.rank) for layout in layouts):
+        call = in_graph_of_all(call)
     sums: list[tuple[int | str, Group | None]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
-            if x._layout != need.layout or not x._local.numel():
+            if x._layout != need.layout:
                 return None
-        elif need.layout.cut_dims or not x.numel():
+        elif need.layout.cut_dims:
             return None
         if need.addend_axes:
             if place is None:
@@ -181,7 +191,7 @@ def local_by(
             sums.append((place, None if team is group else team))
     output = recipe.output
     if output.partial:
-        call = summed(call, along(group, output, output.partial_axes))
+        call = (summed_wide if wide else summed)(call, along(group, output, output.partial_axes))
         output = recipe.settled
     return LocalCall(call, None if output.is_replicated else output, tuple(sums))
 
@@ -193,6 +203,28 @@ def summed(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]
         return collectives.all_reduce(call(*args, **kwargs), team)
 
     return call_and_sum
+
+
+def summed_wide(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]:
+    """As `summed`, of a call that takes ``dtype=``: addends of half precision are summed in float32, rounded once."""
+
+    def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
+        want = kwargs.get("dtype") or args[0].dtype
+        if want in HALF:
+            return collectives.all_reduce(call(*args, **{**kwargs, "dtype": torch.float32}), team).to(want)
+        return collectives.all_reduce(call(*args, **kwargs), team)
+
+    return call_and_sum
+
+
+def in_graph_of_all(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, of which a result without elements is in the graph of all tensors it is called with."""
+
+    def call_on_nothing(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return computed(lambda *_: call(*args, **kwargs), tensors)
+
+    return call_on_nothing
 
 
 def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | None]:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.engine import HALF
 from shardtensor.ops.ids import check_ids, strays_of, widest
 from shardtensor.ops.pointwise import spread
-from shardtensor.ops.reducing import HALF, places
+from shardtensor.ops.reducing import places
 from shardtensor.ops.softmax import shifted
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of

@@ -5,6 +5,7 @@ Where the contracted letter is cut, the local products are addends and are summe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remember
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule, tensordot_rule
 from shardtensor.rules.propagate import propagate
+from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
 
 
@@ -40,8 +42,9 @@ def _plus(func: Any, inner: Any) -> None:
         product = inner(a, b)
         if alpha != 1:
             product = product * alpha
-        if beta == 0:
-            return product
+        if beta == 0:  # what `input` holds, nan too, does not count; it is in the graph all the same
+            gone = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
+            return product + as_cast(gone, product) if input.requires_grad else product
         input = as_cast(input, product)
         return product + (input if beta == 1 else input * beta)
 
@@ -59,7 +62,7 @@ def einsum(*args: Any) -> torch.Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands)) if isinstance(equation, str) else None
-    result = None if rule is None else run("einsum", rule, operands, lambda *xs: torch.einsum(equation, *xs))
+    result = None if rule is None else run("einsum", rule, operands, _summing(equation, rule, operands))
     return fall_back(torch.einsum, args, {}) if result is None else result
 
 
@@ -69,7 +72,33 @@ def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall 
         return None
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands))
     recipe = None if rule is None else propagate(rule, layouts_of(operands))
-    return local_by(torch.einsum, recipe, operands, range(1, len(args)))
+    if rule is None or recipe is None:
+        return None
+    compute = _summing(equation, rule, operands)
+    return local_by(lambda _, *xs: compute(*xs), recipe, operands, range(1, len(args)))
+
+
+def _summing(equation: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The local equation. Under autocast its dtype is that of the whole one: torch tells it by the sizes of dims."""
+    summed = {
+        letter
+        for letters, x in zip(rule.inputs, operands, strict=True)
+        for letter, n in zip(letters, x.shape, strict=True)
+        if n != 1 and letter not in rule.output
+    }
+    multiplies = any(sum(letter in letters for letters in rule.inputs) > 1 for letter in summed)
+    kind = operands[0].device.type
+
+    def compute(*xs: torch.Tensor) -> torch.Tensor:
+        if not torch.is_autocast_enabled(kind):
+            return torch.einsum(equation, *xs)
+        if multiplies:
+            low = torch.get_autocast_dtype(kind)
+            xs = tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs)
+        with torch.autocast(kind, enabled=False):
+            return torch.einsum(equation, *xs)
+
+    return compute
 
 
 implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.convolution import sturdy
+from shardtensor.ops.empty_parts import at_least_one, sturdy
 from shardtensor.ops.reducing import places
 from shardtensor.rules.table import rows
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
@@ -57,9 +57,10 @@ def _transforms(func: Any) -> Callable[..., Any]:
     def compute(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.numel():
             return func(input, *args, **kwargs)
-        found = func(input.new_ones([max(n, 1) for n in input.shape]), *args, **kwargs)
-        shape = [n if n == 0 else m for n, m in zip(input.shape, found.shape, strict=True)]
-        return found.new_zeros(shape) + input.sum() * 0
+        found = func(at_least_one(input, range(input.dim())), *args, **kwargs)
+        for d, n in enumerate(input.shape):
+            found = found.narrow(d, 0, 0) if n == 0 else found
+        return found
 
     return compute
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.ops.by_rule import Cut, joins
-from shardtensor.ops.reducing import HALF
+from shardtensor.ops.engine import HALF
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

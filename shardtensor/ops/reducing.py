@@ -13,7 +13,7 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.binding import argument
 from shardtensor.ops.by_rule import decided, joins_itself
 from shardtensor.ops.engine import on_grid
-from shardtensor.ops.local_call import remembered
+from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
@@ -21,8 +21,6 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 from shardtensor.tensor.teams import along
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def reduces(*names: str, also: tuple[Any, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -63,8 +61,15 @@ def _entry(func: Any, compute: Callable[..., Any], name: str) -> Callable[..., A
                 result = compute(there, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
         return fall_back(func, args, kwargs) if result is None else result
 
-    return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
+    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+        found = decided(func, name, args, kwargs)
+        return None if found is not None and name in _WARNS_OF_NOTHING and not args[0]._local.numel() else found
 
+    return remembered(func, decide, handler, name)
+
+
+_WARNS_OF_NOTHING = ("var", "std", "var_mean", "std_mean")
+"""They send nothing where they are local, so that a rank with an empty part may do them in another way."""
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "a": "input", "x": "input"}
 

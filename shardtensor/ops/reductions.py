@@ -12,7 +12,9 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.ops.by_rule import joins_itself
-from shardtensor.ops.reducing import HALF, Bound, bound, gathered, reduces
+from shardtensor.ops.empty_parts import at_least_one
+from shardtensor.ops.engine import HALF
+from shardtensor.ops.reducing import Bound, bound, local_extreme, reduces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -62,12 +64,12 @@ def _moments(
     r = bound("var", x, dim, keepdim)
     if r is None:
         return None
-    if r.team is None and r.plan.count and not r.local.numel():  # an empty part, of which var_mean would warn
-        nothing = r.local.sum(r.dims, keepdim)
-        return nothing.abs(), nothing, r
     if r.team is None:
-        both = torch.var_mean(r.local, r.dims, correction=correction, keepdim=keepdim)
-        return *both, r
+        local = r.local  # of an empty one torch would warn
+        local = at_least_one(local, [d for d in range(local.dim()) if d not in r.dims])
+        held = tuple(slice(n) for n in r.plan.layout.local_shape(r.group.rank))
+        spread, average = torch.var_mean(local, r.dims, correction=correction, keepdim=keepdim)
+        return (spread, average, r) if local is r.local else (spread[held], average[held], r)
     if not (r.local.is_floating_point() or r.local.is_complex()):
         torch.var_mean(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # torch's error
     local = r.local.float() if r.local.dtype in HALF else r.local
@@ -137,12 +139,21 @@ def prod(
 
 @reduces("logsumexp")
 def logsumexp(input: ShardedTensor, dim: Any, keepdim: bool = False) -> Any:
-    """The logarithm of the sum of exponentials; the ranks' results are gathered and joined by the same function."""
+    """The logarithm of the sum of exponentials: the maximum and the sum are joined, as softmax does."""
     r = bound("logsumexp", input, dim, keepdim)
     if r is None:
         return None
-    local = torch.logsumexp(r.local, r.dims, keepdim)
-    return r.give(local if r.team is None else torch.logsumexp(gathered(local, r.team), 0))
+    if r.team is None:
+        return r.give(torch.logsumexp(r.local, r.dims, keepdim))
+    if r.local.is_complex():
+        return None
+    local = r.local if r.local.is_floating_point() else r.local.to(torch.get_default_dtype())
+    dtype, local = local.dtype, local.float() if local.dtype in HALF else local
+    with torch.no_grad():
+        top = r.team.all_reduce(local_extreme(local, r.dims, True), "max")
+        top = top.masked_fill(~top.isfinite(), 0)
+    total = collectives.all_reduce((local - top).exp().sum(r.dims, keepdim=True), r.team).log() + top
+    return r.give((total if keepdim else total.squeeze(r.dims)).to(dtype))
 
 
 @reduces("count_nonzero")

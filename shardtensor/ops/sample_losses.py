@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule
 from shardtensor.ops.composed import reduced
-from shardtensor.ops.convolution import sturdy
+from shardtensor.ops.empty_parts import sturdy
 from shardtensor.ops.ids import check_ids
 from shardtensor.tensor.dispatch import HANDLERS, fall_back
 

@@ -13,7 +13,8 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, DimCut
 from shardtensor.mesh import coordinate
 from shardtensor.ops.by_rule import Cut, joins
-from shardtensor.ops.reducing import HALF, places
+from shardtensor.ops.engine import HALF
+from shardtensor.ops.reducing import places
 
 
 def pieces_of(layout: CutLayout, cut: DimCut, team: Group) -> list[int]:

@@ -6,13 +6,15 @@ are what one process would have.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule, joins_itself
-from shardtensor.ops.convolution import sturdy
-from shardtensor.ops.reducing import HALF
+from shardtensor.ops.empty_parts import sturdy
+from shardtensor.ops.engine import HALF
 from shardtensor.rules.views import reshaped
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -66,10 +68,28 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return x if bias is None else x + _column(bias, x)
 
 
-_group_norm = by_rule(F.group_norm, "group_norm")
+_group_norm = by_rule(sturdy(torch.group_norm, "group_norm"), "group_norm")
 
 
-@implements(F.group_norm, torch.group_norm)
+@implements(F.group_norm)
+def checked_group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``F.group_norm``, which looks at the size of the whole batch first."""
+    shape = tuple(input.shape)
+    if len(shape) < 2:
+        F.group_norm(torch.empty(shape), num_groups)  # torch's error
+    size = [shape[0] * shape[1] // num_groups, num_groups, *shape[2:]]
+    if math.prod(size) == num_groups:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+    return group_norm(input, num_groups, weight, bias, eps)
+
+
+@implements(torch.group_norm)
 def group_norm(
     input: torch.Tensor,
     num_groups: int,

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.ops.reducing import HALF
+from shardtensor.ops.engine import HALF
 from shardtensor.parallel.classes import Classes
 
 _TURN = 1 << 23

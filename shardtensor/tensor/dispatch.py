@@ -11,7 +11,7 @@ import contextvars
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError
+from shardtensor.rules.table import ROWS
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """From a torch function, method or property getter to what does its work on ShardedTensors."""
@@ -154,23 +155,43 @@ def bare_name(func: Any) -> str:
     return getattr(read, "__name__", None) or read.fget.__name__  # a property has no name before Python 3.13
 
 
-def warn_of_gather(func: Any, size_bytes: int) -> None:
-    """Say once for each operation that it gathered; an error under `strict`."""
+def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> None:
+    """Say once for each operation that it gathered; an error under `strict`.
+
+    Args:
+        layouts: of the operands, which are the cause where the operation has a row in the table of rules.
+    """
     name = name_of(func)
+    has_rule = bool(layouts) and _has_rule(func)
     if is_strict():
+        facts = {"operands": "\n".join(layouts)} if has_rule else {}
         raise RuleError(
-            f"{name}: no sharding rule",
-            {"it would": f"gather {size_bytes / 2**20:.2f} MiB on every rank"},
-            ["call full_tensor() on its operands where you mean to", "leave strict() to let it gather"],
-        )
+            f"{name}: no sharding rule" + (" for operands laid out like this" if has_rule else ""),
+            facts | {"it would": f"gather {size_bytes / 2**20:.2f} MiB on every rank"},
+            [*([_BY_DIMS] if has_rule else []), "call full_tensor() on its operands where you mean to",
+             "leave strict() to let it gather"],
+        )  # fmt: skip
     if name not in _WARNED:
+        why = f" for operands laid out as {', '.join(layouts)}" if has_rule else ""
         warnings.warn(
-            f"{name} has no sharding rule: it gathers its operands ({size_bytes / 2**20:.2f} MiB on every rank), "
-            "computes on the whole and lays the result out again. This is said once for each operation.",
+            f"{name} has no sharding rule{why}: it gathers its operands ({size_bytes / 2**20:.2f} MiB on every rank), "
+            "computes on the whole and lays the result out again. "
+            + (f"To keep it from that, {_BY_DIMS}. " if has_rule else "")
+            + "This is said once for each operation.",
             GatherWarning,
             stacklevel=_level_of_caller(),
         )
         _WARNED.add(name)  # not where it was raised: then every rank raises, and raises again
+
+
+_BY_DIMS = "lay the operands out by dims, all alike: shardtensor.distribute(x, spec), shardtensor.reshard(x, spec)"
+
+
+def _has_rule(func: Any) -> bool:
+    """Whether the table has a row for an operation, its form in place, or its operator, that does not say: gathers."""
+    bare = (getattr(func, "__name__", None) or "").strip("_")
+    row = ROWS.get(bare) or ROWS.get(bare.removeprefix("i"))
+    return row is not None and not row.reason
 
 
 def _level_of_caller() -> int:

@@ -20,6 +20,7 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.binding import bind_to
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import draw
+from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import device_asked, device_for
 from shardtensor.tensor.random import Sample
 from shardtensor.tensor.remote import share
@@ -133,10 +134,7 @@ def distribute(
     device = device_for(spec, group, tensor.device)
     if requires_grad is not None:
         tensor = tensor.detach()
-    local = local_as(tensor, layout.reduced(), group)
-    if not layout.brings_value(group.rank):
-        local = torch.zeros_like(local)
-    local = local.to(device)
+    local = moved(local_as(tensor, layout.reduced(), group), layout.reduced(), layout, group).to(device)
     source = tensor._local if isinstance(tensor, ShardedTensor) else tensor
     is_view = local.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if is_view or local.untyped_storage().nbytes() != local.numel() * local.element_size():

@@ -73,7 +73,8 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             fix="pass a list",
         )
     first = shells[0]
-    warn_of_gather(func, sum(shell.numel() * shell.element_size() for shell in shells))
+    size_bytes = sum(shell.numel() * shell.element_size() for shell in shells)
+    warn_of_gather(func, size_bytes, [_laid_out(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
     changes = _changes_operands(name) or "out" in kwargs or kwargs.get("inplace") is True
 
     has_statistics = any(family in name for family in WRITES_STATISTICS)
@@ -95,6 +96,10 @@ def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
         result,
     )
+
+
+def _laid_out(x: torch.Tensor) -> str:
+    return str(x.sharding_spec()) if isinstance(x, ShardedTensor) else "a plain tensor"
 
 
 def _changes_operands(name: str) -> bool:

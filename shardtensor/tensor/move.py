@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.function_call import refuse_forward_mode
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
@@ -32,6 +34,7 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
     """
     if not route(source, target):
         return local if local.numel() else as_nothing(local, target, group.rank)
+    refuse_forward_mode()
     if torch.is_grad_enabled() and local.requires_grad:
         for _, op in source.partial:
             if op not in ("sum", "avg"):
@@ -85,7 +88,28 @@ class _Moved(torch.autograd.Function):
         joined = [axis for axis, op in ctx.source.partial if (axis, op) not in ctx.target.partial]
         if joined and back.requires_grad:  # each rank's gradient of it, of second order, is an addend
             back = collectives.sum_gradient(back, along(ctx.group, ctx.source, joined))
+        made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
+        if made and back.requires_grad:  # and where addends are made, one copy of the gradient counts
+            back = _Counted.apply(back, _weight(attrs.evolve(ctx.target, partial=made), ctx.group.rank))
         return back if back.numel() else back.reshape(ctx.shape), None, None, None
+
+
+class _Counted(torch.autograd.Function):
+    """A copy whose own gradient counts as much as the addend that this rank makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.weight, None
+
+
+def _weight(made: Layout, rank: int) -> float:
+    """Weights that sum to 1 over the ranks that hold the addends of one element."""
+    return made.brings_value(rank) / _means(made)
 
 
 def _means(layout: Layout) -> int:

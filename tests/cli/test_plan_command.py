@@ -157,7 +157,7 @@ def test_a_memory_without_a_unit_is_refused(capsys, text):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12, 64])
-@pytest.mark.parametrize(("plan", "model"), [("llama", "llama3-8b"), ("mixtral", "mixtral-8x7b")])
+@pytest.mark.parametrize(("plan", "model"), [("llama", "llama3-8b")])
 def test_the_defaults_of_a_plan_fit_the_world_and_are_no_fallbacks(capsys, plan, model, ranks):
     args = ["--model", str(config_path(model))]
     assert main(["check", plan, "--world", str(ranks), *args]) == 0

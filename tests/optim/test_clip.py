@@ -9,6 +9,8 @@ from harness import device, every_size
 from models import assert_equal, dense, set_grads, shard, sharded, whole
 
 import shardtensor as st
+from shardtensor.comm.process_group import as_group
+from shardtensor.ops.foreach import global_norm
 
 CLIPS = {"ours": st.clip_grad_norm_, "torch": torch.nn.utils.clip_grad_norm_}
 
@@ -143,3 +145,26 @@ def total_norm():
 
 def test_torch_get_total_norm(world):
     world(total_norm, 3)
+
+
+def one_number(many):
+    class Seen(type(as_group())):
+        def all_reduce(self, t, op="sum"):
+            counts.append((t.numel(), t.dtype))
+            return super().all_reduce(t, op)
+
+    counts = []
+    grads = [st.distribute(torch.ones(5, 3), "[tp balanced, -]") for _ in range(many)]
+    for grad in grads:
+        grad._group.__class__ = Seen
+    try:
+        assert global_norm(grads, 2.0, torch.float32).item() == pytest.approx((15 * many) ** 0.5)
+    finally:
+        grads[0]._group.__class__ = Seen.__mro__[1]
+    return counts
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("many", [1, 3])
+def test_ranks_send_one_number_whatever_the_number_of_parameters(world, many):
+    assert world(one_number, 3, many=many) == [[(1, torch.float64)]] * 3

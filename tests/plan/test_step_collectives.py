@@ -45,7 +45,7 @@ backward   32 x reduce_scatter  tp=8  32.0 MiB  model.layers.*.mlp: its input's 
 backward   32 x all_gather      tp=8  32.0 MiB  model.layers.*.self_attn.o_proj: its gradient is gathered
 backward   32 x reduce_scatter  tp=8  32.0 MiB  model.layers.*.self_attn: its input's gradient is summed
 backward   1 x all_gather       tp=8  32.0 MiB  model.layers.*: its input's gradient is gathered
-optimizer  1 x all_reduce       tp=8       4 B  the model: the norm of gradients"""
+optimizer  1 x all_reduce       tp=8       8 B  the model: the norm of gradients"""
     )
 
 

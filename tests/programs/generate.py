@@ -26,6 +26,11 @@ Choice = "tuple[str, tuple[Any, ...], dict[str, Any]] | None"
 CHOICES: list[Callable[[Any], Any]] = []
 
 
+HALVES = 1_000_000
+"""Programs of seeds from here on have tensors of half precision, too."""
+OF_HALVES: list[Callable[[Any], Any]] = []
+
+
 def put(x: Any, at: Any, value: Any) -> None:
     """``x[at] = value``."""
     x[at] = value
@@ -33,7 +38,7 @@ def put(x: Any, at: Any, value: Any) -> None:
 
 def generate(seed: int, steps: int | None = None) -> Program:
     """The program of a seed."""
-    from programs import choices  # noqa: F401  (fills CHOICES)
+    from programs import choices, halves  # noqa: F401  (they fill CHOICES and OF_HALVES)
     from programs.run import run_dense
 
     rng = Random(seed)
@@ -47,7 +52,7 @@ def generate(seed: int, steps: int | None = None) -> Program:
         for _ in range(60):
             if len(writer.steps) >= wanted or writer.is_over:
                 break
-            choice = rng.choice(CHOICES)(writer)
+            choice = rng.choice(OF_HALVES if seed >= HALVES and rng.random() < 0.4 else CHOICES)(writer)
             if choice is not None:
                 writer.emit(*choice)
     torch.set_rng_state(state)
@@ -228,7 +233,8 @@ def is_integral(x: torch.Tensor) -> bool:
     if not x.is_floating_point():
         return True
     x = x.detach()
-    return bool(torch.isfinite(x).all()) and torch.equal(x, x.round()) and (not x.numel() or x.abs().max() <= BIG)
+    big = BIG if x.element_size() > 2 else 8
+    return bool(torch.isfinite(x).all()) and torch.equal(x, x.round()) and (not x.numel() or x.abs().max() <= big)
 
 
 def _is_small(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import FULL
 
-from programs.generate import generate
+from programs.generate import HALVES, generate
 from programs.run import Problem, run_sharded, simulated, verdict
 from programs.shrink import shrink
 
@@ -49,6 +49,11 @@ def test_programs_in_the_simulator_are_the_dense_programs(first):
 
 def test_programs_that_once_differed():
     assert not failures(FOUND)
+
+
+@pytest.mark.parametrize("first", range(0, 1000 if FULL else 50, BATCH))
+def test_programs_of_half_precision_send_the_same_on_every_rank(first):
+    assert not failures(range(HALVES + first, HALVES + first + BATCH))
 
 
 def run_many(seeds: list[int]) -> list[tuple[int, Problem | None]]:

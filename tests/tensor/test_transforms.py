@@ -130,6 +130,36 @@ def test_transforms_are_refused_alike_on_every_rank(world, name, frozen):
     assert len(set(world(refused, 2, name=name, frozen=frozen))) == 1
 
 
+FORWARD = {
+    "a sum of rows": ("[tp balanced, -]", lambda x, w: (x @ w.t()).sum()),
+    "columns": ("[-, tp balanced]", lambda x, w: whole(x @ w.t())),
+    "rows": ("[tp balanced, -]", lambda x, w: whole(w @ x)),
+    "a linear": ("[-, tp balanced]", lambda x, w: whole(torch.nn.functional.linear(x, w))),
+    "a sum of everything": ("[tp balanced, -]", lambda x, w: (w * x).sum()),
+    "a maximum": ("[tp balanced, -]", lambda x, w: (w * x).amax()),
+}
+
+
+def forward_refused(call, jacobian):
+    spec, of = FORWARD[call]
+    x, w = torch.ones(4), st.distribute(torch.arange(8.0).view(2, 4), spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(st.RuleError) as error:
+            torch.func.jacfwd(lambda x: of(x, w))(x) if jacobian else torch.func.jvp(lambda x: of(x, w), (x,), (x,))
+    return str(error.value)
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("jacobian", [False, True])
+@pytest.mark.parametrize("call", FORWARD)
+@pytest.mark.parametrize("size", [2, 3])
+def test_forward_mode_through_a_collective_is_refused_alike_on_every_rank(world, size, call, jacobian):
+    texts = set(world(forward_refused, size, call=call, jacobian=jacobian))
+    assert len(texts) == 1
+    assert "does not see through ShardedTensors" in texts.pop()
+
+
 def test_a_refused_transform_tells_the_way_out(world):
     text = world(refused, 2, name="vmap over inputs", frozen=False)[0]
     assert text == (

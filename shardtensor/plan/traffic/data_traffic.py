@@ -68,7 +68,7 @@ class DataTraffic:
         if size > 1:
             names = self._shown(self._mesh.names)
             yield all_reduce(
-                "optimizer", names, size, 1, BYTES["float32"], dtype="float32", where="", why="the norm of gradients"
+                "optimizer", names, size, 1, BYTES["float64"], dtype="float64", where="", why="the norm of gradients"
             )
 
     def _gathers(self, units: Sequence[GatherUnit], phase: str) -> Iterator[Collective]:

@@ -1,0 +1,27 @@
+"""A plain tensor that becomes addends: its gradients, and those of the gradients, are the dense ones on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardtensor as st
+
+
+@pytest.mark.parametrize("world", ["tp=1", "tp=2", "tp=4", "dp=2, tp=2"])
+@pytest.mark.parametrize("spec", ["[-] partial(tp)", "[-] partial(tp, op=avg)", "[tp balanced]"])
+def test_gradients_of_what_was_made_partial(world, spec):
+    def body():
+        w = torch.arange(1.0, 4.0, requires_grad=True)
+        y = st.distribute(w * 2, spec)
+        once, twice = ((y * y).sum(), (y * y * y).sum())
+        (g,) = torch.autograd.grad(once, w, create_graph=True)
+        (gg,) = torch.autograd.grad((g * g).sum(), w, retain_graph=True)
+        torch.testing.assert_close(g.detach(), 8 * w.detach())
+        torch.testing.assert_close(gg, 128 * w.detach())
+        (g,) = torch.autograd.grad(twice, w, create_graph=True)
+        (gg,) = torch.autograd.grad(g.sum(), w)
+        torch.testing.assert_close(g.detach(), 24 * w.detach() ** 2)
+        torch.testing.assert_close(gg, 48 * w.detach())
+
+    st.simulate(world, body)
