@@ -124,6 +124,16 @@ def test_an_output_is_written_to_inside_of_a_checkpoint(world, via):
     world(_in_place, 2, change="add", via=via)
 
 
+def _near(via):
+    _compare(*_twins(lambda: Stack("nothing", via=VIA[via]), reshard_after_forward=2), _square)
+
+
+@sim
+@pytest.mark.parametrize("via", VIA)
+def test_some_ranks_hold_a_unit_together(world, via):
+    world(_near, 4, via=via)
+
+
 class Record:
     """A class of the user's own."""
 
