@@ -50,6 +50,7 @@ class Flat(FlatGradients):
         pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
+        parts: the parameters in it, with version counters of their own, which those of `views` are: see `versions`.
         views: the parameters as they are gathered.
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
@@ -84,6 +85,7 @@ class Flat(FlatGradients):
         self.pieces = self._known_pieces()
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] = []
         self.views: tuple[torch.Tensor, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
@@ -204,7 +206,7 @@ class Flat(FlatGradients):
     def lie_in(self, memory: torch.Tensor) -> None:
         """Be gathered into `memory`, bytes, from now on; views are to be made then."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
-        self.whole = whole
+        self.whole, self.parts = whole, self.parts_of(whole)
         self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
 
     def make_views(self) -> None:
@@ -215,7 +217,7 @@ class Flat(FlatGradients):
         _make_views([self] if self.convoy is None else self.convoy.flats)
 
     def _take_views(self, made: Iterator[torch.Tensor]) -> None:
-        parts = zip(self.trains, self._parts(self.whole), strict=True)
+        parts = zip(self.trains, self.parts, strict=True)
         self.views = tuple(next(made) if trains else part for trains, part in parts)
         self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
         for view in self.views:
@@ -225,7 +227,7 @@ class Flat(FlatGradients):
             for entry, view in zip(self.entries, self.views, strict=True)
         )
 
-    def _parts(self, flat: Any) -> list[torch.Tensor]:
+    def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
         return [part.data for part in self.cut_up(flat)[0]]
 
@@ -290,9 +292,10 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, flats: Sequence[Flat]) -> tuple[torch.Tensor, ...]:
         ctx.flats = list(map(weakref.ref, flats))  # the collector does not see that the flats' views hold this node
         ctx.trains = [flat.trains for flat in flats]
+        ctx.names = [entry.name for flat in flats for entry in flat.entries]
         ctx.set_materialize_grads(False)
-        each = ((flat._parts(flat.whole), flat.trains) for flat in flats)
-        return tuple(part for parts, mask in each for part, trains in zip(parts, mask, strict=True) if trains)
+        each = ((flat.parts, flat.trains) for flat in flats)
+        return tuple(part.detach() for parts, mask in each for part, trains in zip(parts, mask, strict=True) if trains)
 
     @staticmethod
     @untraced(UNCOMPILED)
@@ -300,6 +303,7 @@ class _Gathered(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuleError(
                 "the gradient of a fully sharded parameter has no gradient (create_graph=True)",
+                {"parameters": ", ".join(ctx.names[:4])},
                 fix="keep what needs second derivatives out of fully_shard",
             )
         flats: list[Flat] = [flat() for flat in ctx.flats]

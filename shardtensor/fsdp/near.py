@@ -65,7 +65,8 @@ class NearRanks:
             return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
         for pending in [flat.gather() for flat in self.flats]:
             pending.wait()
-        if torch.is_grad_enabled():
+        self._is_filled = torch.is_grad_enabled()
+        if self._is_filled:
             self._fill()
         return []
 
@@ -75,7 +76,6 @@ class NearRanks:
                 self._kept = [whole.new_empty(whole.numel() // self.ranks) for whole in self._wholes()]
         for whole, kept in self._pairs():
             kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
-        self._is_filled = True
 
     def _wholes(self) -> list[torch.Tensor]:
         return [flat.whole for flat in self.flats if flat.whole is not None]

@@ -110,7 +110,7 @@ def _borrowed(shell: Any) -> torch.Tensor:
 
 def _whole(flat: Flat, number: int) -> torch.Tensor:
     gathered = flat.domain.shard.all_gather(flat.shard.detach().to(flat.compute_dtype))
-    return flat._parts(gathered)[number]
+    return flat.parts_of(gathered)[number]
 
 
 class _Borrowed(torch.autograd.Function):

@@ -16,7 +16,8 @@ from shardtensor.fsdp.flat import UNCOMPILED, Flat
 from shardtensor.fsdp.near import NearRanks, Reshard
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
-from shardtensor.fsdp.values import cast_floats, with_hook
+from shardtensor.fsdp.values import cast_floats, held_apart, with_hook
+from shardtensor.fsdp.versions import Versions, watch_backward
 from shardtensor.plan.match.units import SMALL
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Unit:
     Attributes:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
+        versions: the version counters of its gathered parameters.
         has_own_slot: whether no other unit is gathered into its memory.
         is_asked: whether the user asks for it, by ``unshard()``.
         keeps_after_backward: whether it stays gathered after backward, until something writes to it.
@@ -73,6 +75,9 @@ class Unit:
         self._together: Sequence[Unit] = (self,)  # with which it was gathered; the event of the first tells when
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._rnns: list[nn.RNNBase] = []
+        self.versions = Versions(self, ())
+        self._memory = range(0)
+        watch_backward()
 
     def settle(self) -> None:
         """Know what there is to know before the first forward."""
@@ -84,6 +89,16 @@ class Unit:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= SMALL
         return self.is_container or self.reshard_after_forward is False
+
+    @property
+    def title(self) -> str:
+        """What errors call its module."""
+        return f"{self.name} ({type(self.module).__mro__[2 * (unit_of(self.module) is self)].__name__})".strip()
+
+    @property
+    def _generation(self) -> int:
+        assert self.schedule is not None
+        return self.schedule.generation
 
     @property
     def is_lookup(self) -> bool:
@@ -102,7 +117,7 @@ class Unit:
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:
-        """Settle what is put into modules while they run, and what afterwards."""
+        """Settle what is put into modules while they run, and what afterwards; where that lies, and its versions."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         for flat in self.flats:
             for entry, view, shell in zip(flat.entries, flat.shown, flat.shells, strict=True):
@@ -111,6 +126,13 @@ class Unit:
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
                     views[name], shells[name] = view, shell
         self._swaps = list(found.values())
+        parts = [part for flat in self.flats for part in flat.parts]
+        if not self.versions.are_of(parts):
+            self.versions = Versions(self, parts)
+            ends = [
+                place for part in parts for place in (part.data_ptr(), part.data_ptr() + part.nbytes) if part.nbytes
+            ]
+            self._memory = range(min(ends, default=0), max(ends, default=0))
         owners = {id(owner): owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes}
         self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
 
@@ -152,6 +174,7 @@ class Unit:
             together, pending = [self], self.near.gather(is_again)
         for unit in together:
             unit.slot.holder = unit
+            unit.versions.gathering(unit._generation)
             unit._together, unit._pending = together, pending
             unit.is_gathered, unit.is_awaited = True, False
 
@@ -165,6 +188,7 @@ class Unit:
         """Take what was gathered into other memory."""
         for flat, whole in zip(self.flats, wholes, strict=True):
             flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
+        self.versions.set(self._generation)
         self.is_gathered = self.is_awaited = True
 
     def wait(self) -> None:
@@ -175,6 +199,7 @@ class Unit:
         for unit in self._together:
             if unit._together is self._together:  # else it is being gathered anew
                 unit.is_awaited = True
+                unit.versions.set(unit._generation)
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""
@@ -203,6 +228,7 @@ class Unit:
         """After the module's forward."""
         self._left()
         assert self.schedule is not None
+        output = held_apart(output, self._memory, self)
         if not torch.is_grad_enabled():
             if self.schedule.has_grad:  # of the outermost forward
                 self.schedule.reductions.hide(self.flats)
