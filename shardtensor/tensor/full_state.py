@@ -1,8 +1,16 @@
-"""Whole tensors out of state dicts: what programs that know no sharding save, and load."""
+"""Whole tensors out of state dicts: what programs that know no sharding save, and load.
+
+``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``. It has
+no method that a tensor could define, so the function that it calls for each value is extended here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -88,3 +96,46 @@ def _rank() -> int:
     """This process's rank in the world; 0 without one."""
     place = world_place()
     return 0 if place is None else place[0]
+
+
+_TORCH = "torch.distributed._state_dict_utils"
+
+
+def _extend(module: ModuleType) -> None:
+    """Let torch's function that gathers the values of state dicts gather ShardedTensors."""
+    visit: Callable[..., Any] = module._iterate_state_dict
+
+    @functools.wraps(visit)
+    def visit_sharded(value: Any, sharded_tensor_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        # copies to pinned memory and comparisons pass the same way; they keep the tensors as they are
+        if isinstance(value, ShardedTensor) and sharded_tensor_func.__qualname__.startswith("_gather_state_dict."):
+            with torch.no_grad():
+                value = _gathered(value, options.get("ranks_only") == (0,), options.get("cpu_offload", False))
+        return visit(value, sharded_tensor_func, *args, **options)
+
+    module._iterate_state_dict = visit_sharded  # type: ignore[attr-defined]
+
+
+class _WhenImported:
+    """Finds torch's module of state dicts and extends it. Importing it costs a second, and few programs need it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _TORCH:
+            return None
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        load = spec.loader.exec_module
+
+        def load_and_extend(module: ModuleType) -> None:
+            load(module)
+            _extend(module)
+
+        spec.loader.exec_module = load_and_extend  # type: ignore[method-assign]
+        return spec
+
+
+if _TORCH in sys.modules:
+    _extend(sys.modules[_TORCH])
+else:
+    sys.meta_path.insert(0, _WhenImported())
