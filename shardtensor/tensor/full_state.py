@@ -1,13 +1,12 @@
 """Whole tensors out of state dicts: what programs that know no sharding save, and load.
 
-``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``. It has
-no method that a tensor could define, so the function that it calls for each value is extended here.
+``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``, and
+keeps them sharded where it sets values. It asks a tensor for no method, so its own functions are extended here.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 
 from shardtensor.comm.process_group import world_place
+from shardtensor.imports import when_imported
 from shardtensor.tensor.dispatch import is_dtensor
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 @torch.no_grad()
@@ -98,12 +98,9 @@ def _rank() -> int:
     return 0 if place is None else place[0]
 
 
-_TORCH = "torch.distributed._state_dict_utils"
-
-
 def _extend(module: ModuleType) -> None:
-    """Let torch's function that gathers the values of state dicts gather ShardedTensors."""
-    visit: Callable[..., Any] = module._iterate_state_dict
+    """Let torch's functions for state dicts gather ShardedTensors, and keep their layouts when they are set."""
+    visit, broadcast, distribute = module._iterate_state_dict, module._broadcast_tensors, module._distribute_state_dict
 
     @functools.wraps(visit)
     def visit_sharded(value: Any, sharded_tensor_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -113,29 +110,41 @@ def _extend(module: ModuleType) -> None:
                 value = _gathered(value, options.get("ranks_only") == (0,), options.get("cpu_offload", False))
         return visit(value, sharded_tensor_func, *args, **options)
 
+    @functools.wraps(broadcast)
+    def broadcast_sharded(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+        sharded = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
+        broadcast(full, local, keys, *args, **options)  # leaves the whole tensors
+        local.update({key: _filled(x, local[key]) for key, x in sharded.items()})
+
+    @functools.wraps(distribute)
+    def distribute_sharded(
+        full: dict[str, Any], local: dict[str, Any], device: Any, *args: Any, **options: Any
+    ) -> None:
+        sharded = {
+            key: x for key, x in local.items() if isinstance(x, ShardedTensor) and torch.is_tensor(full.get(key))
+        }
+        rest = {key: x for key, x in full.items() if key not in sharded}
+        distribute(rest, local, device, *args, **options)
+        local.update({key: _filled(x, full[key].detach(), device) for key, x in sharded.items()})
+
     module._iterate_state_dict = visit_sharded  # type: ignore[attr-defined]
+    module._broadcast_tensors = broadcast_sharded  # type: ignore[attr-defined]
+    module._distribute_state_dict = distribute_sharded  # type: ignore[attr-defined]
+    user = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if user is not None:  # it was imported before, and holds this one by name
+        user._distribute_state_dict = distribute_sharded  # type: ignore[attr-defined]
 
 
-class _WhenImported:
-    """Finds torch's module of state dicts and extends it. Importing it costs a second, and few programs need it."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _TORCH:
-            return None
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        load = spec.loader.exec_module
-
-        def load_and_extend(module: ModuleType) -> None:
-            load(module)
-            _extend(module)
-
-        spec.loader.exec_module = load_and_extend  # type: ignore[method-assign]
-        return spec
+@torch.no_grad()
+def _filled(tensor: ShardedTensor, value: torch.Tensor, device: Any = None) -> ShardedTensor:
+    """Write a value into a tensor, which is returned; on meta a new one is, on `device`."""
+    if value.shape != tensor.shape:
+        return value  # type: ignore[return-value]  # `load_state_dict` refuses it, with all the others
+    part = local_as(value, tensor._layout, tensor._group)
+    if tensor.is_meta:  # torch assigns it to the module
+        return wrap(part.to(device, copy=True), tensor._layout, tensor._spec, tensor._group)
+    tensor._local.copy_(part)
+    return tensor
 
 
-if _TORCH in sys.modules:
-    _extend(sys.modules[_TORCH])
-else:
-    sys.meta_path.insert(0, _WhenImported())
+when_imported("torch.distributed._state_dict_utils", _extend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 
 import shardtensor as st
 
 WAYS = ("fsdp", "parameters", "flows")
+KINDS = ("torch", "sharded")
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def stepped(way: str, lr: float = 0.5) -> tuple[nn.Module, torch.optim.Optimizer]:
+def stepped(way: str, kind: str = "torch", scale: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model of uneven sizes after one step with gradients that are equal on every rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().to(device())
@@ -33,8 +37,11 @@ def stepped(way: str, lr: float = 0.5) -> tuple[nn.Module, torch.optim.Optimizer
         st.shard_parameter(model, "0.bias", "[tp balanced]")
     elif way == "flows":
         st.shard_module(model, {"0": st.colwise("tp", balanced=True), "2": st.rowwise("tp", balanced=True)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    model(torch.ones(2, 5, dtype=torch.float64, device=device())).square().sum().backward()
+    if kind == "torch":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    else:
+        optimizer = st.ShardedOptimizer(model, torch.optim.AdamW, lr=0.5)
+    model(torch.full((2, 5), scale, dtype=torch.float64, device=device())).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -58,8 +65,8 @@ def dense() -> Any:
     return plain(model.state_dict()), plain(st.optim_state_dict(model, optimizer)["state"])
 
 
-def gathered(way: str) -> None:
-    model, optimizer = stepped(way)
+def gathered(way: str, kind: str) -> None:
+    model, optimizer = stepped(way, kind)
     torch.testing.assert_close(everything(model, optimizer), dense())
     kept = get_model_state_dict(model)
     assert isinstance(kept["0.weight"], st.ShardedTensor)  # asked for shards, they stay shards
@@ -69,8 +76,67 @@ def gathered(way: str) -> None:
         assert {x.device.type for x in first[0].values()} == {"cpu"}
     else:
         assert first == ({}, {})
+    flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    values = plain(get_optimizer_state_dict(model, optimizer, options=flat))
+    for name, state in dense()[1].items():
+        for key, value in state.items():
+            torch.testing.assert_close(values[f"state.{name}.{key}"], value)
 
 
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_whole_tensors_as_of_the_dense_model(world, way):
-    world(gathered, 3, way=way)
+def test_whole_tensors_as_of_the_dense_model(world, way, kind):
+    world(gathered, 3, way=way, kind=kind)
+
+
+def set_again(way: str, kind: str) -> None:
+    want = dense()
+    source, its_optimizer = stepped("plain")
+    model_state = source.state_dict()
+    optimizer_state = get_optimizer_state_dict(source, its_optimizer)
+    for from_rank_0 in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        given = not from_rank_0 or dist.get_rank() == 0
+        model, optimizer = stepped(way, kind, scale=-3.0)
+        set_model_state_dict(model, dict(model_state) if given else {}, options=options)
+        set_optimizer_state_dict(model, optimizer, dict(optimizer_state) if given else {}, options=options)
+        torch.testing.assert_close(everything(model, optimizer), want, rtol=0, atol=0)
+        for param in model.parameters():  # a rank keeps its parts alone
+            moment = optimizer.state[param]["exp_avg"]
+            assert isinstance(moment, st.ShardedTensor) is isinstance(param, st.ShardedTensor)
+    wrong = {**model_state, "0.weight": torch.zeros(2, 5, dtype=torch.float64, device=device())}
+    with pytest.raises((RuntimeError, ValueError), match=r"0\.weight"):
+        set_model_state_dict(model, wrong, options=FULL)
+
+
+@pytest.mark.worlds("gloo")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_tensors_are_set_as_of_the_dense_model(world, way, kind):
+    world(set_again, 3, way=way, kind=kind)
+
+
+def from_meta(way: str) -> None:
+    source, _ = stepped("plain")
+    for from_rank_0 in (False, True):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        if way == "fsdp":
+            st.fully_shard(model)
+        else:
+            st.shard_module(model, {"0": st.colwise("tp", balanced=True), "2": st.rowwise("tp", balanced=True)})
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        given = not from_rank_0 or dist.get_rank() == 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`_get_pg|Multiple backends are registered")  # torch's, of its own code
+            set_model_state_dict(model, source.state_dict() if given else {}, options=options)
+        assert isinstance(model[0].weight, st.ShardedTensor)
+        x = torch.ones(2, 5, dtype=torch.float64, device=device())
+        torch.testing.assert_close(model(x), source(x))
+
+
+@pytest.mark.worlds("gloo")
+@pytest.mark.parametrize("way", ["fsdp", "flows"])
+def test_a_model_on_meta_is_set(world, way):
+    world(from_meta, 3, way=way)
