@@ -6,6 +6,7 @@ Names do not depend on how a model is wrapped, sharded or compiled, so state can
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn, optim
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import Held
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
@@ -186,3 +188,19 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_whole, value))
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+def _extend(module: ModuleType) -> None:
+    """Give torch's ``get_optimizer_state_dict`` the numbers from which it makes the names in the model."""
+    method_of = module._state_dict_fn
+
+    def numbered_method_of(obj: Any, api: str) -> Any:
+        method = method_of(obj, api)
+        if api == "state_dict" and isinstance(obj, ShardedOptimizer):
+            return lambda: saved.numbered(method())
+        return method
+
+    module._state_dict_fn = numbered_method_of  # type: ignore[attr-defined]
+
+
+when_imported("torch.distributed.checkpoint.state_dict", _extend)
