@@ -163,9 +163,6 @@ class _Binding:
             if spare < 0:
                 terms.remove(term)
                 spare += 1
-        several = [t for t in terms if t.many]
-        if spare < 0 or (spare and not several):
-            return None
         names: list[tuple[str, Term]] = []
         for term in terms:
             if term.named:
