@@ -178,7 +178,7 @@ def local_by(
     if any(0 in layout.local_shape(group.rank) for layout in layouts):
         call = in_graph_of_all(call)
     else:
-        call = getattr(call, "on_elements", call)  # see `sturdy`: it need not look
+        call = getattr(call, "on_elements", call)  # see `takes_empty`: it need not look
     sums: list[tuple[int | str, Group | None]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
