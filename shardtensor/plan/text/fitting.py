@@ -17,6 +17,9 @@ MOST_VALUES = 64
 MOST_STATEMENTS = 300
 """Plans with more than so many are not read again."""
 
+_POWERS = (1, 2, 4, 8, 16, 32, 64)  # numbers of ranks, and values of two parameters, where no value of one passes
+_MOST_PAIRS = 10
+
 
 class Fitting:
     """Finds values of parameters that pass.
@@ -67,14 +70,14 @@ class Fitting:
 
     def _other_ways(self, names: tuple[str, ...]) -> str:
         """What passes where no value of one parameter does: another number of ranks, or values of two parameters."""
-        worlds = [n for n in range(1, MOST_VALUES + 1) if self._passes({}, n)]
+        worlds = [n for n in _POWERS if self._passes({}, n)]
         pairs = (
             {one: first, other: second}
             for one, other in combinations(names, 2)
-            for first, second in product(self._candidates(one), self._candidates(other))
-            if max(first, second) <= self.plan.scope.world
+            for first, second in product(_POWERS, _POWERS)
+            if first * second <= self.plan.scope.world
         )
-        pair = next((pair for pair in islice(pairs, MOST_VALUES) if self._passes(pair)), None)
+        pair = next((pair for pair in islice(pairs, _MOST_PAIRS) if self._passes(pair)), None)
         ways = [f"run with --world {', '.join(map(str, worlds[:3]))}" + ", ..." * (len(worlds) > 3)] if worlds else []
         if pair is not None:
             ways.append("with " + " ".join(f"--set {name}={str(value).lower()}" for name, value in pair.items()))
