@@ -85,6 +85,8 @@ def _walk(node: ast.AST, function: str, first: int) -> Iterator[tuple[ast.AST, s
 
 def _is_text(node: ast.AST) -> bool:
     """Whether a node makes text for people, or is for type checkers alone."""
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base) == "Protocol" for base in node.bases)
     if isinstance(node, ast.FunctionDef):
         returns = ast.unparse(node.returns) if node.returns else ""
         return returns == "str" or returns.endswith("Error") or node.name == "__repr__"

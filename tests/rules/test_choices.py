@@ -8,12 +8,14 @@ from itertools import islice, product
 from harness import FULL
 from test_propagate import MESH, RULES, SIZES, every_choice, reduced
 
+from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
 from shardtensor.layout.pieces import chunked, listed
 from shardtensor.rules.assign import MOST, assignments, base_of
 from shardtensor.rules.propagate import cost, propagate, recipe_of
 from shardtensor.rules.rule import Rule, parse_rule
 from shardtensor.rules.traffic import received
+from shardtensor.spec.parse import parse_spec
 
 Operand = Layout | tuple[int, ...]
 MORE = ["!b n, n k -> k", "b !n k -> b k", "b !n, n k -> b k", "b n !k, n -> b n", "1 b, k b -> k b", "b i, i b -> b i"]
@@ -65,6 +67,17 @@ def test_every_way_is_weighed_and_the_cheapest_is_taken():
                 assert moved + reduced(recipe, itemsizes) == bytes_, (str(rule), operands)
             first = weighed[spent.index(min(spent))]
             assert propagate(rule, operands, itemsizes) == recipe_of(rule, operands, first, base)
+
+
+def test_the_grid_is_that_of_the_most_ranks_then_of_what_is_cut_then_of_the_largest():
+    small, large = ((n, 4) for n in (3, 5))
+    kinds = [ways_to_lay_out(shape)[1:3] for shape in (small, large)]
+    (small_copy, small_rows), (large_copy, large_rows) = kinds
+    flat = bind(parse_spec("flat(dp)"), large, MESH)
+    few = CutLayout(shape=large, ranks=(0, 1), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
+    in_order = [large_rows, small_rows, flat, large_copy, small_copy, few]
+    for k, first in enumerate(in_order):
+        assert base_of(in_order[k:]) is first and base_of(in_order[k:][::-1]) is first
 
 
 def test_an_operand_on_another_grid_may_lie_anywhere_if_no_other_is_cut():

@@ -120,6 +120,11 @@ def test_the_letters_of_an_equation_are_its_rule():
         assert rule is not None, (equation, shapes)
         assert torch.equal(product(rule, operands).reshape(want.shape), want), (equation, shapes, rule)
         assert len(rule.output) == want.dim()
+        sizes = {
+            pair for side, shape in zip(rule.inputs, shapes, strict=True) for pair in zip(side, shape, strict=True)
+        }
+        lettered = [letter for letter, _ in sizes if letter is not None]
+        assert len(set(lettered)) == len(lettered), "one letter, two sizes"
         repeated = {x for side in rule.inputs for x in side if side.count(x) > 1 and x}
         assert repeated <= rule.whole
         assert all(any(side.count(x) > 1 for side in _named(equation, shapes)) for x in rule.whole)

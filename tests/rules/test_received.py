@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice, product
 
+import attrs
 from cut_layouts import MESH, counted_part, cut_layouts
 
 from shardtensor.layout.bind import bind
@@ -32,6 +33,7 @@ def other_layouts() -> list[Layout]:
     flat = [bind(parse_spec(text), SHAPE, MESH) for text in ("flat(tp)", "[-, dp] flat(tp)", "flat(dp*tp)")]
     boxes = [((0, 0), (2, 4), 3), ((2, 0), (3, 1), 3), ((2, 1), (3, 3), 5)]
     listed = EnumerableShardingSpec([ShardMetadata(list(o), list(n), f"rank:{r}/cpu") for o, n, r in boxes])
+    few += [attrs.evolve(layout, ranks=range(6)) for layout in cut_layouts(SHAPE)[::5]]  # the same places, other ranks
     return [
         *few,
         *lines,
