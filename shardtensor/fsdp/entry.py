@@ -10,6 +10,7 @@ import torch
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
 from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
+from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -36,6 +37,17 @@ class Entry:
     def grain(self) -> int:
         """So many elements stay together."""
         return self.form.grain(tuple(self.values.shape))
+
+    def may_be_summed(self, has_neighbours: bool) -> bool:
+        """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
+
+        Args:
+            has_neighbours: whether parameters that are gathered with it are sharded over other axes.
+        """
+        if self.inner is not None:
+            return self.inner.has_copies
+        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
+        return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
 
     @property
     def is_alone(self) -> bool:

@@ -5,6 +5,7 @@ What is gathered then is this rank's part, and modules compute with it as they d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from itertools import combinations
@@ -88,6 +89,11 @@ class Inner:
     def has_equal_parts(self) -> bool:
         """Whether all ranks compute with as many elements; if not, the parameter is laid out by itself."""
         return has_equal_parts(self.layout)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several of the ranks along its own axes hold each element."""
+        return math.prod(self.layout.grid[axis] for axis in self.layout.parting_axes) < len(self.layout.ranks)
 
     def around(self, view: torch.Tensor) -> ShardedTensor:
         """The gathered part, as modules expect it."""

@@ -18,6 +18,7 @@ from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import Held
+from shardtensor.optim.runs import ELEMENTWISE
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import adopted, is_number, number
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -102,7 +103,9 @@ def optim_state_dict_to_load(
     try:
         own = [group["params"] for group in _named_groups(optimizer, names)]
         found, options = saved.match(state, own, aliases)
-        saved.check({k: v for k, v in found.items() if k in held}, {n: tuple(h.param.shape) for n, h in held.items()})
+        if _is_elementwise(optimizer):  # the states of others have shapes of their own: Adafactor's row_var
+            shapes = {name: tuple(h.param.shape) for name, h in held.items()}
+            saved.check({name: values for name, values in found.items() if name in held}, shapes)
     except ShardTensorError as error:
         fault = error
     _agree(held, found, fault)
@@ -116,6 +119,10 @@ def optim_state_dict_to_load(
         for name, values in found.items()
     }
     return {"state": taken, "param_groups": groups}
+
+
+def _is_elementwise(optimizer: optim.Optimizer) -> bool:
+    return optimizer._on_leaves if isinstance(optimizer, ShardedOptimizer) else type(optimizer) in ELEMENTWISE
 
 
 def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
