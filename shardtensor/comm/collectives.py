@@ -112,13 +112,13 @@ class _SumGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        dtype = grad.dtype if grad.dtype.itemsize > 2 else _dtype_of_gradient(ctx, grad.dtype)
+        dtype = dtype_of_gradient(ctx, grad.dtype)
         return all_reduce(grad, ctx.group) if dtype == grad.dtype else all_reduce_fresh(grad.to(dtype), ctx.group), None
 
 
-def _dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
-    """What the gradients of a Function's first input are added up in, which may be wider than the input."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+def dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
+    """What a Function's backward is to add the gradients of its first input up in: it may be wider than the input."""
+    if dtype.itemsize > 2 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return dtype
     node, number = ctx.next_functions[0]
     if hasattr(node, "variable"):  # a leaf's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -12,6 +13,8 @@ from shardtensor.fsdp.inner import Inner
 from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import parameter_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -19,7 +22,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 class Entry:
     """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
 
-    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
+    what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
     """
 
     name: str
@@ -27,6 +31,12 @@ class Entry:
     homes: list[Home]
     form: Form = ANYWHERE
     inner: Inner | None = None
+    dtensor: Any = None
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor) -> Entry:
+        """An entry that no module is known of yet."""
+        return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
 
     @property
     def values(self) -> torch.Tensor:

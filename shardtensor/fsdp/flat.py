@@ -226,6 +226,10 @@ class Flat(FlatGradients):
             view if entry.inner is None else entry.inner.around(view)
             for entry, view in zip(self.entries, self.views, strict=True)
         )
+        for shown in self.shown:
+            node: Any = shown.grad_fn
+            if node is not None and node is not self.node:  # a DTensor's, between the view and the module
+                node._set_sequence_nr(_LAST)
 
     def outputs(self) -> list[torch.Tensor]:
         """What the autograd node of the trained parameters returns: the dtype of each is that of its gradient.
