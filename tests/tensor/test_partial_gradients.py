@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardtensor as st
+from shardtensor.comm.process_group import as_group
 
 
 @pytest.mark.parametrize("world", ["tp=1", "tp=2", "tp=4", "dp=2, tp=2"])
@@ -63,3 +64,20 @@ def test_gradients_through_any_two_layouts(world):
             close(gg, 48 * w.detach())
 
     st.simulate(world, body)
+
+
+@pytest.mark.parametrize("other", ["replicate", "[tp balanced]", "[-] partial(tp)", "flat(tp)"])
+@pytest.mark.parametrize(("op", "share"), [("sum", 1), ("avg", 1 / 3)])
+def test_an_addend_gets_its_share_of_the_gradient_of_all(op, share, other):
+    def body():
+        rank = as_group().rank
+        addends = [torch.arange(1.0, 6.0) * (r + 1) for r in range(3)]
+        mine = addends[rank].clone().requires_grad_()
+        x = st.init_from_local_tensor(mine, f"[-] partial(tp, op={op})", 5)
+        total = sum(addends) * share
+        y = st.reshard(x, other)
+        torch.testing.assert_close(y.full_tensor().detach(), total)
+        (y * y).sum().backward()
+        torch.testing.assert_close(mine.grad, 2 * total * share)
+
+    st.simulate("tp=3", body)
