@@ -80,7 +80,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
         raise RuleError(
             f"{type(module).__name__}: its `{name}` is sharded, and was called with a plain tensor in its place",
             {"found": f"{type(param).__name__} of {tuple(param.shape)}"},
-            f"lay it out alike: shardtensor.distribute(tensor, module.{name}.sharding_spec())",
+            f"lay it out alike: torch.empty_like(module.{name}).copy_(tensor)",
         )
     return param
 
