@@ -24,6 +24,7 @@ from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.entry import Entry, ranges_of
 from shardtensor.fsdp.flat_gradients import FlatGradients
 from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.outside import UNCOMPILED, join
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
-UNCOMPILED = (
-    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
-)
-
 
 class Flat(FlatGradients):
     """Parameters of one dtype that are gathered and reduced together.
@@ -49,6 +46,7 @@ class Flat(FlatGradients):
         shard: this rank's range, of the parameters' dtype; the truth about their values.
         pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
+        unit: a weak reference to the unit that it is of.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
         parts: the parameters in it, with version counters of their own, which those of `views` are: see `versions`.
         views: the parameters as they are gathered.
@@ -89,6 +87,7 @@ class Flat(FlatGradients):
         self.views: tuple[torch.Tensor, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
+        self.unit: Callable[[], Any] = type(None)
         self.position = 0  # among the flats that are reduced together
         self.version = -1
         self.gathers_by = domain.shard
@@ -162,7 +161,8 @@ class Flat(FlatGradients):
             grad = entry.param.grad
             become(entry.param, self.shells[i])
             shell: Any = entry.param
-            shell.grad, shell._flat, self.shells[i] = grad, self, shell
+            shell.grad, self.shells[i] = grad, shell
+            join(shell, self, i)
 
     @torch.inference_mode(False)
     def repack(self) -> None:
@@ -186,7 +186,7 @@ class Flat(FlatGradients):
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
-            shell._flat = self
+            join(shell, self, i)
             shell._replace_local(fresh)
         self.is_packed = True
 
@@ -208,6 +208,12 @@ class Flat(FlatGradients):
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
         self.whole, self.parts = whole, self.parts_of(whole)
         self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
+
+    def forget(self) -> None:
+        """Hold no memory to be gathered into."""
+        self.whole = self.node = self.on_gradients = self.convoy = None
+        self._own = self.shard
+        self.parts, self.views, self.shown, self.gathers_by = [], (), (), self.domain.shard
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.

@@ -56,8 +56,13 @@ class NearRanks:
     def over(self, flats: Sequence[Flat]) -> NearRanks:
         """The same of a copy of the unit."""
         twin = copy.copy(self)
-        twin.flats, twin._kept, twin._is_filled = flats, [], False
+        twin.flats = flats
+        twin.forget()
         return twin
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._kept, self._is_filled = [], False
 
     def gather(self, is_again: bool) -> list[Pending]:
         """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""

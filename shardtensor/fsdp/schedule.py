@@ -11,9 +11,10 @@ import torch
 
 from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp import memory
-from shardtensor.fsdp.flat import UNCOMPILED, Flat, written_too_early
+from shardtensor.fsdp.checks import refuse_transform
+from shardtensor.fsdp.flat import Flat, written_too_early
 from shardtensor.fsdp.kept import Kept
-from shardtensor.fsdp.parts import Lender
+from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.scope import Scope
@@ -49,7 +50,6 @@ class Schedule:
         self.generation = next_generation()  # of parameters' values; another where a gather finds others than the last
         self._writes = -1
         self._upkeep = Upkeep(units)
-        self._lender = Lender(self)
         self._seen_training: dict[Hashable, int] = {}
         self._trains = self._who_train()
         self.reductions.suit(self._trains)
@@ -97,6 +97,7 @@ class Schedule:
             self.reductions.used(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
+        refuse_transform(unit)
         if self._is_backward:
             self._break_off()
         self._uses.check(waits=not self.streams.is_cuda)

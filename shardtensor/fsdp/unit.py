@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ from torch import nn
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import UNCOMPILED, Flat
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.near import NearRanks, Reshard
+from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, held_apart, with_hook
@@ -31,6 +33,7 @@ class Unit:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         versions: the version counters of its gathered parameters.
+        container: the unit that it is a part of: see `parts`.
         has_own_slot: whether no other unit is gathered into its memory.
         is_asked: whether the user asks for it, by ``unshard()``.
         keeps_after_backward: whether it stays gathered after backward, until something writes to it.
@@ -55,11 +58,14 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = [module]
+        for flat in flats:
+            flat.unit = weakref.ref(self)
         self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
         self.find_unused = False
+        self.container: Unit | None = None
         self.near: NearRanks | None = None
         if type(reshard_after_forward) is int:
             self.near = NearRanks(flats, domain.shard, reshard_after_forward)
@@ -89,6 +95,17 @@ class Unit:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= SMALL
         return self.is_container or self.reshard_after_forward is False
+
+    def forget(self) -> None:
+        """Have no memory to be gathered into, until the next forward makes a schedule, on all ranks."""
+        self.schedule = self.slot = None
+        self.is_gathered = self.is_awaited = False
+        self._together, self._pending, self._swaps, self._rnns = (self,), [], [], []
+        self.versions, self._memory = Versions(self, ()), range(0)
+        for flat in self.flats:
+            flat.forget()
+        if self.near is not None:
+            self.near.forget()
 
     @property
     def title(self) -> str:
@@ -270,8 +287,10 @@ class Unit:
         """The schedule that it belongs to, or one of its own and of the units in it."""
         if self.schedule is not None and self.schedule.is_current:
             return self.schedule
+        from shardtensor.fsdp.checks import refuse_transform
         from shardtensor.fsdp.schedule import Schedule
 
+        refuse_transform(self)
         self.schedule = Schedule.over(self)
         return self.schedule
 

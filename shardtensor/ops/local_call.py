@@ -31,6 +31,9 @@ MOST = 4096
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
+SHARDED: set[type] = {ShardedTensor}
+"""Classes of tensors that are done as ShardedTensors are."""
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
 
@@ -235,7 +238,7 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
     What it is like goes to `form`.
     """
     kind = type(x)
-    if kind is ShardedTensor:
+    if kind in SHARDED:
         if group is not None and x._group is not group:
             return _UNKNOWN, group
         form.append(id(x._layout))

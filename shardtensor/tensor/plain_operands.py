@@ -66,8 +66,6 @@ def _watch() -> None:
             return inner(func, types, args, kwargs)
         mark = _inside.set(True)
         try:
-            if dispatch.LENDERS and (result := dispatch.lent(func, args, kwargs or {})) is not NotImplemented:
-                return result
             compare_plain_operands(func, args, kwargs or {})
             return inner(func, types, args, kwargs)
         finally:
