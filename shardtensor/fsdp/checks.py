@@ -12,8 +12,7 @@ from torch import nn
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.unit import unit_of
-from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.replacing import drop_weak_references
 
 
@@ -21,25 +20,14 @@ def check(modules: Sequence[nn.Module], entries: Sequence[Entry], policy: MixedP
     """Return where the modules' own parameters can become one unit.
 
     Raises:
-        LayoutError: (a ValueError) parameters are in another unit already, are DTensors, or have a dtype that has no
-            sum.
+        LayoutError: (a ValueError) parameters are in another unit already, or have a dtype that has no sum.
         RuleError: (a RuntimeError) a parameter is held in a way that keeps it as it is.
     """
     for entry in entries:
         _check_free(modules, entry)
     for entry in entries:
-        _check_library(entry)
         _check_dtype(entry, policy)
         _check_changeable(entry)
-
-
-def _check_library(entry: Entry) -> None:
-    if is_dtensor(entry.param):
-        raise LayoutError(
-            f'"{entry.name}" is a DTensor; fully_shard shards plain parameters and ShardedTensors',
-            {"placements": ", ".join(map(repr, entry.param.placements))},  # type: ignore[attr-defined]
-            "put nn.Parameter(shardtensor.from_dtensor(dtensor)) in its place, which is on the same memory",
-        )
 
 
 def _check_free(modules: Sequence[nn.Module], entry: Entry) -> None:
@@ -105,3 +93,20 @@ def _check_changeable(entry: Entry) -> None:
             {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(param))},
             "call fully_shard before the first forward, or drop its results (and compiled modules) first",
         ) from error
+
+
+def refuse_transform(unit: Unit) -> None:
+    """Refuse to run a fully sharded module inside of a transform of torch.func, which its gathers cannot follow.
+
+    Raises:
+        RuleError: one is at work.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuleError(
+            "a fully sharded module was called inside of a torch.func transform (grad, vjp, jvp, vmap, ...)",
+            {"module": unit.title, "why": "a gather is no operation that could be transformed"},
+            [
+                "torch.autograd.grad(loss, inputs), or loss.backward() and param.grad, give the same gradients",
+                "shardtensor.unshard_module(module) makes it a plain module, to transform the function of that",
+            ],
+        )

@@ -228,9 +228,9 @@ def run_layers_in_another_order() -> tuple[str, str]:
 def test_the_same_line_in_another_layer(world):
     _, text = the_one(world(run_layers_in_another_order, 2))
     assert text.splitlines()[1:5] == [
-        "  rank 0  linear: all_reduce sum of 8 float32",
+        "  rank 0  linear: plain operand 1",
         "          test_checked.py:N in forward, at layers.first",
-        "  rank 1  linear: all_reduce sum of 8 float32",
+        "  rank 1  linear: plain operand 1",
         "          test_checked.py:N in forward, at layers.second",
     ]
 

@@ -111,7 +111,7 @@ def test_the_letters_of_an_equation_are_its_rule():
         rule = einsum_rule(equation, tuple(shapes))
         try:
             want = torch.einsum(equation, *operands)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # of opt_einsum, where it is installed
             assert rule is None, (equation, shapes)
             refused += 1
             continue
