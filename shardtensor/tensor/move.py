@@ -81,7 +81,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     @untraced("a ShardedTensor is moved outside of graphs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
+        back = moved(collectives.whole_gradient(grad), ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)
         if share != 1:
             back = back * share
