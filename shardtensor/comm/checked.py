@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import main_thread
 from typing import Any
 
 import torch
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.board import board_of_world
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.comm.group import Group, Pending
@@ -28,13 +29,17 @@ from shardtensor.mesh import Mesh
 _SHOWN_COUNTS = 16
 _wanted = False
 
+WHEN_CHECKED: list[Callable[[], None]] = []
+"""Called once, when the first group with checks is made: what else is to be checked then."""
+
 
 def check_collectives() -> None:
     """Check every collective of this program: as ``SHARDTENSOR_CHECK=collectives`` in the environment.
 
     Each is tagged with the call and the line that made it, the module whose forward it is part of, its operation,
     dtype and counts. At the first one that is not the same on all its ranks every rank raises, naming all calls;
-    ranks that do not come are named, with what they do instead, before the timeout of the group is over.
+    ranks that do not come are named, with what they do instead, before the timeout of the group is over. A plain tensor
+    that meets a sharded one in an operation has to be a copy, bit for bit: each is compared by a checksum.
 
     Call it on every rank before the first tensor is made; groups that are in use already stay as they are.
 
@@ -67,6 +72,8 @@ class CheckedGroup(Parted):
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
         self._group, self._meeting = group, meeting
         self._twin: CheckedGroup | None = None
+        while WHEN_CHECKED:
+            WHEN_CHECKED.pop()()
 
     @classmethod
     def over(cls, group: Group) -> CheckedGroup:
@@ -77,6 +84,11 @@ class CheckedGroup(Parted):
     def _meet(self, what: str, pairs: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
         if not torch.compiler.is_compiling():
             _meet(self._meeting, what, pairs)
+
+    def compare(self, what: str, facts: dict[str, str]) -> None:
+        """Raise on every rank where what ranks say of plain operands differs; `what` is said in the error."""
+        self._meet(f"plain {', '.join(facts)}")
+        agree(self._group, what, facts)
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         self._meet(f"all_reduce {op} of {_say(t)}")

@@ -136,7 +136,10 @@ def _group_of_mesh(device_mesh: Any) -> Group:
     if dist.get_rank() not in ranks:
         return OutsideGroup(dist.get_rank(), ranks)
     if device_mesh.ndim == 1:
-        return as_group(device_mesh.get_group())
+        # In a gloo world with GPUs torch makes a second group of the same ranks for a mesh, for the sake of NCCL.
+        world = as_group(dist.group.WORLD)
+        is_world = device_mesh.device_type == world.device_type == "cpu" and ranks == list(world.ranks)
+        return world if is_world else as_group(device_mesh.get_group())
     names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
     mesh = Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), ranks)
     whole = as_group(dist.group.WORLD).subgroup(ranks)

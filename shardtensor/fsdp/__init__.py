@@ -9,6 +9,7 @@ from shardtensor.fsdp.fsdp_module import (
     share_comm_ctx,
 )
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy
+from shardtensor.fsdp.release import free_gathered
 from shardtensor.fsdp.summary import fsdp_summary
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "free_gathered",
     "fsdp_summary",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -12,7 +12,7 @@ from torch import nn
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.unit import unit_of
+from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.tensor.replacing import drop_weak_references
 
 
@@ -93,3 +93,20 @@ def _check_changeable(entry: Entry) -> None:
             {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(param))},
             "call fully_shard before the first forward, or drop its results (and compiled modules) first",
         ) from error
+
+
+def refuse_transform(unit: Unit) -> None:
+    """Refuse to run a fully sharded module inside of a transform of torch.func, which its gathers cannot follow.
+
+    Raises:
+        RuleError: one is at work.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuleError(
+            "a fully sharded module was called inside of a torch.func transform (grad, vjp, jvp, vmap, ...)",
+            {"module": unit.title, "why": "a gather is no operation that could be transformed"},
+            [
+                "torch.autograd.grad(loss, inputs), or loss.backward() and param.grad, give the same gradients",
+                "shardtensor.unshard_module(module) makes it a plain module, to transform the function of that",
+            ],
+        )

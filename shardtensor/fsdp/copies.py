@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import attrs
@@ -35,12 +36,13 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     twin.modules = [copy.deepcopy(module, memo) for module in unit.modules]
     twin.module = twin.modules[0]
     twin.flats = [_copy_flat(flat, memo) for flat in unit.flats]
-    twin.schedule = twin.slot = None
-    twin._together = (twin,)
-    twin.is_gathered, twin.is_running = False, 0
-    twin.is_in_backward, twin.ahead = False, list(unit.ahead)
+    for flat in twin.flats:
+        flat.unit = weakref.ref(twin)
+    twin.container = copy.deepcopy(unit.container, memo)
     twin.near = None if unit.near is None else unit.near.over(twin.flats)
-    twin._pending, twin._swaps, twin._rnns = [], [], []
+    twin.forget()
+    twin.is_running = 0
+    twin.is_in_backward, twin.ahead = False, list(unit.ahead)
     return twin
 
 
@@ -56,9 +58,9 @@ def _copy_flat(flat: Flat, memo: dict[int, Any]) -> Flat:
         for entry in flat.entries
     ]
     twin.shells = [entry.param for entry in twin.entries]  # type: ignore[misc]
-    twin.whole = twin.node = twin.on_gradients = twin.held = twin.convoy = None
+    twin.held = None
     twin.carry = flat.carry.fresh()
-    twin.views, twin.version = (), -1
+    twin.version = -1
     twin.repack()
     return twin
 

@@ -24,6 +24,7 @@ from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.entry import Entry, ranges_of
 from shardtensor.fsdp.flat_gradients import FlatGradients
 from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.outside import UNCOMPILED, join
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
-UNCOMPILED = (
-    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
-)
-
 
 class Flat(FlatGradients):
     """Parameters of one dtype that are gathered and reduced together.
@@ -49,7 +46,9 @@ class Flat(FlatGradients):
         shard: this rank's range, of the parameters' dtype; the truth about their values.
         pieces: what the parameters' leaves know of each other.
         shells: the parameters as people see them.
+        unit: a weak reference to the unit that it is of.
         whole: the gathered range, of the dtype of computation; None until memory is lent.
+        parts: the parameters in it, with version counters of their own, which those of `views` are: see `versions`.
         views: the parameters as they are gathered.
         shown: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
@@ -84,9 +83,11 @@ class Flat(FlatGradients):
         self.pieces = self._known_pieces()
         self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] = []
         self.views: tuple[torch.Tensor, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
+        self.unit: Callable[[], Any] = type(None)
         self.position = 0  # among the flats that are reduced together
         self.version = -1
         self.gathers_by = domain.shard
@@ -160,7 +161,8 @@ class Flat(FlatGradients):
             grad = entry.param.grad
             become(entry.param, self.shells[i])
             shell: Any = entry.param
-            shell.grad, shell._flat, self.shells[i] = grad, self, shell
+            shell.grad, self.shells[i] = grad, shell
+            join(shell, self, i)
 
     @torch.inference_mode(False)
     def repack(self) -> None:
@@ -184,7 +186,7 @@ class Flat(FlatGradients):
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
-            shell._flat = self
+            join(shell, self, i)
             shell._replace_local(fresh)
         self.is_packed = True
 
@@ -204,8 +206,14 @@ class Flat(FlatGradients):
     def lie_in(self, memory: torch.Tensor) -> None:
         """Be gathered into `memory`, bytes, from now on; views are to be made then."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
-        self.whole = whole
+        self.whole, self.parts = whole, self.parts_of(whole)
         self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
+
+    def forget(self) -> None:
+        """Hold no memory to be gathered into."""
+        self.whole = self.node = self.on_gradients = self.convoy = None
+        self._own = self.shard
+        self.parts, self.views, self.shown, self.gathers_by = [], (), (), self.domain.shard
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.
@@ -215,7 +223,7 @@ class Flat(FlatGradients):
         _make_views([self] if self.convoy is None else self.convoy.flats)
 
     def _take_views(self, made: Iterator[torch.Tensor]) -> None:
-        parts = zip(self.trains, self._parts(self.whole), strict=True)
+        parts = zip(self.trains, self.parts, strict=True)
         self.views = tuple(_filled(next(made), part) if trains else part for trains, part in parts)
         self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
         for view in self.views:
@@ -234,18 +242,18 @@ class Flat(FlatGradients):
 
         Where ranks besides the data ranks sum gradients of copies, they are to do so in `reduce_dtype`.
         """
-        parts = [part for part, trains in zip(self._parts(self.whole), self.trains, strict=True) if trains]
+        parts = [part.detach() for part, trains in zip(self.parts, self.trains, strict=True) if trains]
         if self.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
             return parts
         trained = [entry for entry, trains in zip(self.entries, self.trains, strict=True) if trains]
         has_neighbours = any(entry.inner is not None for entry in self.entries)
         wide = torch.empty((), dtype=self.reduce_dtype, device=self.device)
-        return [
-            wide.expand(part.shape) if entry.may_be_summed(has_neighbours) else part
-            for entry, part in zip(trained, parts, strict=True)
-        ]
+        for entry, part in zip(trained, parts, strict=True):
+            if entry.may_be_summed(has_neighbours):
+                part.data = wide.expand(part.shape)  # `_filled` gives it its memory back; the version counter stays
+        return parts
 
-    def _parts(self, flat: Any) -> list[torch.Tensor]:
+    def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
         return [part.data for part in self.cut_up(flat)[0]]
 
@@ -310,6 +318,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, flats: Sequence[Flat]) -> tuple[torch.Tensor, ...]:
         ctx.flats = list(map(weakref.ref, flats))  # the collector does not see that the flats' views hold this node
         ctx.trains = [flat.trains for flat in flats]
+        ctx.names = [entry.name for flat in flats for entry in flat.entries]
         ctx.set_materialize_grads(False)
         return tuple(part for flat in flats for part in flat.outputs())
 
@@ -319,6 +328,7 @@ class _Gathered(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuleError(
                 "the gradient of a fully sharded parameter has no gradient (create_graph=True)",
+                {"parameters": ", ".join(ctx.names[:4])},
                 fix="keep what needs second derivatives out of fully_shard",
             )
         flats: list[Flat] = [flat() for flat in ctx.flats]

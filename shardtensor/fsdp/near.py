@@ -56,8 +56,13 @@ class NearRanks:
     def over(self, flats: Sequence[Flat]) -> NearRanks:
         """The same of a copy of the unit."""
         twin = copy.copy(self)
-        twin.flats, twin._kept, twin._is_filled = flats, [], False
+        twin.flats = flats
+        twin.forget()
         return twin
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._kept, self._is_filled = [], False
 
     def gather(self, is_again: bool) -> list[Pending]:
         """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""
@@ -65,7 +70,8 @@ class NearRanks:
             return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
         for pending in [flat.gather() for flat in self.flats]:
             pending.wait()
-        if torch.is_grad_enabled():
+        self._is_filled = torch.is_grad_enabled()
+        if self._is_filled:
             self._fill()
         return []
 
@@ -75,7 +81,6 @@ class NearRanks:
                 self._kept = [whole.new_empty(whole.numel() // self.ranks) for whole in self._wholes()]
         for whole, kept in self._pairs():
             kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
-        self._is_filled = True
 
     def _wholes(self) -> list[torch.Tensor]:
         return [flat.whole for flat in self.flats if flat.whole is not None]

@@ -38,8 +38,11 @@ class _Flight:
 class Reductions:
     """Sends the gradients of flats in the reverse of the order in which the forward first used them."""
 
-    def __init__(self, flats: Sequence[Flat], streams: Streams, used: Uses, buffers: int = BUFFERS) -> None:
+    def __init__(
+        self, flats: Sequence[Flat], streams: Streams, used: Uses, touch: Callable[[], None], buffers: int = BUFFERS
+    ) -> None:
         self.flats, self._streams, self.uses = list(flats), streams, used
+        self._touch = touch  # begins a backward that has not begun
         self.lane = streams.lane()
         self._met: list[int] = []
         self._order: list[int] = []
@@ -161,6 +164,7 @@ class Reductions:
 
         A backward inside of this one, of a reentrant checkpoint, brings those of some of them, and others come later.
         """
+        self._touch()
         is_inside = _in_backward() != self._task
         for flat, own in zip(flats, grads, strict=True):
             place = self._places.get(flat.position, -1)

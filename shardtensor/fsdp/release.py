@@ -1,14 +1,19 @@
-"""What undoes `fully_shard`: the module is what it was; its parameters stay as they lie, ShardedTensors."""
+"""What undoes `fully_shard`, and what frees the memory that it gathers into."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.outside import part_from_flat
 from shardtensor.fsdp.parts import is_part_hook
-from shardtensor.fsdp.unit import Unit, part_of, unit_of
+from shardtensor.fsdp.unit import Unit, part_of, unit_of, units_in
 from shardtensor.fsdp.upkeep import after_load
+
+if TYPE_CHECKING:
+    from shardtensor.fsdp.schedule import Schedule
 
 
 def release(module: nn.Module) -> None:
@@ -43,7 +48,7 @@ def _let_go(unit: Unit) -> None:
     for flat in unit.flats:
         flat.show_shells()
         for shell in flat.shells:
-            shell._flat = None
+            part_from_flat(shell)
 
 
 def _remove(owner: nn.Module, key: int) -> None:
@@ -56,3 +61,48 @@ def _remove(owner: nn.Module, key: int) -> None:
     )
     for table in tables:
         table.pop(key, None)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the memory that units of a module are gathered into, and that their gradients are reduced in.
+
+    It stays from pass to pass otherwise: call this after evaluation, say, to have it for something else. The next
+    forward makes it anew. Sends nothing; called on the outermost fully sharded module, between passes, on all ranks.
+
+    Raises:
+        RuleError: a forward or a backward is going on, or the graph of a forward waits for its backward. Nothing has
+            changed.
+
+    Example:
+        >>> import torch
+        >>> from shardtensor.fsdp import free_gathered, fully_shard
+        >>> layer = fully_shard(nn.Linear(2, 2))
+        >>> with torch.no_grad():
+        ...     y = layer(torch.ones(1, 2))
+        >>> free_gathered(layer)
+    """
+    found = (unit.schedule for _, unit in units_in(module))
+    schedules = {id(schedule): schedule for schedule in found if schedule is not None}.values()
+    for schedule in schedules:
+        if schedule.is_running() or not all(unit.slot.is_idle for unit in schedule.units):
+            raise RuleError(
+                "the memory of gathered parameters is in use: a forward has still to have its backward",
+                {"module": schedule.units[0].title},
+                "call backward first, or drop the results of that forward",
+            )
+    for schedule in schedules:
+        _free(schedule)
+
+
+def _free(schedule: Schedule) -> None:
+    for unit in schedule.units:
+        schedule.reshard(unit)
+        unit.finish()
+    schedule.gathers.join()
+    leases = {id(unit.slot.lease): unit.slot.lease for unit in schedule.units}.values()
+    schedule.reductions.resize(schedule.reductions.buffers)
+    schedule.is_current = False
+    for unit in schedule.units:
+        unit.forget()
+    for lease in leases:
+        lease.end()

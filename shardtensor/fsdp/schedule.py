@@ -11,9 +11,10 @@ import torch
 
 from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp import memory
-from shardtensor.fsdp.flat import UNCOMPILED, Flat, written_too_early
+from shardtensor.fsdp.checks import refuse_transform
+from shardtensor.fsdp.flat import Flat, written_too_early
 from shardtensor.fsdp.kept import Kept
-from shardtensor.fsdp.parts import Lender
+from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.passage import Passage
 from shardtensor.fsdp.reductions import BUFFERS, Reductions
 from shardtensor.fsdp.scope import Scope
@@ -21,6 +22,7 @@ from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 from shardtensor.fsdp.used import Uses, names_of
+from shardtensor.fsdp.versions import next_generation
 
 _nothing: Callable[[], Any] = type(None)
 _version = attrgetter("shard._version")
@@ -34,23 +36,20 @@ class Schedule:
         self.units = units
         self.device = units[0].device
         self.is_current = True
-        self.streams = units[0].streams
-        self.gathers = self.streams.lane()
+        self.streams, self.gathers = units[0].streams, units[0].streams.lane()
         self._uses = Uses(units[0].domain, names_of(units), self.streams, any(unit.find_unused for unit in units))
-        self.reductions = Reductions([flat for unit in units for flat in unit.flats], self.streams, self._uses)
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self.reductions = Reductions(self._flats, self.streams, self._uses, self.touch)
         self._orders: dict[Hashable, list[int]] = {}
         self._group = units[0].domain.whole
         self._passage: Passage | None = None
         self._scope = Scope(units)
         self._last: Unit | None = None  # visited; its parameters are in use
         self._kept_flats = self._find_kept_flats()
-        self._depth = 0
-        self._is_backward = self.has_grad = False
-        self.generation = 0  # of parameters' values; counted where a forward finds others than the last one did
+        self._depth, self._is_backward, self.has_grad = 0, False, False
+        self.generation = next_generation()  # of parameters' values; another where a gather finds others than the last
         self._writes = -1
-        self._flats = self.reductions.flats
         self._upkeep = Upkeep(units)
-        self._lender = Lender(self)
         self._seen_training: dict[Hashable, int] = {}
         self._trains = self._who_train()
         self.reductions.suit(self._trains)
@@ -80,8 +79,6 @@ class Schedule:
         for unit in units:
             unit.use(streams)
         schedule = cls(units)
-        before = [unit.schedule.generation for unit in units if unit.schedule is not None]
-        schedule.generation = max(before, default=0) + 1  # what earlier graphs saved lies in other memory
         for unit in units:
             unit.schedule = schedule
             unit.make_swaps()
@@ -100,6 +97,7 @@ class Schedule:
             self.reductions.used(unit.flats)
 
     def _begin(self, unit: Unit) -> None:
+        refuse_transform(unit)
         if self._is_backward:
             self._break_off()
         self._uses.check(waits=not self.streams.is_cuda)
@@ -111,10 +109,7 @@ class Schedule:
                 other.make_swaps()
         if not self._upkeep.holds():
             self._mend()
-        writes = sum(map(_version, self._flats))
-        if writes != self._writes:
-            self._writes = writes
-            self.generation += 1
+        self._count_writes()
         self.has_grad = has_grad = torch.is_grad_enabled()
         if has_grad:
             self._scope.enter(unit)
@@ -126,9 +121,12 @@ class Schedule:
             self._kept.begin()
         kept = self._kept.take({inner for _, inner in units_in(unit.module)}) if self._kept else ()
         for other in self.units:
-            other.is_gathered = False
-        for other in kept:
-            other.is_gathered = True
+            other.is_gathered = other in kept
+
+    def _count_writes(self) -> None:
+        writes = sum(map(_version, self._flats))
+        if writes != self._writes:
+            self._writes, self.generation = writes, next_generation()
 
     def _wait_for_optimizer(self) -> None:
         """Let gathers wait for the event that the user gave, too; it is good for one forward."""
@@ -173,6 +171,7 @@ class Schedule:
                 self._break_off()
             if self.is_stale:
                 self._lend_anew()
+            self._count_writes()
             if unit not in self._kept:
                 unit.is_gathered = False
         if unit.is_gathered or not self._is_free(unit) or (unit.slot.holder in self._kept and not unit.has_own_slot):
@@ -200,7 +199,7 @@ class Schedule:
 
     def _mend(self) -> None:
         """Take in what was done to the modules' parameters since the last forward."""
-        self.generation += 1
+        self.generation = next_generation()
         for unit in self.units:
             take_in(unit)
         check_place(self.units)
@@ -208,7 +207,7 @@ class Schedule:
             self._orders.clear()
             self._kept.keep_only(())
             memory.lend(self.units)
-            self.reductions = Reductions(self._flats, self.streams, self._uses, self.reductions.buffers)
+            self.reductions = Reductions(self._flats, self.streams, self._uses, self.touch, self.reductions.buffers)
             self.reductions.suit(self._trains)
         trains = self._who_train()
         if trains != self._trains:
@@ -306,6 +305,8 @@ class Schedule:
         if holder is not None:
             holder.is_gathered = False
             holder.finish()
+            if holder is not unit:
+                holder.versions.displaced()
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()

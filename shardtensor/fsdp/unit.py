@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,13 @@ from torch import nn
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.flat import UNCOMPILED, Flat
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.near import NearRanks, Reshard
+from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
-from shardtensor.fsdp.values import cast_floats, with_hook
+from shardtensor.fsdp.values import cast_floats, held_apart, with_hook
+from shardtensor.fsdp.versions import Versions, watch_backward
 from shardtensor.plan.match.units import SMALL
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ class Unit:
     Attributes:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
+        versions: the version counters of its gathered parameters.
+        container: the unit that it is a part of: see `parts`.
         has_own_slot: whether no other unit is gathered into its memory.
         is_asked: whether the user asks for it, by ``unshard()``.
         keeps_after_backward: whether it stays gathered after backward, until something writes to it.
@@ -53,11 +58,14 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = [module]
+        for flat in flats:
+            flat.unit = weakref.ref(self)
         self.module, self.flats, self.domain, self.policy, self.device = module, flats, domain, policy, device
         self.reshard_after_forward = reshard_after_forward
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
         self.find_unused = False
+        self.container: Unit | None = None
         self.near: NearRanks | None = None
         if type(reshard_after_forward) is int:
             self.near = NearRanks(flats, domain.shard, reshard_after_forward)
@@ -73,6 +81,9 @@ class Unit:
         self._together: Sequence[Unit] = (self,)  # with which it was gathered; the event of the first tells when
         self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._rnns: list[nn.RNNBase] = []
+        self.versions = Versions(self, ())
+        self._memory = range(0)
+        watch_backward()
 
     def settle(self) -> None:
         """Know what there is to know before the first forward."""
@@ -84,6 +95,27 @@ class Unit:
         if self.reshard_after_forward is None:
             return self.is_container or sum(flat.whole_bytes for flat in self.flats) <= SMALL
         return self.is_container or self.reshard_after_forward is False
+
+    def forget(self) -> None:
+        """Have no memory to be gathered into, until the next forward makes a schedule, on all ranks."""
+        self.schedule = self.slot = None
+        self.is_gathered = self.is_awaited = False
+        self._together, self._pending, self._swaps, self._rnns = (self,), [], [], []
+        self.versions, self._memory = Versions(self, ()), range(0)
+        for flat in self.flats:
+            flat.forget()
+        if self.near is not None:
+            self.near.forget()
+
+    @property
+    def title(self) -> str:
+        """What errors call its module."""
+        return f"{self.name} ({type(self.module).__mro__[2 * (unit_of(self.module) is self)].__name__})".strip()
+
+    @property
+    def _generation(self) -> int:
+        assert self.schedule is not None
+        return self.schedule.generation
 
     @property
     def is_lookup(self) -> bool:
@@ -102,7 +134,7 @@ class Unit:
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:
-        """Settle what is put into modules while they run, and what afterwards."""
+        """Settle what is put into modules while they run, and what afterwards; where that lies, and its versions."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         for flat in self.flats:
             for entry, view, shell in zip(flat.entries, flat.shown, flat.shells, strict=True):
@@ -111,6 +143,13 @@ class Unit:
                     _, views, shells = found.setdefault(id(place), (place, {}, {}))
                     views[name], shells[name] = view, shell
         self._swaps = list(found.values())
+        parts = [part for flat in self.flats for part in flat.parts]
+        if not self.versions.are_of(parts):
+            self.versions = Versions(self, parts)
+            ends = [
+                place for part in parts for place in (part.data_ptr(), part.data_ptr() + part.nbytes) if part.nbytes
+            ]
+            self._memory = range(min(ends, default=0), max(ends, default=0))
         owners = {id(owner): owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes}
         self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
 
@@ -152,6 +191,7 @@ class Unit:
             together, pending = [self], self.near.gather(is_again)
         for unit in together:
             unit.slot.holder = unit
+            unit.versions.gathering(unit._generation)
             unit._together, unit._pending = together, pending
             unit.is_gathered, unit.is_awaited = True, False
 
@@ -165,6 +205,7 @@ class Unit:
         """Take what was gathered into other memory."""
         for flat, whole in zip(self.flats, wholes, strict=True):
             flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
+        self.versions.set(self._generation)
         self.is_gathered = self.is_awaited = True
 
     def wait(self) -> None:
@@ -175,6 +216,7 @@ class Unit:
         for unit in self._together:
             if unit._together is self._together:  # else it is being gathered anew
                 unit.is_awaited = True
+                unit.versions.set(unit._generation)
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""
@@ -203,6 +245,7 @@ class Unit:
         """After the module's forward."""
         self._left()
         assert self.schedule is not None
+        output = held_apart(output, self._memory, self)
         if not torch.is_grad_enabled():
             if self.schedule.has_grad:  # of the outermost forward
                 self.schedule.reductions.hide(self.flats)
@@ -244,8 +287,10 @@ class Unit:
         """The schedule that it belongs to, or one of its own and of the units in it."""
         if self.schedule is not None and self.schedule.is_current:
             return self.schedule
+        from shardtensor.fsdp.checks import refuse_transform
         from shardtensor.fsdp.schedule import Schedule
 
+        refuse_transform(self)
         self.schedule = Schedule.over(self)
         return self.schedule
 

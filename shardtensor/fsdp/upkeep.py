@@ -20,6 +20,7 @@ from torch import nn
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.outside import join, part_from_flat
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.parallel.loading import laid_out_as
 from shardtensor.parallel.memory import become
@@ -135,10 +136,11 @@ def _adopt(flat: Flat, i: int, param: Any) -> None:
         value = laid_out_as(param, old)
         value.requires_grad_(param.requires_grad)
         become(param, value)
-    param._flat, flat.shells[i], flat.entries[i].param = flat, param, param
+    flat.shells[i] = flat.entries[i].param = param
+    join(param, flat, i)
     flat.leaf_changed(is_replaced=True)
     if old is not param:
-        old._flat = None
+        part_from_flat(old)
 
 
 def _mixed_error(flat: Flat) -> RuleError:

@@ -31,6 +31,9 @@ MOST = 4096
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
+SHARDED: set[type] = {ShardedTensor}
+"""Classes of tensors that are done as ShardedTensors are."""
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
 
@@ -177,6 +180,8 @@ def local_by(
     layouts = [recipe.output, *(need.layout for need in recipe.needs)]
     if any(0 in layout.local_shape(group.rank) for layout in layouts):
         call = in_graph_of_all(call)
+    else:
+        call = getattr(call, "on_elements", call)  # see `takes_empty`: it need not look
     sums: list[tuple[int | str, Group | None]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
@@ -233,7 +238,7 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
     What it is like goes to `form`.
     """
     kind = type(x)
-    if kind is ShardedTensor:
+    if kind in SHARDED:
         if group is not None and x._group is not group:
             return _UNKNOWN, group
         form.append(id(x._layout))

@@ -33,7 +33,7 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         shell._is_param = True
     if isinstance(tensor, ShardedTensor) and isinstance(shell, ShardedTensor):
-        shell._flat = tensor._flat
+        shell._flat, shell._unit, shell.__class__ = tensor._flat, tensor._unit, type(tensor)
         shell._tell_flat()
     keep_grad_dtype(tensor, shell)
     tensor.grad = None

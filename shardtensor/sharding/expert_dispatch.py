@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, LoneGroup
 from shardtensor.errors import PlanError
 from shardtensor.parallel.expert_places import place
 from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, stacked
 from shardtensor.parallel.moe import chosen
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import Site, Use, register_hook
+from shardtensor.sharding.own_forward import listed_twin, refuse_another_result, stacked_twin
 from shardtensor.tensor.sharded_tensor import local_of
 
 _STACKS = ("gate_up_proj", "down_proj")
@@ -37,12 +40,21 @@ def dispatch_to_experts(
       tuple, hidden states and the router's logits, as Hugging Face's blocks do; without `logits` the states alone.
 
     Every expert of a rank is called, also with no rows, so that its collectives meet.
+
+    Raises:
+        PlanError: there are no experts; or the module's own forward gives something else, which one run of both on a
+            few tokens and small stand-ins for the experts shows, before anything changes.
     """
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
     if all(name in module._parameters for name in _STACKS):
         activation = getattr(module, "act_fn", None) or getattr(module, "activation", None) or nn.functional.silu
         count = int(module.get_parameter(_STACKS[0]).shape[0])
+        twin, called = stacked_twin(module, _STACKS, top_k)
+        gate_up, down = (twin.get_parameter(name) for name in _STACKS)
+        asked = f"dispatch({', '.join(axes)}, top_k={top_k})"
+        ways = {asked: lambda: _through_stacks(called, (gate_up, down), (count,), LoneGroup(), activation)}
+        refuse_another_result(site, lambda: twin(*called), asked, ways)
         return Use(
             lambda: _dispatching(module, StackedExperts, Dispatch(site.team(axes), count, activation=activation))
         )
@@ -66,8 +78,33 @@ def dispatch_to_experts(
             "write a hook of your own with @register_hook around shardtensor.dispatch_tokens",
         )
     count = len(experts)
-    normalize = getattr(module, "norm_topk_prob", True) if normalize is None else normalize
+    normalize = bool(getattr(module, "norm_topk_prob", True)) if normalize is None else normalize
+    _refuse_another_forward(site, axes, count, top_k, normalize, logits)
     return Use(lambda: _dispatching(module, ListedExperts, Dispatch(site.team(axes), count, top_k, normalize, logits)))
+
+
+def _refuse_another_forward(
+    site: Site, axes: tuple[str, ...], count: int, top_k: int, normalize: bool, logits: bool
+) -> None:
+    """Raise unless the forward of a block with a router gives what these options give, in training and evaluation."""
+    twin, states = listed_twin(site.module)
+
+    def given(normalize: bool, logits: bool) -> Any:
+        handle = _dispatching(twin, ListedExperts, Dispatch(LoneGroup(), count, top_k, normalize, logits))
+        try:
+            return twin(states)
+        finally:
+            handle.remove()
+
+    ways = {}
+    for options in itertools.product((True, False), repeat=2):
+        words = f"normalize={str(options[0]).lower()}, logits={str(options[1]).lower()}"
+        ways[f"dispatch({', '.join(axes)}, top_k={top_k}, {words})"] = functools.partial(given, *options)
+        if options == (normalize, logits):
+            asked = list(ways)[-1]
+    for is_training in (True, False):
+        twin.train(is_training)
+        refuse_another_result(site, lambda: twin(states), asked, ways)
 
 
 @attrs.frozen(eq=False)
@@ -113,12 +150,23 @@ class StackedExperts:
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        stacks = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
-        team, held, _ = place(*stacks)  # what cuts experts inside is the affair of the plan's `in` and `out`
-        gate_up, down = map(local_of, stacks)
-        fault = find_fault(hidden_states, top_k_index, top_k_weights)
-        sent = dispatch(hidden_states, top_k_index, held, team, fault)
-        return sent.combine(stacked(sent, gate_up, down, self._dealing.activation), top_k_weights)
+        gate_up, down = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
+        team, held, _ = place(gate_up, down)  # a cut inside of experts is for the plan's `in` and `out`
+        inputs, stacks = (hidden_states, top_k_index, top_k_weights), (local_of(gate_up), local_of(down))
+        return _through_stacks(inputs, stacks, held, team, self._dealing.activation)
+
+
+def _through_stacks(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    held: tuple[int, ...],
+    team: Group,
+    activation: Activation,
+) -> torch.Tensor:
+    """Send tokens to the ranks of their experts, through this rank's two stacks, and back."""
+    tokens, ids, weights = inputs
+    sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
+    return sent.combine(stacked(sent, *stacks, activation), weights)
 
 
 class ListedExperts:

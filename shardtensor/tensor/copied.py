@@ -149,7 +149,7 @@ class CopiedView(ShardedTensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         for x in tree_leaves((args, kwargs)):  # before a handler runs, of which ranks take different ways
-            if type(x) is CopiedView:
+            if isinstance(x, CopiedView):
                 x._local  # noqa: B018
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -31,7 +31,8 @@ from shardtensor.tensor.dispatch import warn_of_gather
 from shardtensor.tensor.fallback import gather_and_compute
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 
-_SHELLS = frozenset((ShardedTensor, CopiedView))
+SHELLS: set[type] = {ShardedTensor, CopiedView}
+"""Classes of sharded tensors."""
 
 Function = torch.autograd.Function
 _SaveInputs = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
@@ -58,7 +59,7 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     else:
         out = _plain_apply(cls, *args)
     kind = type(out)
-    if kind in _SHELLS or (kind is tuple and not _SHELLS.isdisjoint(map(type, out))):
+    if kind in SHELLS or (kind is tuple and not SHELLS.isdisjoint(map(type, out))):
         _refuse_cut_off(cls, out)
     return out
 

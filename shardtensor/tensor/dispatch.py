@@ -24,9 +24,6 @@ from shardtensor.rules.table import ROWS
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """From a torch function, method or property getter to what does its work on ShardedTensors."""
 
-LENDERS: list[Any] = []
-"""References to what may do an operation on ShardedTensors in another way, asked first: see `fsdp.parts.Lender`."""
-
 _STRICT: contextvars.ContextVar[bool] = contextvars.ContextVar("strict", default=False)
 
 
@@ -200,16 +197,6 @@ def _level_of_caller() -> int:
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(("shardtensor.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def lent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What one of `LENDERS` makes of an operation, or NotImplemented."""
-    for reference in LENDERS:
-        lender = reference()
-        result = NotImplemented if lender is None else lender(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return NotImplemented
 
 
 def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

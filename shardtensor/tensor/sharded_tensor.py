@@ -65,6 +65,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _memory: Any = None  # what it shares with its views: see `copied.Memory`
     _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
     _flat: Any = None  # of a parameter of a fully sharded module: the `fsdp.flat.Flat` that its leaf is a view of
+    _unit: Any = None  # of such a parameter, and of what was computed from one: see `fsdp.outside`
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -285,8 +286,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     ) -> Any:
         handler = dispatch.HANDLERS.get(func)
         try:
-            if dispatch.LENDERS and (result := dispatch.lent(func, args, kwargs or {})) is not NotImplemented:
-                return result
             if handler is not None:
                 return handler(*args, **kwargs) if kwargs else handler(*args)
             return dispatch.fall_back(func, args, kwargs or {})

@@ -29,7 +29,7 @@ def _demo(folder, *options):
     """The demo where numpy is not installed: a module in `folder` takes its place and cannot be imported."""
     (folder / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     command = [sys.executable, "-m", "shardtensor.cli.main", "demo", *options]
-    paths = [str(folder), str(Path(shardtensor.__file__).parent.parent)]
+    paths = [str(folder), str(Path(shardtensor.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "COLUMNS": "160", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 

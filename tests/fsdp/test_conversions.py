@@ -246,7 +246,7 @@ def test_a_parameter_put_in_place(world: int) -> None:
         dense.head.weight = nn.Parameter(new.clone())
         sharded.head.weight = nn.Parameter(new.clone())
         backward(dense, sharded, 1)
-        assert type(sharded.head.weight) is st.ShardedTensor and is_packed(sharded)
+        assert isinstance(sharded.head.weight, st.ShardedTensor) and is_packed(sharded)
         sharded.head.weight = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
         with pytest.raises(RuleError, match="another shape"):
             sharded(ids_of(0)[1])

@@ -96,7 +96,7 @@ def test_names_and_objects() -> None:
         seen = []
 
         def look(module: Net, *_: object) -> None:
-            seen.append([type(p) is st.ShardedTensor for p in module.parameters(recurse=False)])
+            seen.append([isinstance(p, st.ShardedTensor) for p in module.parameters(recurse=False)])
 
         sharded.blocks[1].up.register_forward_pre_hook(look)
         sharded.blocks[1].up.register_forward_hook(look)

@@ -255,3 +255,33 @@ def test_gradients_of_copies_are_summed_in_the_dtype_of_reductions(world, way, d
 @sim
 def test_gradients_of_copies_are_summed_in_their_own_dtype_unless_asked(world):
     assert world(_copied_over_tp, 2, way="flows", data=1, reduce_dtype=None, backwards=1)[0][1] == [256.0] * 4
+
+
+class _Remembers(nn.Module):
+    """Its norm lies whole on each rank of tp beside a sharded weight; the hidden value is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        self.hidden = self.norm(x)
+        return self.other(self.hidden)
+
+
+def _stale_copy():
+    mesh = as_group().on_mesh(Mesh((("dp", 2), ("tp", 2))), {})
+    model = nn.Sequential(*(_Remembers() for _ in range(4))).to(device())
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for unit in (*model, model):
+        if unit is not model:
+            st.shard_module(unit, {"other.weight": "[tp, -]"}, process_group=mesh)
+        fully_shard(unit, mesh=mesh.axis("dp"), mp_policy=policy)
+    model(torch.ones(2, 256, device=device()))
+    with pytest.raises(st.RuleError, match="parameters of a fully sharded module that are no longer gathered"):
+        model[0].hidden.square().sum().backward()
+
+
+@sim
+def test_a_parameter_whose_gradient_is_wider_is_guarded_as_the_others_are(world):
+    world(_stale_copy, 4)

@@ -200,6 +200,16 @@ def test_a_model_tells_tensors_from_modules():
     assert "hf_moe_tp_experts_without_weights(tp)" in text, "these experts take no routing weights"
 
 
+def test_a_tensor_is_local_to_its_modules_forward_with_and_without_the_word_for_it():
+    plan = {"layers.*.attn.q_proj": "colwise", "layers.*.attn.sinks": "colwise"}
+    shapes = (TensorInfo("layers.0.attn.q_proj.weight", (8, 8)), TensorInfo("layers.0.attn.sinks", (8,)))
+    model = Model(shapes, modules={path: ModuleInfo("M", ()) for path in ("layers.0.attn", "layers.0.attn.q_proj")})
+    with_the_word = plan_text_from_hf(plan | {"layers.*.attn": "local_params"}, model=model)
+    without = plan_text_from_hf(plan, model=model)
+    assert without == with_the_word.replace("of 3 rules", "of 2 rules")
+    assert "hf_local_params()" in without
+
+
 def test_a_plan_of_llama_is_right_and_refuses_to_cut_a_head():
     config = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,

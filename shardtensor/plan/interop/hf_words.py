@@ -91,5 +91,8 @@ EP_WORDS = {
 }
 """What each word of an ep_plan says, over the axis `ep`."""
 
+CUTTING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
+"""Words that cut a tensor which a plan names by itself."""
+
 OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
 """Words of modules below which tensors stand in the plan by themselves -> how many dims those have."""

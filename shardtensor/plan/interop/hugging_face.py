@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.plan.interop.hf_words import EP_WORDS, OWNERS, TP_WORDS, HFWord
+from shardtensor.plan.interop.hf_words import CUTTING, EP_WORDS, OWNERS, TP_WORDS, HFWord
 from shardtensor.plan.interop.rule_tree import rule_tree
 from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.models.model import Model
@@ -89,11 +89,13 @@ def plan_text_from_hf(
     ep_plan = ep_plan or {}
     is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, ep_plan))})(?:\..+)?").fullmatch if ep_plan else None
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
+    count = len(kept) + len(ep_plan)
+    kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
     entries = [*_entries(kept, TP_WORDS, model), *_entries(ep_plan, EP_WORDS, model)]
     refused = {entry.pattern: f'"{entry.word}": {entry.refused}' for entry in entries if entry.refused}
     if refused:
-        count = len(refused)
-        raise PlanError(f"{count} of {len(entries)} rules {'has' if count == 1 else 'have'} no translation", refused)
+        verb = "has" if len(refused) == 1 else "have"
+        raise PlanError(f"{len(refused)} of {count} rules {verb} no translation", refused)
     heads = _whole_heads(kept, config or {})
     rules: dict[str, list[str]] = {}
     for entry in entries:
@@ -103,7 +105,7 @@ def plan_text_from_hf(
         if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
             owner = entry.pattern.rpartition(".")[0]
             rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
-    lines = [*_header(len(entries), heads, ep_plan, config or {}), ""]
+    lines = [*_header(count, heads, ep_plan, config or {}), ""]
     return format_plan(Source("\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])))
 
 
@@ -164,17 +166,21 @@ def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | N
             return found  # what the model does not have at all is told as without one
     owner, _, name = pattern.rpartition(".")
     word = plan.get(owner, "")
-    if word not in OWNERS or plan[pattern] not in (
-        "colwise",
-        "rowwise",
-        "packed_colwise",
-        "packed_rowwise",
-        "grouped_gemm",
-    ):
+    if word not in OWNERS or plan[pattern] not in CUTTING:
         return None
     if name.endswith("_bias"):
         return OWNERS[word] - 1 or 1
     return None if word == "local_params" and name.endswith("proj") else OWNERS[word]
+
+
+def _local_owners(plan: Mapping[str, str], model: Model | None) -> list[str]:
+    """The modules without a word of which the plan cuts tensors: transformers before 5.23 has no word for them.
+
+    It loads each rank's slice, with which the module's forward computes. Without a model no tensor is known.
+    """
+    tensors = {starred(tensor.name) for tensor in model.tensors} if model is not None else set()
+    owners = {p.rpartition(".")[0] for p, word in plan.items() if p in tensors and word in CUTTING}
+    return sorted(owners - plan.keys() - {""})
 
 
 def _takes_weights(pattern: str, model: Model) -> bool:

@@ -1,0 +1,239 @@
+"""Parameters of units outside of their unit's forward, where a plain tensor is this rank's own.
+
+Elsewhere a plain tensor that meets a ShardedTensor is a copy, the same on every rank. In data parallel training it is
+this rank's part of the batch, so an operation that took it for a copy would mix the ranks' values and gradients. It
+raises instead, whether it meets the parameter or a ShardedTensor that was computed from one. Where every rank has the
+whole of what was computed, its gradient is averaged over the ranks.
+
+Parts are the exception (see `fsdp.parts`): while its container runs, an operation on one computes with a whole that is
+gathered for this use alone, and whose gradient is reduced with the part's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardtensor.comm.collectives import sum_gradient
+from shardtensor.comm.untraced import untraced
+from shardtensor.errors import RuleError
+from shardtensor.ops.local_call import SHARDED
+from shardtensor.tensor.copied import CopiedView
+from shardtensor.tensor.custom_functions import SHELLS
+from shardtensor.tensor.dispatch import is_dtensor, name_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from shardtensor.fsdp.flat import Flat
+    from shardtensor.fsdp.unit import Unit
+
+UNCOMPILED = (
+    "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
+)
+
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
+_IN_PLACE = {"__setitem__", "module_load", *(f"__i{name}__" for name in _OPERATORS)}
+_NEEDS_NO_VALUES = frozenset(
+    "grad backward to type_as view_as expand_as reshape_as result_type is_same_size __set__ "
+    "_has_compatible_shallow_copy_type".split()
+)
+
+Source = tuple["ref[Flat]", str]
+"""A parameter, as its flat and its name there."""
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # an operation of the library itself
+
+
+class UnitParameter(ShardedTensor):
+    """A parameter of a unit as people see it, or a ShardedTensor that was computed from one."""
+
+    @classmethod
+    @untraced(UNCOMPILED)
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if _inside.get():
+            return super().__torch_function__(func, types, args, kwargs)
+        name = name_of(func).rpartition(".")[2]
+        is_write = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
+        operands = [] if takes_all else tree_leaves((args, kwargs))
+        if not is_write and any(map(_is_to_gather, operands)):
+            args, kwargs = tree_map(lambda x: _gathered(x) if _is_to_gather(x) else x, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        source = _source(operands)
+        if source is not None and name not in _NEEDS_NO_VALUES:
+            _refuse_own(name_of(func), source, operands)
+        mark = _inside.set(True)
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        finally:
+            _inside.reset(mark)
+        if source is None or name in ("grad", "backward", "__set__") or name.endswith("_like") or name[:4] == "new_":
+            return result
+        return tree_map(lambda x: _computed(x, source), result)
+
+    @property
+    def data(self) -> ShardedTensor:
+        return _computed(ShardedTensor.data.fget(self), self._unit)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        ShardedTensor.data.fset(self, value)  # type: ignore[attr-defined]
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        return _computed(super().to(*args, **kwargs), self._unit)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole on every rank, as any ShardedTensor; what has its gradient is averaged over data ranks."""
+        return _computed(super().full_tensor(), self._unit)
+
+
+class _UnitView(UnitParameter, CopiedView):  # type: ignore[override, misc]
+    """A view of a parameter that had to be a copy."""
+
+
+SHARDED.add(UnitParameter)
+SHELLS.update((UnitParameter, _UnitView))
+_OF_UNITS: dict[type, type] = {ShardedTensor: UnitParameter, CopiedView: _UnitView}
+
+
+def join(shell: ShardedTensor, flat: Flat, number: int) -> None:
+    """Make a ShardedTensor the parameter of a unit that has this number in a flat."""
+    shell._flat, shell._unit = flat, (ref(flat), flat.entries[number].name)
+    shell.__class__ = UnitParameter
+
+
+def part_from_flat(shell: ShardedTensor) -> None:
+    """Make a parameter one of no unit."""
+    shell._flat = shell._unit = None
+    shell.__class__ = ShardedTensor
+
+
+def _takes_values(args: Any) -> bool:
+    """Whether the first of these arguments is a ShardedTensor that no graph follows here."""
+    while isinstance(args, tuple | list):
+        args = args[0] if args else None
+    return isinstance(args, ShardedTensor) and not (torch.is_grad_enabled() and args.requires_grad)
+
+
+def _unit_of(source: Source | None) -> Unit | None:
+    """The unit of a parameter, unless that is gone or has one rank alone, whose own batch is the whole one."""
+    flat = None if source is None else source[0]()
+    unit = None if flat is None else flat.unit()
+    return None if unit is None or unit.domain.size == 1 else unit
+
+
+def _source(operands: Iterable[Any]) -> Source | None:
+    """The first parameter that operands are, or were computed from."""
+    sources = (x._unit for x in operands if isinstance(x, UnitParameter))
+    return next((source for source in sources if _unit_of(source) is not None), None)
+
+
+def _computed(x: Any, source: Source | None) -> Any:
+    """What was computed from a parameter, with its gradient averaged over data ranks where each has the whole of it."""
+    unit = _unit_of(source)
+    if unit is None:
+        return x
+    if type(x) in _OF_UNITS:
+        x.__class__ = _OF_UNITS[type(x)]
+        x._unit = source
+    elif isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad:
+        size = unit.domain.size
+        x = sum_gradient(x, unit.domain.whole)
+        x.register_hook(lambda grad: grad / size)
+    return x
+
+
+def _refuse_own(name: str, source: Source, operands: Iterable[Any]) -> None:
+    """Raise where a plain tensor is among `operands`, but for one number that has no gradient, as a step's size.
+
+    Raises:
+        RuleError: there is one.
+    """
+    unit = _unit_of(source)
+    assert unit is not None, "a source has a unit"
+    for x in operands:
+        is_plain = isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and not is_dtensor(x)
+        if is_plain and (x.dim() or (x.requires_grad and torch.is_grad_enabled())):
+            raise _refusal(name, unit, source[1], x)
+
+
+def _refusal(name: str, unit: Unit, parameter: str, x: torch.Tensor) -> RuleError:
+    unit = unit.container or unit
+    method = _method_of(unit.modules)
+    return RuleError(
+        f"{name}: a parameter of a fully sharded module met a plain tensor outside of the module's forward",
+        {
+            "module": unit.title,
+            "parameter": parameter,
+            "plain tensor": f"{tuple(x.shape)} {x.dtype}, this rank's own",
+        },
+        [
+            f'register_fsdp_forward_method(module, "{method or "method"}") gathers the parameters around that method',
+            "call the module itself, or compute with parameter.full_tensor()",
+        ],
+    )
+
+
+def _method_of(modules: Iterable[Any]) -> str | None:
+    """The outermost method of one of `modules` that runs."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        if any(frame.f_locals.get("self") is module for module in modules):
+            found = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _is_to_gather(x: Any) -> bool:
+    """Whether `x` is a parameter of a part, and the part's container runs."""
+    if not isinstance(x, UnitParameter) or x._flat is None:
+        return False
+    unit: Unit | None = x._flat.unit()
+    if unit is None or unit.container is None or unit.schedule is None:
+        return False
+    return unit.schedule.is_running()
+
+
+def _gathered(shell: Any) -> torch.Tensor:
+    flat: Flat = shell._flat
+    number = next(i for i, known in enumerate(flat.shells) if known is shell)
+    if shell.requires_grad and torch.is_grad_enabled():
+        whole = _Gathered.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
+    else:
+        whole = _whole(flat, number)
+    inner = flat.entries[number].inner
+    return whole if inner is None else inner.around(whole)
+
+
+def _whole(flat: Flat, number: int) -> torch.Tensor:
+    gathered = flat.domain.shard.all_gather(flat.shard.detach().to(flat.compute_dtype))
+    return flat.parts_of(gathered)[number]
+
+
+class _Gathered(torch.autograd.Function):
+    """A parameter gathered for one use; its gradient joins those of the flat."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, flat: Flat, number: int) -> torch.Tensor:
+        ctx.flat, ctx.number = flat, number
+        return _whole(flat, number)
+
+    @staticmethod
+    @untraced(UNCOMPILED)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        flat = ctx.flat
+        grads: list[torch.Tensor | None] = [None] * len(flat.shells)
+        grads[ctx.number] = grad
+        flat.on_gradients([flat], [grads])
+        return None, None, None
