@@ -135,7 +135,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_gradient(grad, ctx.group), None
+        return sum_gradient(whole_gradient(grad), ctx.group), None
 
 
 class _AllReduceFresh(_AllReduce):
@@ -203,7 +203,15 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return take(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
+        return take(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+
+
+def whole_gradient(grad: Any) -> torch.Tensor:
+    """The gradient of a plain result, for which a program may give a ShardedTensor: ``y.backward(sharded)``.
+
+    Torch hands it over as it is. A collective of its slices would not be the same on all ranks.
+    """
+    return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
 # -- part and partial ------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     @untraced("a ShardedTensor is moved outside of graphs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = collectives.whole_gradient(grad)
         made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
         if made and grad.requires_grad:  # where addends are made, one copy of the gradient counts
             grad = _Counted.apply(grad, _weight(attrs.evolve(ctx.target, partial=made), ctx.group.rank))
