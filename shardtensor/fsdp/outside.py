@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -39,10 +40,8 @@ UNCOMPILED = (
 
 _OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
 _IN_PLACE = {"__setitem__", "module_load", *(f"__i{name}__" for name in _OPERATORS)}
-_NEEDS_NO_VALUES = frozenset(
-    "grad backward to type_as view_as expand_as reshape_as result_type is_same_size __set__ "
-    "_has_compatible_shallow_copy_type".split()
-)
+_MIXES_NOTHING = frozenset("grad backward result_type __set__ _has_compatible_shallow_copy_type".split())
+_TAKES_FORM = frozenset("to type_as view_as expand_as reshape_as".split())
 
 Source = tuple["ref[Flat]", str]
 """A parameter, as its flat and its name there."""
@@ -58,24 +57,23 @@ class UnitParameter(ShardedTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if _inside.get():
+        name, mixes, is_write = _read(func)
+        if _inside.get() or not mixes:
             return super().__torch_function__(func, types, args, kwargs)
-        name = name_of(func).rpartition(".")[2]
-        is_write = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))
         if not is_write and any(map(_is_to_gather, operands)):
             args, kwargs = tree_map(lambda x: _gathered(x) if _is_to_gather(x) else x, (args, kwargs or {}))
             return func(*args, **kwargs)
         source = _source(operands)
-        if source is not None and name not in _NEEDS_NO_VALUES:
+        if source is not None and name not in _TAKES_FORM:
             _refuse_own(name_of(func), source, operands)
         mark = _inside.set(True)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         finally:
             _inside.reset(mark)
-        if source is None or name in ("grad", "backward", "__set__") or name.endswith("_like") or name[:4] == "new_":
+        if source is None or name.endswith("_like") or name[:4] == "new_":
             return result
         return tree_map(lambda x: _computed(x, source), result)
 
@@ -114,6 +112,19 @@ def part_from_flat(shell: ShardedTensor) -> None:
     """Make a parameter one of no unit."""
     shell._flat = shell._unit = None
     shell.__class__ = ShardedTensor
+
+
+@lru_cache(maxsize=4096)
+def _read(func: Any) -> tuple[str, bool, bool]:
+    """The name of a torch function, whether it computes with its operands' values, and whether it writes to the first.
+
+    Example:
+        >>> _read(torch.Tensor.mul_), _read(torch.is_complex)
+        (('mul_', True, True), ('is_complex', False, False))
+    """
+    name = name_of(func).rpartition(".")[2]
+    is_write = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return name, not (name in _MIXES_NOTHING or name.startswith("is_")), is_write
 
 
 def _takes_values(args: Any) -> bool:
