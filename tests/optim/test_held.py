@@ -44,6 +44,7 @@ class Holder(nn.Module):
         self.also = self.inner.weight
         self.inner.cache = st.distribute(torch.ones(2), "replicate")
         self.inner.buffer = torch.ones(3)
+        vars(self)["seen"] = self.inner.weight  # a parameter is no plain attribute, too
 
 
 def test_parameters_come_first_and_each_once():

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from harness.quick import sampled
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -49,7 +50,7 @@ SPECS = {
 @pytest.mark.parametrize("world", SPECS)
 def test_gradients_through_any_two_layouts(world):
     def body():
-        for one, other in product(SPECS[world], repeat=2):
+        for one, other in sampled(product(SPECS[world], repeat=2), 25):
             w = torch.arange(1.0, 6.0, requires_grad=True)
             y = st.reshard(st.distribute(w * 2, one), other)
             torch.testing.assert_close(y.full_tensor().detach(), 2 * w.detach())
