@@ -82,7 +82,7 @@ def train(vocabulary=16, checkpoints=False, meta=False, again=False, **options):
         oracle(ids).square().mean().backward()
         net(ids.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
         for (name, p), q in zip(net.named_parameters(), oracle.parameters(), strict=True):
-            assert type(p) is st.ShardedTensor and isinstance(p, nn.Parameter)
+            assert isinstance(p, st.ShardedTensor) and isinstance(p, nn.Parameter)
             message = lambda text, name=name: f"{name}: {text}"  # noqa: E731
             grad = p.grad.full_tensor().to(device())
             torch.testing.assert_close(grad, q.grad, rtol=1e-4, atol=1e-6, msg=message)
