@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtensor.imports import when_imported
 from shardtensor.version import __version__
 
 if TYPE_CHECKING:
@@ -166,19 +167,7 @@ def _rebuild(*state: Any) -> Any:
     return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
 
 
-class _AfterTorch:
-    """Finds no module; allows pickles to name `_rebuild` as soon as torch is imported, before or after this package."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Look whether torch can take the name by now: Python asks for each module that it is to import."""
-        serialization = sys.modules.get("torch.serialization")
-        if serialization is not None and hasattr(serialization, "add_safe_globals"):
-            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # the old list is being read
-            serialization.add_safe_globals([_rebuild])
-
-
-sys.meta_path.insert(0, _AfterTorch())
-sys.meta_path[0].find_spec("torch", None)
+when_imported("torch.serialization", lambda module: module.add_safe_globals([_rebuild]))
 
 
 def __dir__() -> list[str]:

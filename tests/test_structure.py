@@ -12,7 +12,8 @@ import shardtensor
 
 PACKAGE = Path(shardtensor.__file__).parent
 ORDER = """
-errors mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd compat cli
+errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd
+compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 UPSTREAM = PACKAGE / "compat"

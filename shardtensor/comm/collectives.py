@@ -56,7 +56,8 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
         group: the ranks among which the work is split.
 
     Returns:
-        `x`, for use by this rank's share of the work; `all_reduce` is the adjoint.
+        `x`, for use by this rank's share of the work; `all_reduce` is the adjoint. A leaf's gradient is summed in its
+        ``grad_dtype``, that of a fully sharded parameter in the ``reduce_dtype``.
 
     References:
         *f* of Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; `all_reduce` is its *g*.
@@ -111,7 +112,19 @@ class _SumGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+        dtype = dtype_of_gradient(ctx, grad.dtype)
+        return all_reduce(grad, ctx.group) if dtype == grad.dtype else all_reduce_fresh(grad.to(dtype), ctx.group), None
+
+
+def dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
+    """What a Function's backward is to add the gradients of its first input up in: it may be wider than the input."""
+    if dtype.itemsize > 2 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return dtype
+    node, number = ctx.next_functions[0]
+    if hasattr(node, "variable"):  # a leaf's
+        return getattr(node.variable, "grad_dtype", None) or dtype
+    found: torch.dtype = node._input_metadata[number].dtype
+    return found
 
 
 class _AllReduce(Function):
@@ -122,7 +135,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_gradient(grad, ctx.group), None
+        return sum_gradient(whole_gradient(grad), ctx.group), None
 
 
 class _AllReduceFresh(_AllReduce):
@@ -190,7 +203,15 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return take(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
+        return take(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+
+
+def whole_gradient(grad: Any) -> torch.Tensor:
+    """The gradient of a plain result, for which a program may give a ShardedTensor: ``y.backward(sharded)``.
+
+    Torch hands it over as it is. A collective of its slices would not be the same on all ranks.
+    """
+    return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
 # -- part and partial ------------------------------------------------------------------------------------------------

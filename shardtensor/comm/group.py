@@ -89,7 +89,7 @@ class Group(Protocol):
     ) -> torch.Tensor:
         """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order.
 
-        `out`, a flat tensor that shares nothing with `flat`, takes it where given.
+        `out`, a flat tensor of the dtype of `flat` that shares nothing with it, takes it where given.
         """
 
     def scatter(

@@ -47,9 +47,9 @@ def regained(place: Place | None, grid: Grid | None, ranks: tuple[int, ...] | No
                 {"written by": f"ranks {', '.join(map(str, ranks))}", "read by": f"{group.size} ranks"},
                 "load inside load_with_process_group(group), with the group that has these ranks",
             )
-        world = place_of(group)
-        if place is not None and world is not None:  # before others are waited for
-            _check_place((0, place[1], 0, place[3]), (0, world[1], 0, world[3]))
+        if place is not None:  # before others are waited for
+            rank, size = world_place() or (0, 1)
+            _check_place((0, place[1], 0, place[3]), (0, rank, 0, size))
         group = group.subgroup(ranks)
     _check_place(place or (0, 0, 1, 1), place_of(group) or (0, 0, 1, 1))
     return group if grid is None or group.mesh is not None else _on_mesh(group, grid)

@@ -146,19 +146,18 @@ class TorchGroup(Parted):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
-        is_as_is = (flat.is_cuda, flat.dtype) in self.wire.moved_as_is and flat.is_contiguous()
-        if is_as_is and out is not None and out.dtype == flat.dtype and out.device == flat.device:
-            return primitives.all_to_all(self.process_group, flat.detach().view(-1), recv_counts, send_counts, out)
+        assert out is None or out.dtype == flat.dtype, "what is exchanged keeps its dtype"
         sent = self.wire.to_move(flat)
         scale = self.wire.elements_per_item(flat.dtype)
         if scale != 1:
             send_counts = [count * scale for count in send_counts]
             recv_counts = [count * scale for count in recv_counts]
         goes_straight = out is not None and (out.is_cuda, out.dtype) in self.wire.moved_as_is
-        into = out if goes_straight else None
-        got = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts, into)
+        got = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts, out if goes_straight else None)
+        if goes_straight:
+            return got
         result = self.wire.from_move(got, flat)
-        return result if out is None or goes_straight else out.copy_(result)
+        return result if out is None else out.copy_(result)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor

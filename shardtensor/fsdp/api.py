@@ -66,7 +66,8 @@ def fully_shard(
         mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
             process group; names of axes of the default mesh (``"dp"``, or ``"rep*dp"`` to repeat along the first); None
             for the default group. Parameters that are sharded over other axes of the same mesh, as in tensor
-            parallelism, are cut further: `[tp, -] flat(dp)`.
+            parallelism, are cut further: `[tp, -] flat(dp)`. DTensors, as of torch's ``parallelize_module(module,
+            mesh["tp"], plan)``, are replaced by ShardedTensors; while the module runs it finds DTensors as before.
         shard_placement_fn: how a parameter is cut over the data ranks. None or ``"flat(dp)"``: its range ends anywhere;
             ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at multiples of 16
             elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 holds it whole.
@@ -130,7 +131,7 @@ def _shard_one(
         entries = _entries(modules, ignored)
         check(modules, entries, mp_policy)
         for entry in entries:
-            entry.inner = Inner.of(entry.name, entry.param, domain, mesh)
+            entry.inner = Inner.of(entry.name, entry.param, domain, mesh, entry.dtensor)
             entry.form = _form(entry, domain, placement)
     except ShardTensorError as error:
         fault = error
@@ -148,6 +149,8 @@ def _shard_one(
     for group in groups:
         flat = flat_of(group, domain, device, mp_policy, offload_policy)
         flat.take_over()
+        if any(entry.dtensor is not None for entry in group):
+            flat.show_shells()
         owner = group[0].homes[0][0]
         (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
     move_rest(modules, device, ignored)
@@ -192,7 +195,7 @@ def _entries(modules: Sequence[nn.Module], ignored: set[int]) -> list[Entry]:
         for name, param in owner._parameters.items():
             if param is None or id(param) in ignored or any((owner, name) == home for home in _homes(found, param)):
                 continue
-            entry = found.setdefault(id(param), Entry(f"{prefix}{name}", param, []))
+            entry = found.setdefault(id(param), Entry.of(f"{prefix}{name}", param))
             entry.homes.append((owner, name))
     return sorted(found.values(), key=lambda entry: name_order(entry.name))
 

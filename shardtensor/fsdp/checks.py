@@ -13,7 +13,6 @@ from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
-from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.replacing import drop_weak_references
 
 
@@ -21,25 +20,14 @@ def check(modules: Sequence[nn.Module], entries: Sequence[Entry], policy: MixedP
     """Return where the modules' own parameters can become one unit.
 
     Raises:
-        LayoutError: (a ValueError) parameters are in another unit already, are DTensors, or have a dtype that has no
-            sum.
+        LayoutError: (a ValueError) parameters are in another unit already, or have a dtype that has no sum.
         RuleError: (a RuntimeError) a parameter is held in a way that keeps it as it is.
     """
     for entry in entries:
         _check_free(modules, entry)
     for entry in entries:
-        _check_library(entry)
         _check_dtype(entry, policy)
         _check_changeable(entry)
-
-
-def _check_library(entry: Entry) -> None:
-    if is_dtensor(entry.param):
-        raise LayoutError(
-            f'"{entry.name}" is a DTensor; fully_shard shards plain parameters and ShardedTensors',
-            {"placements": ", ".join(map(repr, entry.param.placements))},  # type: ignore[attr-defined]
-            "put nn.Parameter(shardtensor.from_dtensor(dtensor)) in its place, which is on the same memory",
-        )
 
 
 def _check_free(modules: Sequence[nn.Module], entry: Entry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -10,7 +11,10 @@ import torch
 from shardtensor.fsdp.forms import ANYWHERE, Form
 from shardtensor.fsdp.inner import Inner
 from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
+from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import parameter_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -18,7 +22,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 class Entry:
     """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
 
-    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part.
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
+    what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
     """
 
     name: str
@@ -26,6 +31,12 @@ class Entry:
     homes: list[Home]
     form: Form = ANYWHERE
     inner: Inner | None = None
+    dtensor: Any = None
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor) -> Entry:
+        """An entry that no module is known of yet."""
+        return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
 
     @property
     def values(self) -> torch.Tensor:
@@ -36,6 +47,17 @@ class Entry:
     def grain(self) -> int:
         """So many elements stay together."""
         return self.form.grain(tuple(self.values.shape))
+
+    def may_be_summed(self, has_neighbours: bool) -> bool:
+        """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
+
+        Args:
+            has_neighbours: whether parameters that are gathered with it are sharded over other axes.
+        """
+        if self.inner is not None:
+            return self.inner.has_copies
+        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
+        return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
 
     @property
     def is_alone(self) -> bool:

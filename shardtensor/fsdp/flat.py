@@ -224,7 +224,7 @@ class Flat(FlatGradients):
 
     def _take_views(self, made: Iterator[torch.Tensor]) -> None:
         parts = zip(self.trains, self.parts, strict=True)
-        self.views = tuple(next(made) if trains else part for trains, part in parts)
+        self.views = tuple(_filled(next(made), part) if trains else part for trains, part in parts)
         self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
         for view in self.views:
             view._is_param = True
@@ -232,6 +232,26 @@ class Flat(FlatGradients):
             view if entry.inner is None else entry.inner.around(view)
             for entry, view in zip(self.entries, self.views, strict=True)
         )
+        for shown in self.shown:
+            node: Any = shown.grad_fn
+            if node is not None and node is not self.node:  # a DTensor's, between the view and the module
+                node._set_sequence_nr(_LAST)
+
+    def outputs(self) -> list[torch.Tensor]:
+        """What the autograd node of the trained parameters returns: the dtype of each is that of its gradient.
+
+        Where ranks besides the data ranks sum gradients of copies, they are to do so in `reduce_dtype`.
+        """
+        parts = [part.detach() for part, trains in zip(self.parts, self.trains, strict=True) if trains]
+        if self.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
+            return parts
+        trained = [entry for entry, trains in zip(self.entries, self.trains, strict=True) if trains]
+        has_neighbours = any(entry.inner is not None for entry in self.entries)
+        wide = torch.empty((), dtype=self.reduce_dtype, device=self.device)
+        for entry, part in zip(trained, parts, strict=True):
+            if entry.may_be_summed(has_neighbours):
+                part.data = wide.expand(part.shape)  # `_filled` gives it its memory back; the version counter stays
+        return parts
 
     def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
@@ -300,8 +320,7 @@ class _Gathered(torch.autograd.Function):
         ctx.trains = [flat.trains for flat in flats]
         ctx.names = [entry.name for flat in flats for entry in flat.entries]
         ctx.set_materialize_grads(False)
-        each = ((flat.parts, flat.trains) for flat in flats)
-        return tuple(part.detach() for parts, mask in each for part, trains in zip(parts, mask, strict=True) if trains)
+        return tuple(part for flat in flats for part in flat.outputs())
 
     @staticmethod
     @untraced(UNCOMPILED)
@@ -320,6 +339,13 @@ class _Gathered(torch.autograd.Function):
             assert on_gradients is not None, "flats whose views are used belong to a schedule"
             on_gradients(flats, each)
         return None, None
+
+
+def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """An output of the node over the gathered bytes; one without memory only says the dtype of the gradient."""
+    if view.dtype != part.dtype:
+        view.data = part
+    return view
 
 
 def written_too_early(names: Iterable[str]) -> RuleError:

@@ -5,6 +5,7 @@ What is gathered then is this rank's part, and modules compute with it as they d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from itertools import combinations
@@ -21,6 +22,7 @@ from shardtensor.fsdp.domain import Domain
 from shardtensor.layout.layout import CutLayout, has_equal_parts
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.tensor.dtensor import as_dtensor
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
 
@@ -34,6 +36,7 @@ class Inner:
         joint: the ranks of all these axes.
         axis: what the data axis is called there.
         joint_spec: the spec, in the names of `joint`.
+        dtensor: the DeviceMesh and placements, where modules compute with a DTensor.
     """
 
     layout: CutLayout
@@ -42,13 +45,15 @@ class Inner:
     joint: Group
     axis: str
     joint_spec: Spec
+    dtensor: tuple[Any, Any] | None = None
 
     @classmethod
-    def of(cls, name: str, param: torch.Tensor, domain: Domain, mesh: Any) -> Inner | None:
+    def of(cls, name: str, param: torch.Tensor, domain: Domain, mesh: Any, dtensor: Any = None) -> Inner | None:
         """Read a parameter; None where it is plain.
 
         Args:
             mesh: what the user named the data ranks by.
+            dtensor: what `param` was made of, if it was a DTensor.
 
         Raises:
             LayoutError: data ranks hold different parts of it, or no mesh at hand has all the axes.
@@ -69,6 +74,13 @@ class Inner:
                 continue
             if joint is group and (layout.grid != grid.sizes or layout.ranks != grid.ranks):
                 raise _refusal(name, param, "is not sharded over all of its mesh")
+            if dtensor is not None and joint is group:
+                raise LayoutError(
+                    f"`{name}` is a DTensor on a mesh which has the data axis {', '.join(axes)}, too",
+                    {"placements": ", ".join(map(repr, dtensor.placements)), "mesh": repr(dtensor.device_mesh)},
+                    "put it on the other axis alone, and let fully_shard add the data axis: "
+                    'parallelize_module(module, mesh["tp"], plan), then fully_shard(module, mesh=mesh["dp"])',
+                )
             if len(axes) > 1:
                 raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
             if cut & set(axes):
@@ -76,12 +88,14 @@ class Inner:
             named = _in_names(layout, param, cut_axes)
             if joint is group and isinstance(spec, Spec) and not spec.named and ... not in spec.dims:
                 named = spec
-            return cls(layout, spec, group, joint, axes[0], named)
+            seen = None if dtensor is None else (dtensor.device_mesh, dtensor.placements)
+            return cls(layout, spec, group, joint, axes[0], named, seen)
+        is_same = list(group.ranks) == list(domain.shard.ranks)
         raise LayoutError(
-            f"`{name}` is sharded over ranks that no mesh joins with the data ranks",
+            f"`{name}` is sharded over "
+            + ("the data ranks already" if is_same else "ranks that no mesh joins with the data ranks"),
             {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(domain.shard)},
-            "shard it on a mesh that has both axes: shard_module(module, plan, process_group=mesh), then "
-            'fully_shard(module, mesh=mesh["dp"])',
+            f'shard it on a mesh that has both axes: {_first_call(dtensor)}, then fully_shard(module, mesh=mesh["dp"])',
         )
 
     @property
@@ -89,11 +103,25 @@ class Inner:
         """Whether all ranks compute with as many elements; if not, the parameter is laid out by itself."""
         return has_equal_parts(self.layout)
 
-    def around(self, view: torch.Tensor) -> ShardedTensor:
+    @property
+    def has_copies(self) -> bool:
+        """Whether several of the ranks along its own axes hold each element."""
+        return math.prod(self.layout.grid[axis] for axis in self.layout.parting_axes) < len(self.layout.ranks)
+
+    def around(self, view: torch.Tensor) -> torch.Tensor:
         """The gathered part, as modules expect it."""
-        shell = shell_over(view, self.layout, self.spec, self.group)
-        shell._is_param = True
-        return shell
+        shown: Any = shell_over(view, self.layout, self.spec, self.group)
+        if self.dtensor is not None:
+            shown = as_dtensor(shown, *self.dtensor)
+        shown._is_param = True
+        return shown
+
+
+def _first_call(dtensor: Any) -> str:
+    """What shards a parameter over other axes than the data ranks'."""
+    if dtensor is None:
+        return "shard_module(module, plan, process_group=mesh)"
+    return 'parallelize_module(module, mesh["tp"], plan)'
 
 
 def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:

@@ -17,7 +17,8 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: what parameters are gathered and computed in; None for their own.
-        reduce_dtype: what gradients are added up in; None for the dtype they come in.
+        reduce_dtype: what gradients are added up in, over ranks of tensor parallelism, too (outside of compiled code);
+            None for the dtype they come in.
         output_dtype: what floating-point outputs of the module are cast to; None leaves them.
         cast_forward_inputs: cast floating-point inputs of the module to `param_dtype`.
     """

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.empty_parts import sturdy
+from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.engine import computed, finish, group_of, run
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.attention import heads_fit
@@ -22,8 +22,8 @@ from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 # Torch's kernels divide by the number of heads.
-attend = sturdy(F.scaled_dot_product_attention, "scaled_dot_product_attention")
-attend_groups = sturdy(F.scaled_dot_product_attention, "grouped_query_attention")
+attend = takes_empty(F.scaled_dot_product_attention, "scaled_dot_product_attention")
+attend_groups = takes_empty(F.scaled_dot_product_attention, "grouped_query_attention")
 
 
 def scaled_dot_product_attention(

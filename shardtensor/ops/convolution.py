@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule, leaves_addends
-from shardtensor.ops.empty_parts import at_least_one, sturdy
+from shardtensor.ops.empty_parts import at_least_one, takes_empty
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, spellings
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
@@ -20,8 +20,8 @@ from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, spellin
 
 def _convolves(name: str, groups_at: int) -> None:
     func = getattr(F, name)
-    by_channels = by_rule(sturdy(func, name), name)
-    by_groups = by_rule(sturdy(func, f"grouped_{name}"), f"grouped_{name}")
+    by_channels = by_rule(takes_empty(func, name), name)
+    by_groups = by_rule(takes_empty(func, f"grouped_{name}"), f"grouped_{name}")
 
     def handler(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any, **kwargs: Any
@@ -53,9 +53,9 @@ adaptive_max_pool3d_with_indices lp_pool1d lp_pool2d lp_pool3d interpolate pixel
 local_response_norm grid_sample
 """.split():
     for _func in spellings(_name):
-        HANDLERS[_func] = by_rule(sturdy(_func, _name), _name)
+        HANDLERS[_func] = by_rule(takes_empty(_func, _name), _name)
 for _func, _name in ((F.unfold, "im2col"), (F.fold, "col2im")):
-    HANDLERS[_func] = by_rule(sturdy(_func, _name), _name)
+    HANDLERS[_func] = by_rule(takes_empty(_func, _name), _name)
 
 
 @implements(F.pad)

@@ -16,7 +16,7 @@ from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 
 
-def sturdy(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+def takes_empty(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`func` of local operands, by the row of `name`, done alike by ranks whose part is empty."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -34,6 +34,7 @@ def sturdy(func: Callable[..., Any], name: str) -> Callable[..., Any]:
         return emptied(rule, present, found)
 
     compute.__name__ = getattr(func, "__name__", name)
+    compute.on_elements = func  # type: ignore[attr-defined]  # where every part has elements
     return compute
 
 

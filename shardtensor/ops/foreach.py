@@ -41,8 +41,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
         places = [i for i, x in enumerate(operands) if isinstance(x, _LISTS) and x and isinstance(x[0], torch.Tensor)]
-        bring = _step_column if is_step else _column
-        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place, bring)
+        align = _step_column if is_step else _column
+        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place, align)
         if locals_ is None:
             return fall_back(func, args, kwargs)
         for i, tensors in zip(places, locals_, strict=True):
@@ -67,7 +67,7 @@ Column = tuple[Layout, Group] | None
 
 
 def _aligned(
-    name: str, lists: list[Tensors], in_place: bool, bring: Callable[..., tuple[list[torch.Tensor], Column] | None]
+    name: str, lists: list[Tensors], in_place: bool, align: Callable[..., tuple[list[torch.Tensor], Column] | None]
 ) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
     """Local tensors that belong together at every place of the lists, and what the results there are part of."""
     layouts = list(map(_layouts_of, lists))
@@ -82,7 +82,7 @@ def _aligned(
         return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
-        found = bring(name, column, in_place)
+        found = align(name, column, in_place)
         if found is None:
             return None, []
         columns.append(found[1])
@@ -136,7 +136,7 @@ def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tupl
 def _step_column(
     name: str, column: tuple[torch.Tensor, ...], in_place: bool
 ) -> tuple[list[torch.Tensor], Column] | None:
-    """Bring what a fused step reads and writes for one parameter to the parameter's layout.
+    """Move what a fused step reads and writes for one parameter to the parameter's layout.
 
     State that has another layout, as after a load, is laid out as the parameter from then on: the kernel writes into
     it. A plain tensor stays plain, and is written by `_write_back`.

@@ -180,6 +180,8 @@ def local_by(
     layouts = [recipe.output, *(need.layout for need in recipe.needs)]
     if any(0 in layout.local_shape(group.rank) for layout in layouts):
         call = in_graph_of_all(call)
+    else:
+        call = getattr(call, "on_elements", call)  # see `takes_empty`: it need not look
     sums: list[tuple[int | str, Group | None]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):

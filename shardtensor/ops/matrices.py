@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.empty_parts import at_least_one, sturdy
+from shardtensor.ops.empty_parts import at_least_one, takes_empty
 from shardtensor.ops.reducing import places
 from shardtensor.rules.table import rows
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
@@ -48,7 +48,7 @@ for _row in rows():
             for _func in resolve(_name):
                 HANDLERS[_func] = _of_batches(_func, _name.rpartition(".")[2])
 
-HANDLERS[torch.nn.functional.bilinear] = by_rule(sturdy(torch.nn.functional.bilinear, "bilinear"), "bilinear")
+HANDLERS[torch.nn.functional.bilinear] = by_rule(takes_empty(torch.nn.functional.bilinear, "bilinear"), "bilinear")
 
 
 def _transforms(func: Any) -> Callable[..., Any]:

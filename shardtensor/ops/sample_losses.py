@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule
 from shardtensor.ops.composed import reduced
-from shardtensor.ops.empty_parts import sturdy
+from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.ids import check_ids
 from shardtensor.tensor.dispatch import HANDLERS, fall_back
 
@@ -19,7 +19,7 @@ def _per_sample(func: Any) -> Callable[..., Any]:
     def losses(*args: Any, **kwargs: Any) -> torch.Tensor:
         return func(*args, **kwargs, reduction="none")
 
-    found = by_rule(sturdy(losses, func.__name__), func.__name__)
+    found = by_rule(takes_empty(losses, func.__name__), func.__name__)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         reduction = kwargs.pop("reduction", "mean")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule, joins_itself
-from shardtensor.ops.empty_parts import sturdy
+from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.engine import HALF
 from shardtensor.rules.views import reshaped
 from shardtensor.tensor.dispatch import fall_back, implements
@@ -68,7 +68,7 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return x if bias is None else x + _column(bias, x)
 
 
-_group_norm = by_rule(sturdy(torch.group_norm, "group_norm"), "group_norm")
+_group_norm = by_rule(takes_empty(torch.group_norm, "group_norm"), "group_norm")
 
 
 @implements(F.group_norm)
@@ -122,7 +122,7 @@ def group_norm(
     return _affine(out, weight, bias).to(input.dtype)
 
 
-_instance_norm = by_rule(sturdy(F.instance_norm, "instance_norm"), "instance_norm")
+_instance_norm = by_rule(takes_empty(F.instance_norm, "instance_norm"), "instance_norm")
 
 
 @implements(F.instance_norm)

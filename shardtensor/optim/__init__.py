@@ -1,1 +1,3 @@
 """Optimizers over sharded parameters: `ShardedOptimizer`, state by name, gradient clipping."""
+
+from shardtensor.optim import fqn as fqn

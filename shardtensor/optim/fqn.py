@@ -6,6 +6,7 @@ Names do not depend on how a model is wrapped, sharded or compiled, so state can
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn, optim
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import Held
+from shardtensor.optim.runs import ELEMENTWISE
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import adopted, is_number, number
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -100,7 +103,9 @@ def optim_state_dict_to_load(
     try:
         own = [group["params"] for group in _named_groups(optimizer, names)]
         found, options = saved.match(state, own, aliases)
-        saved.check({k: v for k, v in found.items() if k in held}, {n: tuple(h.param.shape) for n, h in held.items()})
+        if _is_elementwise(optimizer):  # the states of others have shapes of their own: Adafactor's row_var
+            shapes = {name: tuple(h.param.shape) for name, h in held.items()}
+            saved.check({name: values for name, values in found.items() if name in held}, shapes)
     except ShardTensorError as error:
         fault = error
     _agree(held, found, fault)
@@ -114,6 +119,10 @@ def optim_state_dict_to_load(
         for name, values in found.items()
     }
     return {"state": taken, "param_groups": groups}
+
+
+def _is_elementwise(optimizer: optim.Optimizer) -> bool:
+    return optimizer._on_leaves if isinstance(optimizer, ShardedOptimizer) else type(optimizer) in ELEMENTWISE
 
 
 def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
@@ -186,3 +195,19 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_whole, value))
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+def _extend(module: ModuleType) -> None:
+    """Give torch's ``get_optimizer_state_dict`` the numbers from which it makes the names in the model."""
+    method_of = module._state_dict_fn
+
+    def numbered_method_of(obj: Any, api: str) -> Any:
+        method = method_of(obj, api)
+        if api == "state_dict" and isinstance(obj, ShardedOptimizer):
+            return lambda: saved.numbered(method())
+        return method
+
+    module._state_dict_fn = numbered_method_of  # type: ignore[attr-defined]
+
+
+when_imported("torch.distributed.checkpoint.state_dict", _extend)

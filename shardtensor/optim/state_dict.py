@@ -109,6 +109,17 @@ def _equal(a: Any, b: Any) -> bool:
     return a == b
 
 
+def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state dict by torch's numbers: the places of the parameters in the groups."""
+    groups = state_dict["param_groups"]
+    numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+    return {
+        **state_dict,
+        "state": {numbers.get(key, key): values for key, values in state_dict["state"].items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
 def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Return when every state is a known parameter's, and its tensors are numbers or of the global shape.
 

@@ -80,7 +80,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
         raise RuleError(
             f"{type(module).__name__}: its `{name}` is sharded, and was called with a plain tensor in its place",
             {"found": f"{type(param).__name__} of {tuple(param.shape)}"},
-            f"lay it out alike: shardtensor.distribute(tensor, module.{name}.sharding_spec())",
+            f"lay it out alike: torch.empty_like(module.{name}).copy_(tensor)",
         )
     return param
 
@@ -124,10 +124,10 @@ class LinearFlow(Flowing):
             refuse_shell(self, x)
         flow, weight, bias = self.flow, local(self, "weight"), local(self, "bias")
         assert weight is not None
-        if flow.is_transposed:
-            weight = weight.t()
         if flow.sums is not None:
             weight = collectives.sum_gradient(weight, flow.sums)
+        if flow.is_transposed:
+            weight = weight.t()
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
         x, weight, bias = cast(x, weight, bias)

@@ -25,7 +25,7 @@ def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
     sides = left.split(",")
     if len(sides) != len(shapes):
         return None
-    broadcast = max((len(s) - len(side.replace("...", "")) for side, s in zip(sides, shapes, strict=True)), default=0)
+    broadcast = max(len(s) - len(side.replace("...", "")) for side, s in zip(sides, shapes, strict=True))
     dots = [f"...{i}" for i in range(broadcast)]
     inputs = []
     for side, shape in zip(sides, shapes, strict=True):
@@ -44,6 +44,8 @@ def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
         return None
     sizes: dict[str, int] = {}
     for letters, shape in zip(inputs, shapes, strict=True):
+        if len(set(zip(letters, shape, strict=True))) != len(set(letters)):
+            return None  # a diagonal of two sizes
         for letter, size in zip(letters, shape, strict=True):
             if sizes.get(letter, 1) == 1:
                 sizes[letter] = size

@@ -163,9 +163,6 @@ class _Binding:
             if spare < 0:
                 terms.remove(term)
                 spare += 1
-        several = [t for t in terms if t.many]
-        if spare < 0 or (spare and not several):
-            return None
         names: list[tuple[str, Term]] = []
         for term in terms:
             if term.named:
@@ -235,10 +232,9 @@ class _Binding:
                 if named is None:
                     letters.insert(dim, None)
                     continue
-                known = not named.new and (named.letter in self.counts or named.letter in self.single)
                 name = named.letter if named.letter in self.single else _nth(named.letter, k, len(self.dims))
-                name = name if known else f"{name}'"
-                made += [] if known else [name]
+                name = f"{name}'" if named.new else name
+                made += [name] if named.new else []
                 letters.insert(dim, name)
         self.whole |= set(made)
         return tuple(letters), made

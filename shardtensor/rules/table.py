@@ -269,9 +269,9 @@ def row_of(names: str, rule: str, joins: str = "", call: str = "", section: str 
     """
     split = tuple(names.split())
     if rule.startswith("@"):
-        return Row(split, section, None, parse_call(call or "input"), function=rule[1:])
+        return Row(split, section, None, parse_call("input"), function=rule[1:])
     if rule == "gathers":
-        return Row(split, section, None, parse_call(call or "input"), reason=joins)
+        return Row(split, section, None, parse_call("input"), reason=joins)
     pattern = parse_pattern(rule, joins)
     return Row(split, section, pattern, parse_call(call or _usual_call(pattern)))
 

@@ -87,7 +87,7 @@ def _spans(
     """The intervals of a cut dim that each rank in `asked` holds, and how many elements they are."""
     found: list[tuple[Interval, ...]] = []
     for place in _places(ranks, grid, asked):
-        if not place:
+        if place is None:
             found.append(())
             continue
         index = 0
@@ -98,8 +98,8 @@ def _spans(
 
 
 @lru_cache(maxsize=1024)
-def _places(ranks: Ranks, grid: tuple[int, ...], asked: Ranks) -> tuple[tuple[int, ...], ...]:
-    return tuple(coordinate(ranks, grid, rank) or () for rank in asked)
+def _places(ranks: Ranks, grid: tuple[int, ...], asked: Ranks) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(coordinate(ranks, grid, rank) for rank in asked)
 
 
 def _common(a: tuple[Interval, ...], b: tuple[Interval, ...]) -> int:

@@ -151,20 +151,20 @@ class StackedExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         gate_up, down = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
-        team, held, _ = place(gate_up, down)  # what cuts experts inside is the affair of the plan's `in` and `out`
-        brought, stacks = (hidden_states, top_k_index, top_k_weights), (local_of(gate_up), local_of(down))
-        return _through_stacks(brought, stacks, held, team, self._dealing.activation)
+        team, held, _ = place(gate_up, down)  # a cut inside of experts is for the plan's `in` and `out`
+        inputs, stacks = (hidden_states, top_k_index, top_k_weights), (local_of(gate_up), local_of(down))
+        return _through_stacks(inputs, stacks, held, team, self._dealing.activation)
 
 
 def _through_stacks(
-    brought: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     stacks: tuple[torch.Tensor, torch.Tensor],
     held: tuple[int, ...],
     team: Group,
     activation: Activation,
 ) -> torch.Tensor:
     """Send tokens to the ranks of their experts, through this rank's two stacks, and back."""
-    tokens, ids, weights = brought
+    tokens, ids, weights = inputs
     sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
     return sent.combine(stacked(sent, *stacks, activation), weights)
 

@@ -16,7 +16,7 @@ from shardtensor.errors import PlanError
 from shardtensor.sharding.hooks import Site
 
 _TOKENS, _WIDTH, _HIDDEN = 6, 4, 3
-_Brought = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _HOOK = "write a hook of your own with @register_hook around shardtensor.dispatch_tokens"
 
 
@@ -51,7 +51,7 @@ def listed_twin(block: nn.Module) -> tuple[nn.Module, torch.Tensor]:
     return twin, torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5
 
 
-def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tuple[nn.Module, _Brought]:
+def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tuple[nn.Module, _Inputs]:
     """Experts like `experts` with two small stacked tensors; and tokens, their experts and the weights of those."""
     generator = torch.Generator().manual_seed(0)
     count = experts.get_parameter(names[0]).shape[0]

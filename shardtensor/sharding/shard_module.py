@@ -31,7 +31,7 @@ from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.placing import own_device
-from shardtensor.tensor.replacing import drop_weak_references
+from shardtensor.tensor.replacing import drop_weak_references, flatten_again
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -161,6 +161,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
         wholes.append(nn.Parameter(whole, shell.requires_grad) if is_parameter else whole.detach())
     drop_weak_references(module, shells.values())
     _become_all(list(shells.values()), wholes)
+    flatten_again(module)
     for tensor, grad in zip(shells.values(), grads, strict=True):
         tensor.grad = grad
     return module

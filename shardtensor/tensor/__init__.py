@@ -5,6 +5,7 @@ from shardtensor.tensor import checkpointing as checkpointing
 from shardtensor.tensor import convert as convert
 from shardtensor.tensor import copying as copying
 from shardtensor.tensor import custom_functions as custom_functions
+from shardtensor.tensor import full_state as full_state
 from shardtensor.tensor import hooks as hooks
 from shardtensor.tensor import pickling as pickling
 from shardtensor.tensor import plain_operands as plain_operands

@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from shardtensor.comm.collectives import dtype_of_gradient
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, device_mesh_of
 from shardtensor.errors import LayoutError, RuleError
@@ -83,14 +85,28 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
     said = say_nested(layout, mesh)
     if said is None:
         raise _cannot_be_said(tensor, mesh)
-    placements = make_placements(said)
     local = tensor._local
     if not isinstance(layout, CutLayout):  # its boxes are DTensor's, but its local tensor may be flat
         local = local.view(nested_layout(said, layout.shape, mesh).local_shape(tensor._group.rank))
     odd = next((op for _, op in layout.partial if op in ("max", "min")), None)
     if odd is not None and local.requires_grad and torch.is_grad_enabled():
         raise RuleError(f"a partial {odd} has no gradient", {"layout": str(layout)}, "reduce it under torch.no_grad()")
-    return _ToDTensor.apply(local, device_mesh, placements, torch.Size(layout.shape), _gradient_scale(layout))
+    return _ToDTensor.apply(
+        local, device_mesh, make_placements(said), torch.Size(layout.shape), _gradient_scale(layout)
+    )
+
+
+def as_dtensor(tensor: ShardedTensor, device_mesh: Any, placements: Any) -> Any:
+    """The DTensor of a tensor whose placements are known, since it was one before."""
+    return _ToDTensor.apply(tensor._local, device_mesh, placements, torch.Size(tensor._layout.shape), 1.0)
+
+
+def parameter_of(dtensor: Any) -> nn.Parameter:
+    """A parameter of its own on the memory of a DTensor, with the attributes that users set on that one."""
+    made = nn.Parameter(from_dtensor(dtensor.detach()), dtensor.requires_grad)
+    known = {"_local_tensor", "_spec", "_is_param"}
+    vars(made).update({key: value for key, value in vars(dtensor).items() if key not in known})
+    return made
 
 
 def _odd_spec(layout: CutLayout, device: torch.device, mesh: Mesh) -> ShardingSpec | None:
@@ -180,7 +196,7 @@ class _ToDTensor(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None, None]:
         wanted = _reduced(ctx.placements)
         if tuple(grad.placements) != wanted:
-            grad = grad.redistribute(ctx.mesh, wanted)
+            grad = grad.to(dtype_of_gradient(ctx, grad.dtype)).redistribute(ctx.mesh, wanted)
         local = grad.to_local().view(ctx.local_shape)
         return local / ctx.scale if ctx.scale != 1 else local, None, None, None, None
 

@@ -1,16 +1,24 @@
-"""Whole tensors out of state dicts: what programs that know no sharding save, and load."""
+"""Whole tensors out of state dicts: what programs that know no sharding save, and load.
+
+``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``, and
+keeps them sharded where it sets values. It asks a tensor for no method, so its own functions are extended here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardtensor.comm.process_group import world_place
+from shardtensor.imports import when_imported
 from shardtensor.tensor.dispatch import is_dtensor
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 @torch.no_grad()
@@ -88,3 +96,55 @@ def _rank() -> int:
     """This process's rank in the world; 0 without one."""
     place = world_place()
     return 0 if place is None else place[0]
+
+
+def _extend(module: ModuleType) -> None:
+    """Let torch's functions for state dicts gather ShardedTensors, and keep their layouts when they are set."""
+    visit, broadcast, distribute = module._iterate_state_dict, module._broadcast_tensors, module._distribute_state_dict
+
+    @functools.wraps(visit)
+    def visit_sharded(value: Any, sharded_tensor_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        # copies to pinned memory and comparisons pass the same way; they keep the tensors as they are
+        if isinstance(value, ShardedTensor) and sharded_tensor_func.__qualname__.startswith("_gather_state_dict."):
+            with torch.no_grad():
+                value = _gathered(value, options.get("ranks_only") == (0,), options.get("cpu_offload", False))
+        return visit(value, sharded_tensor_func, *args, **options)
+
+    @functools.wraps(broadcast)
+    def broadcast_sharded(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+        sharded = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
+        broadcast(full, local, keys, *args, **options)  # leaves the whole tensors
+        local.update({key: _filled(x, local[key]) for key, x in sharded.items()})
+
+    @functools.wraps(distribute)
+    def distribute_sharded(
+        full: dict[str, Any], local: dict[str, Any], device: Any, *args: Any, **options: Any
+    ) -> None:
+        sharded = {
+            key: x for key, x in local.items() if isinstance(x, ShardedTensor) and torch.is_tensor(full.get(key))
+        }
+        rest = {key: x for key, x in full.items() if key not in sharded}
+        distribute(rest, local, device, *args, **options)
+        local.update({key: _filled(x, full[key].detach(), device) for key, x in sharded.items()})
+
+    module._iterate_state_dict = visit_sharded  # type: ignore[attr-defined]
+    module._broadcast_tensors = broadcast_sharded  # type: ignore[attr-defined]
+    module._distribute_state_dict = distribute_sharded  # type: ignore[attr-defined]
+    user = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if user is not None:  # it was imported before, and holds this one by name
+        user._distribute_state_dict = distribute_sharded  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _filled(tensor: ShardedTensor, value: torch.Tensor, device: Any = None) -> ShardedTensor:
+    """Write a value into a tensor, which is returned; on meta a new one is, on `device`."""
+    if value.shape != tensor.shape:
+        return value  # type: ignore[return-value]  # `load_state_dict` refuses it, with all the others
+    part = local_as(value, tensor._layout, tensor._group)
+    if tensor.is_meta:  # torch assigns it to the module
+        return wrap(part.to(device, copy=True), tensor._layout, tensor._spec, tensor._group)
+    tensor._local.copy_(part)
+    return tensor
+
+
+when_imported("torch.distributed._state_dict_utils", _extend)

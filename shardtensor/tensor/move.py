@@ -81,6 +81,10 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     @untraced("a ShardedTensor is moved outside of graphs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = collectives.whole_gradient(grad)
+        made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
+        if made and grad.requires_grad:  # where addends are made, one copy of the gradient counts
+            grad = _Counted.apply(grad, _weight(attrs.evolve(ctx.target, partial=made), ctx.group.rank))
         back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)
         if share != 1:
@@ -88,9 +92,6 @@ class _Moved(torch.autograd.Function):
         joined = [axis for axis, op in ctx.source.partial if (axis, op) not in ctx.target.partial]
         if joined and back.requires_grad:  # each rank's gradient of it, of second order, is an addend
             back = collectives.sum_gradient(back, along(ctx.group, ctx.source, joined))
-        made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
-        if made and back.requires_grad:  # and where addends are made, one copy of the gradient counts
-            back = _Counted.apply(back, _weight(attrs.evolve(ctx.target, partial=made), ctx.group.rank))
         return back if back.numel() else back.reshape(ctx.shape), None, None, None
 
 

@@ -73,3 +73,14 @@ def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> N
 
 def _stay_apart() -> None:
     """What ``flatten_parameters`` of a sharded module does."""
+
+
+def flatten_again(module: nn.Module) -> None:
+    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back.
+
+    In its next forward it notices that its weak references are gone, makes them anew, and flattens.
+    """
+    for owner in module.modules():
+        is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
+        if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:
+            del owner.flatten_parameters

@@ -126,6 +126,10 @@ def bring_other_counts(kind: str) -> tuple[str, str]:
         "pairs": lambda: group.all_to_all(torch.ones(3), (1, 2), ((1, 1), (3, 2))[group.rank]),
         "scatter": lambda: group.scatter([t[:1], t[:1]], 1 + group.rank, 0, t),
         "async": lambda: group.all_reduce_async(t),
+        "into": lambda: group.all_gather_into(torch.empty(2 * t.numel()), t),
+        "sum into": lambda: group.reduce_scatter_into(torch.empty(t.numel()), t.repeat(2)),
+        "sum": lambda: group.reduce_scatter(t.repeat(2)),
+        "bytes": lambda: group.exchange(b"x" * t.numel()),
         "async scatter": lambda: group.reduce_scatter_async(t, ((1, 0), (2, 0))[group.rank]),
     }
     return told(calls[kind])
@@ -143,22 +147,30 @@ COUNTS = {
         "scatter float32 from rank 0; sends 0+0, receives 2+0",
     ),
     "async": ("all_reduce_async sum of 1 float32", "all_reduce_async sum of 2 float32"),
+    "into": ("all_gather_into 1 float32", "all_gather_into 2 float32"),
+    "sum into": ("reduce_scatter_into 2 float32", "reduce_scatter_into 4 float32"),
+    "sum": ("reduce_scatter 2 float32", "reduce_scatter 4 float32"),
+    "bytes": ("exchange 1 bytes", "exchange 2 bytes"),
     "async scatter": ("reduce_scatter_async 1+0 float32", "reduce_scatter_async 2+0 float32"),
 }
 
 
-@pytest.mark.parametrize("kind", COUNTS)
-def test_other_numbers(world, kind):
-    name, text = the_one(world(bring_other_counts, 2, kind=kind))
-    assert name == "CallMismatchError"
-    what = ["the ranks are in different calls", "the numbers of elements sent and received differ"][
-        kind in ("pairs", "scatter")
-    ]
-    lines = [f"{what}; nothing was moved"]
-    for rank, call in enumerate(COUNTS[kind]):
-        call, *own = call.split("; ")
-        lines += [f"  rank {rank}  {call}", "          test_checked.py:N in <lambda>", *("          " + o for o in own)]
-    assert text.splitlines()[:-2] == lines
+def bring_all_other_counts() -> list[tuple[str, str]]:
+    return [bring_other_counts(kind) for kind in COUNTS]
+
+
+def test_other_numbers(world):
+    for kind, (name, text) in zip(COUNTS, the_one(world(bring_all_other_counts, 2)), strict=True):
+        assert name == "CallMismatchError"
+        what = ["the ranks are in different calls", "the numbers of elements sent and received differ"][
+            kind in ("pairs", "scatter")
+        ]
+        lines = [f"{what}; nothing was moved"]
+        for rank, call in enumerate(COUNTS[kind]):
+            call, *own = call.split("; ")
+            own = ["          " + each for each in own]
+            lines += [f"  rank {rank}  {call}", "          test_checked.py:N in <lambda>", *own]
+        assert text.splitlines()[:-2] == lines, kind
 
 
 def gather_from_two_lines() -> list[str]:

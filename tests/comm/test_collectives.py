@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import device, every_size
+from torch.autograd import forward_ad
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import LoneGroup
 from shardtensor.comm.process_group import as_group
+from shardtensor.errors import RuleError
 
 COUNTS = [(2, 2, 2, 2), (3, 1, 4, 2), (0, 5, 0, 1)]
 
@@ -160,6 +162,30 @@ def check_compiled(name: str) -> None:
 )
 def test_compiled_they_are_one_graph_with_the_same_values(world, name):
     world(check_compiled, 2, name=name, timeout_s=180.0)
+
+
+def check_unrecorded() -> None:
+    """Where nothing asks for a gradient there is no graph, and what moves nothing is the argument itself."""
+    group = as_group()
+    x, leaf = torch.ones(6), torch.ones(6, requires_grad=True)
+    assert collectives.sum_gradient(x, group) is x and collectives.sum_gradient(leaf, group) is not leaf
+    with torch.no_grad():
+        assert collectives.sum_gradient(leaf, group) is leaf
+    for level in range(2):
+        with forward_ad.dual_level():
+            assert forward_ad._current_level == 0 <= level
+            for move in (
+                lambda: collectives.sum_gradient(x, group),
+                lambda: collectives.all_reduce(leaf, group),
+                lambda: collectives.take(x, [3] * group.size, group),
+            ):
+                with pytest.raises(RuleError, match="a collective would lose the tangents"):
+                    move()
+
+
+@pytest.mark.worlds("sim")
+def test_what_needs_no_gradient_makes_no_graph_and_forward_mode_is_refused(world):
+    world(check_unrecorded, 2)
 
 
 def check_graphs_end_with_their_results():

@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 from harness import device, every_size
 
+from shardtensor.comm.group import LoneGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.torch_group import TorchGroup
+from shardtensor.comm.wire import Wire
 from shardtensor.errors import RuleError
+from shardtensor.mesh import Mesh
 
 # Elements of each rank, as much of it as there are ranks: equal, uneven, one without, one with all, nobody with any.
 COUNTS = [(3, 3, 3, 3), (5, 2, 3, 1), (4, 0, 0, 2), (0, 0, 6, 0), (0, 7, 0, 0), (0, 0, 0, 0)]
@@ -219,3 +222,155 @@ def test_a_rank_that_is_alone_along_an_axis_keeps_its_kind_of_device():
     group = object.__new__(TorchGroup)
     group.rank, group.size, group.device_type = 2, 4, "cuda"
     assert group._make_subgroup((2,)).device_type == "cuda"
+
+
+# -- into memory that is given ----------------------------------------------------------------------------------------
+
+
+def check_into() -> None:
+    group = as_group()
+    n, me = group.size, group.index
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint8):
+        parts = [whole(2, dtype, seed=r) for r in range(n)]
+        out = torch.zeros(2 * n, dtype=dtype, device=device())
+        version = out._version
+        assert group.all_gather_into(out, parts[me]).wait() is out
+        assert same(out, torch.cat(parts)) and out._version == version, "no write is counted"
+        out.zero_()
+        mine = out[2 * me : 2 * me + 2].copy_(parts[me])
+        group.all_gather_into(out, mine).wait()
+        assert same(out, torch.cat(parts))
+
+        terms = [whole(2 * n, dtype, seed=r) for r in range(n)]
+        total = group.reduce_scatter(terms[me].clone())
+        out = torch.zeros(2, dtype=dtype, device=device())
+        version = out._version
+        assert group.reduce_scatter_into(out, terms[me].clone()).wait() is out
+        assert same(out, total) and out._version == version
+        flat = terms[me].clone()
+        group.reduce_scatter_into(flat[2 * me : 2 * me + 2], flat).wait()
+        assert same(flat[2 * me : 2 * me + 2], total)
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("size", [1, 3])
+def test_into_memory_that_is_given(world, size):
+    world(check_into, size)
+
+
+def check_exchanges_into() -> None:
+    group = as_group()
+    n, me = group.size, group.index
+    table = [[(r + 2 * d) % 3 for d in range(n)] for r in range(n)]
+    receives = [table[r][me] for r in range(n)]
+    for dtype in MOVED:
+        sent = [whole(sum(table[r]), dtype, seed=r) for r in range(n)]
+        wanted = torch.cat([sent[r].split(table[r])[me] for r in range(n)])
+        strided = torch.stack([sent[me], sent[me]], 1)[:, 0]
+        for flat in (sent[me], strided):
+            assert same(group.all_to_all(flat, table[me], receives), wanted)
+            out = torch.zeros(sum(receives), dtype=dtype, device=device())
+            assert group.all_to_all(flat, table[me], receives, out) is out
+            assert same(out, wanted)
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_exchange_into_memory_of_any_dtype(world, size):
+    world(check_exchanges_into, size)
+
+
+def check_scatters() -> None:
+    group = as_group()
+    like = torch.empty(0, dtype=torch.float64, device=device())
+    for source in range(group.size):
+        parts = [torch.full((r + 1, 2), r + 10 * source, dtype=torch.int16) for r in range(group.size)]
+        found = group.scatter(parts if group.index == source else None, 2 * (group.index + 1), source, like)
+        assert same(found, parts[group.index].flatten().double().to(device()))
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_any_shape_are_scattered_as_the_result_is_asked_for(world, size):
+    world(check_scatters, size)
+
+
+def test_alone_everything_is_given_back_flat():
+    alone = LoneGroup(3, "a process group", "cuda")
+    assert (alone.rank, list(alone.ranks), alone.index, alone.size) == (3, [3], 0, 1)
+    x = torch.arange(6.0).view(2, 3).t()
+    for got in (alone.all_gather(x), alone.reduce_scatter(x), alone.reduce_scatter_async(x).wait()):
+        assert same(got, x.reshape(-1))
+    assert same(alone.all_to_all(x, [6], [6]), x.reshape(-1))
+    for op in ("sum", "avg", "max", "min", "prod"):
+        assert alone.all_reduce(x, op) is alone.all_reduce_async(x, op).wait() is x
+    with pytest.raises(RuleError):
+        alone.all_reduce(x.long(), "avg")
+    assert alone.broadcast(x) is x
+    assert alone.exchange(b"x") == [b"x"] and alone.exchange_objects("x") == ["x"] and alone.barrier() is None
+    assert alone.twin() is alone is alone.axis("any") is alone.subgroup([3])
+    with pytest.raises(RuleError, match='no reduction is called "median"'):
+        alone.all_reduce(x, "median")
+    mesh = Mesh((("a", 1), ("b", 1)), (3,))
+    seen = alone.on_mesh(mesh, {})
+    for group in (seen, seen.axis("a"), seen.subgroup([3])):
+        assert (group.rank, group.process_group, group.device_type) == (3, "a process group", "cuda")
+    assert seen.mesh == mesh and seen.axis("a").mesh is None and seen.subgroup([3]).mesh is None
+
+
+def check_twins() -> None:
+    group = as_group()
+    twin = group.twin()
+    assert twin is group.twin() and twin is not group and list(twin.ranks) == list(group.ranks)
+    first, second = torch.ones(2), torch.full((2,), 2.0)
+    started = twin.all_reduce_async(second) if group.index else group.all_reduce_async(first)
+    other = group.all_reduce_async(first) if group.index else twin.all_reduce_async(second)
+    started.wait(), other.wait()
+    assert (first[0], second[0]) == (group.size, 2 * group.size)
+    back = dist.new_group([0, 2, 1], use_local_synchronization=True)
+    assert list(as_group(back).ranks) == [0, 1, 2], "torch orders what it makes"
+
+
+def test_a_twin_meets_beside_its_group(world):
+    world(check_twins, 3)
+
+
+def test_a_twin_of_ranks_in_another_order_is_the_group_itself():
+    """A new group would have them in ascending order."""
+    group = object.__new__(TorchGroup)
+    group.wire, group.ranks, group._twin = Wire.of_backends("cpu:gloo", None), (0, 2, 1), None
+    assert group.twin() is group
+    group.wire, group.ranks = Wire.of_backends("cpu:fake", None), (0, 1, 2)
+    assert group.twin() is group, "pretended ranks have no communicators"
+
+
+def check_parts() -> None:
+    group = as_group()
+    rank = group.rank
+    grid = group.on_mesh(Mesh((("dp", 2), ("tp", 2))), {})
+    other = group.on_mesh(Mesh((("a", 1), ("dp", 2), ("b", 2))), {("dp",): grid.axis("dp")})
+    assert other.axis("dp") is grid.axis("dp") is group.subgroup([rank % 2 + 2, rank % 2])
+    assert other.axis("b") is grid.axis("tp")
+    made = group.subgroup([0, 1] if rank < 2 else [2, 3])
+    given = group.on_mesh(Mesh((("x", 2), ("y", 2))), {("y",): made})
+    assert given.axis("y") is given.subgroup(made.ranks) is group.subgroup(made.ranks) is made
+    assert grid.axis("dp", "tp").mesh is None and list(grid.axis("dp", "tp").ranks) == [0, 1, 2, 3]
+    assert grid.subgroup(range(4)).mesh is None and grid.mesh.names == ("dp", "tp")
+    assert group.subgroup([3, 1, 2, 0]) is group.subgroup(range(4))
+
+
+@pytest.mark.worlds("sim", "gloo")
+def test_groups_of_the_same_ranks_are_one(world):
+    world(check_parts, 4)
+
+
+def check_seeded() -> None:
+    """A group along an axis that was made before is known by its ranks from then on."""
+    group = as_group()
+    pair = as_group(dist.new_group([0, 1])) if group.size == 2 else None
+    seen = group.on_mesh(Mesh((("a", 2), ("b", 1))), {("a",): pair})
+    assert seen.axis("a") is pair is seen.subgroup([0, 1]) is group.subgroup([1, 0])
+
+
+def test_a_group_that_is_given_for_an_axis_is_used(world):
+    world(check_seeded, 2)

@@ -13,9 +13,19 @@ from torch import nn
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardtensor.mesh import Mesh
 
 sim = pytest.mark.worlds("sim")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(4, eps=0.0), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.norm(x)
 
 
 class Told(nn.Module):
@@ -201,3 +211,77 @@ def _scaled(fails):
 @pytest.mark.parametrize("fails", [None, 1])
 def test_grad_scaler(world, size, fails):
     world(_scaled, size, fails=fails)
+
+
+FACTORS = [[256.0, 1.0], [1.0, 512.0], [-256.0, 2.0]]
+"""Of each data rank's two tokens, one for each rank of tp: no sum of them is a number of bfloat16."""
+
+
+def _copied_over_tp(way, data, reduce_dtype, backwards):
+    """Gradients of a norm's parameters, which lie whole on each rank of tp, where the tokens are cut over tp."""
+    mesh = as_group().on_mesh(Mesh((("dp", data), ("tp", 2))), {})
+    module = _Normed().to(device())
+    if way == "flows":
+        cut = "[-, tp, ...]"
+        rules = {"in": f"replicate -> {cut}", "norm": st.along(cut), "out": f"{cut} -> replicate"}
+        st.shard_module(module, rules, process_group=mesh)
+    elif way == "copies":
+        st.shard_module(module, {"norm": "replicate"}, process_group=mesh)
+    else:  # plain ones, gathered with a sharded one
+        st.shard_module(module, {"other.weight": "[tp, -]"}, process_group=mesh)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    fully_shard(module, mesh=mesh.axis("dp"), mp_policy=policy, reshard_after_forward=False)
+    x = torch.tensor([-1.0, 1.0, 1.0, -1.0], device=device()).expand(1, 2, 4).contiguous()
+    factors = torch.tensor(FACTORS, device=device())[mesh.mesh.coordinate(mesh.rank)[0]].view(1, 2, 1)
+    for i in range(backwards):
+        module.set_requires_gradient_sync(i == backwards - 1)
+        given = x if way == "flows" else st.distribute(x, "[-, tp, -]", process_group=mesh)
+        (module(given) * factors).sum().backward()
+    return [p.grad.full_tensor().tolist() for p in module.norm.parameters()]
+
+
+@sim
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("data", [1, 3])
+@pytest.mark.parametrize("way", ["flows", "copies", "plain"])
+def test_gradients_of_copies_are_summed_in_the_dtype_of_reductions(world, way, data, backwards):
+    total = sum(map(sum, FACTORS[:data])) / data
+    signs = [-1.0, 1.0, 1.0, -1.0]  # of the tokens, of which a weight's gradient is a multiple
+    for found in world(_copied_over_tp, 2 * data, way=way, data=data, reduce_dtype=FP32, backwards=backwards):
+        exact = torch.tensor([[backwards * total * sign for sign in signs], [backwards * total] * 4])
+        torch.testing.assert_close(torch.tensor(found), exact, rtol=1e-6, atol=0)
+
+
+@sim
+def test_gradients_of_copies_are_summed_in_their_own_dtype_unless_asked(world):
+    assert world(_copied_over_tp, 2, way="flows", data=1, reduce_dtype=None, backwards=1)[0][1] == [256.0] * 4
+
+
+class _Remembers(nn.Module):
+    """Its norm lies whole on each rank of tp beside a sharded weight; the hidden value is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        self.hidden = self.norm(x)
+        return self.other(self.hidden)
+
+
+def _stale_copy():
+    mesh = as_group().on_mesh(Mesh((("dp", 2), ("tp", 2))), {})
+    model = nn.Sequential(*(_Remembers() for _ in range(4))).to(device())
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for unit in (*model, model):
+        if unit is not model:
+            st.shard_module(unit, {"other.weight": "[tp, -]"}, process_group=mesh)
+        fully_shard(unit, mesh=mesh.axis("dp"), mp_policy=policy)
+    model(torch.ones(2, 256, device=device()))
+    with pytest.raises(st.RuleError, match="parameters of a fully sharded module that are no longer gathered"):
+        model[0].hidden.square().sum().backward()
+
+
+@sim
+def test_a_parameter_whose_gradient_is_wider_is_guarded_as_the_others_are(world):
+    world(_stale_copy, 4)

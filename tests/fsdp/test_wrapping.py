@@ -254,14 +254,14 @@ def test_a_module_without_parameters() -> None:
 
 def _dtensor() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
-    with pytest.raises(LayoutError, match='"weight" is a DTensor'):
+    with pytest.raises(LayoutError, match="`weight` is sharded over the data ranks already"):
         fully_shard(model)
-    assert type(model) is nn.Linear and type(model.bias) is nn.Parameter
+    assert type(model) is nn.Linear and type(model.bias) is nn.Parameter and type(model.weight) is DTensor
 
 
 @pytest.mark.worlds("gloo")

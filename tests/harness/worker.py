@@ -25,6 +25,7 @@ _state = {"device_type": "cpu", "rank": 0}
 
 # Warnings of torch about itself, which no test can help.
 TORCH_OWN = (
+    "Guards may run slower on Python 3.13.0",
     "`torch.jit.script_method` is deprecated",  # torch.compile imports what uses it
     "The .grad attribute of a Tensor that is not a leaf",  # torch.compile looks at it
     "<class 'torch.autograd.function.Function'> should not be instantiated",  # torch.compile does

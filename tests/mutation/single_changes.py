@@ -72,7 +72,7 @@ def _walk(node: ast.AST, function: str, first: int) -> Iterator[tuple[ast.AST, s
             parts = [*node.args.defaults, *(default for default in node.args.kw_defaults if default), *node.body]
     elif isinstance(node, ast.AnnAssign):
         parts = [node.value] if node.value else []
-    elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg):
+    elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg) or _is_strict(node):
         parts = []
     else:
         parts = list(ast.iter_child_nodes(node))
@@ -85,6 +85,8 @@ def _walk(node: ast.AST, function: str, first: int) -> Iterator[tuple[ast.AST, s
 
 def _is_text(node: ast.AST) -> bool:
     """Whether a node makes text for people, or is for type checkers alone."""
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base) == "Protocol" for base in node.bases)
     if isinstance(node, ast.FunctionDef):
         returns = ast.unparse(node.returns) if node.returns else ""
         return returns == "str" or returns.endswith("Error") or node.name == "__repr__"
@@ -94,6 +96,11 @@ def _is_text(node: ast.AST) -> bool:
         name = ast.unparse(node.func)
         return name.endswith(("Error", "warn", "does_not_fit", "cast", "TypeVar", "register", "lru_cache"))
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_strict(node: ast.AST) -> bool:
+    """Whether a node is the ``strict=`` of a zip, which asserts that lengths agree."""
+    return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
 def _tests(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+START_S = 90.0
+"""More time for the first test on real ranks, whose processes start then and import torch."""
+
 Lines = set[tuple[str, int]]
 
 
@@ -106,12 +109,17 @@ class Recorder:
                 pickle.dump(self.tests, file)
 
 
+def _is_on_real_ranks(item: Any) -> bool:
+    kind = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+    return "world" in item.fixturenames and kind != "sim"
+
+
 class Chooser:
     """Runs chosen tests in a given order, each for a limited time, and writes down the first that fails."""
 
     def __init__(self, limits: dict[str, float], path: str) -> None:
         self.limits, self.path = limits, path
-        self.has_failed = False
+        self.has_failed = self.has_started = False
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Any:
@@ -122,7 +130,9 @@ class Chooser:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self._write(item.nodeid + " (did not end)")
-        faulthandler.dump_traceback_later(self.limits[item.nodeid], exit=True)
+        starts = not self.has_started and _is_on_real_ranks(item)
+        faulthandler.dump_traceback_later(self.limits[item.nodeid] + START_S * starts, exit=True)
+        self.has_started |= starts
         yield
         faulthandler.cancel_dump_traceback_later()
         if not self.has_failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -166,6 +167,62 @@ def goes_on_alike():
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_goes_on_in_another_wrapping(world):
     st.simulate(world, goes_on_alike)
+
+
+WHOLE = {
+    "Adafactor": (optim.Adafactor, {"lr": 0.1}, {}),
+    "Adafactor foreach": (optim.Adafactor, {"lr": 0.1, "foreach": True}, {}),
+    "Muon": (optim.Muon, {"lr": 0.01}, {"rtol": 2e-2, "atol": 2e-3}),  # computes in bfloat16
+}
+"""Classes that look at whole matrices. Their state has shapes of its own, such as Adafactor's rows and columns."""
+
+
+def goes_on(name, ways, make, laid_out):
+    """Two steps, the optimizer saved and loaded anew between them, perhaps in another layout; and both states."""
+    states = []
+    values = None
+    for step, way in enumerate(ways):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 5, bias=False)).double()
+        laid_out(model, way)
+        optimizer = make(model, WHOLE[name][0], WHOLE[name][1])
+        if values is not None:
+            model.load_state_dict(values)
+            optimizer.load_state_dict(st.optim_state_dict_to_load(model, optimizer, states[-1]))
+            states.append(copy.deepcopy(st.optim_state_dict(model, optimizer, full=True)["state"]))
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).double()
+        model(x).square().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", st.GatherWarning)
+            optimizer.step()
+        values = st.full_state_dict(model)
+        states.append(st.optim_state_dict(model, optimizer, full=step == 1))
+    return values, states[1], states[2]["state"]
+
+
+def lay_out(model, way):
+    if way == "fsdp":
+        st.fully_shard(model)
+    elif way == "cut":
+        st.shard_parameter(model, "0.weight", "[tp balanced, -]")
+        st.shard_parameter(model, "2.weight", "[-, tp balanced]")
+
+
+def stock(model, cls, options):
+    return cls(model.parameters(), **options)
+
+
+def sharded(model, cls, options):
+    return st.ShardedOptimizer(model, cls, **options)
+
+
+@pytest.mark.parametrize("make", [stock, sharded])
+@pytest.mark.parametrize("name", WHOLE)
+def test_states_of_other_shapes_than_the_parameters(name, make):
+    want = goes_on(name, ["dense", "dense"], stock, lay_out)
+    for ways in (["dense", "dense"], ["fsdp", "fsdp"], ["cut", "fsdp"], ["fsdp", "cut"]):
+        for found in st.simulate(3, goes_on, name, ways, make, lay_out):
+            torch.testing.assert_close(found, want, msg=lambda text, ways=ways: f"{ways}: {text}", **WHOLE[name][2])
 
 
 def test_wrappers_names_are_no_part_of_names():

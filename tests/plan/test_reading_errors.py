@@ -355,3 +355,11 @@ def test_includes_in_a_circle(tmp_path):
     assert error.code == "E003"
     assert error.findings[0].fault == "these files include one another in a circle"
     assert error.findings[0].why.replace(f"{tmp_path.as_posix()}/", "") == "a.shard -> b.shard -> a.shard"
+
+
+def test_where_no_one_parameter_helps_another_world_and_two_parameters_are_named_and_both_fit():
+    text = "shard 1\nparam tp = 2\nparam ep = 4\nmesh (dp = world / (ep * tp), ep, tp)\nw: [tp, -]\n"
+    with pytest.raises(SpecError, match=r"fix: run with --world 8, 16, 32, \.\.\., or with --set ep=1 --set tp=1"):
+        read_plan(text)
+    assert read_plan(text, world=8).axes.size("ep") == 4
+    assert read_plan(text, params={"tp": 1, "ep": 1}).axes.size("dp") == 1

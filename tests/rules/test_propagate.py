@@ -294,12 +294,15 @@ def moved(recipe: Recipe, operands: tuple[Layout | tuple[int, ...], ...], itemsi
         if isinstance(operand, Layout):
             lacking = (len(elements(need.layout, rank) - elements(operand, rank)) for rank in MESH.ranks)
             total += itemsize * max(lacking)
-    if recipe.output.partial:
-        count = math.prod(MESH.sizes[axis] for axis, _ in recipe.output.partial)
-        cuts = [1 if cut is None else cut.pieces.count for cut in recipe.output.dims]
-        part = math.prod(-(-size // pieces) for size, pieces in zip(recipe.output.shape, cuts, strict=True))
-        total += max(itemsizes) * (2 * (count - 1) * part // count)
-    return total
+    return total + reduced(recipe, itemsizes)
+
+
+def reduced(recipe: Recipe, itemsizes: tuple[int, ...]) -> int:
+    """A ring's share of the reduction of a result."""
+    count = math.prod(MESH.sizes[axis] for axis, _ in recipe.output.partial)
+    cuts = [1 if cut is None else cut.pieces.count for cut in recipe.output.dims]
+    part = math.prod(-(-size // pieces) for size, pieces in zip(recipe.output.shape, cuts, strict=True))
+    return max(itemsizes) * (2 * (count - 1) * part // count)
 
 
 def every_choice(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> list[dict[str, DimCut]]:

@@ -188,7 +188,7 @@ def wrong_values() -> None:
     assert str(caught.value).splitlines() == [
         "ParallelLinear: its `weight` is sharded, and was called with a plain tensor in its place",
         "  found  Tensor of (8, 4)",
-        "  fix    lay it out alike: shardtensor.distribute(tensor, module.weight.sharding_spec())",
+        "  fix    lay it out alike: torch.empty_like(module.weight).copy_(tensor)",
     ]
     shell = st.distribute(torch.ones(8, 4), "[tp, -]")
     x = torch.ones(2, 4)

@@ -146,3 +146,24 @@ def _ranks_differ() -> Any:
 
 def test_it_is_the_dtype_of_sums(world):
     assert world(_ranks_differ, 2)[0] == [[128.5], [128.0]]
+
+
+def _copied(way: str) -> Any:
+    model = nn.Sequential(nn.LayerNorm(4, eps=0.0)).to(device(), BF16)
+    for param in model.parameters():
+        param.grad_dtype = FP32
+    cut = "[-, tp, ...]"
+    if way == "flows":
+        st.shard_module(model, {"in": f"replicate -> {cut}", "0": st.along(cut), "out": f"{cut} -> replicate"})
+    elif way == "copies":
+        st.shard_module(model, {"0": "replicate"})
+    x = torch.tensor([-1.0, 1.0, 1.0, -1.0]).expand(1, 2, 4).to(device(), BF16).contiguous()
+    factors = torch.tensor([256.0, 1.0]).to(device(), BF16).view(1, 2, 1)
+    (model(x if way == "flows" else st.distribute(x, "[-, tp, -]")) * factors).sum().backward()
+    return [param.grad.tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("way", ["flows", "copies", "plain"])
+def test_gradients_of_copies_are_summed_in_the_dtype_that_was_asked(world, way):
+    for found in world(_copied, 2, way=way):
+        assert found == [[-257.0, 257.0, 257.0, -257.0], [257.0] * 4]  # 256 + 1 is 256 in bfloat16

@@ -267,6 +267,37 @@ def test_fresh_recurrent_modules_are_sharded_though_they_keep_weak_references(wo
     world(recurrent, 2, kind=kind, way=way)
 
 
+def unsharded_again(kind):
+    """The module flattens its parameters for cuDNN as it did before, notices new ones, and can be sharded again."""
+
+    class Counted(kind):
+        flattened = 0
+
+        def flatten_parameters(self):
+            self.flattened += 1
+
+    module = Counted(3, 4, 2)
+    x = torch.ones(5, 2, 3)
+    for _ in range(2):
+        before, names = module.flattened, set(vars(module))
+        st.shard_module(module, {"weight_ih_l0": "[tp balanced, -]"})
+        module(x)
+        assert module.flattened == before  # sharded parameters lie apart
+        st.unshard_module(module)
+        assert set(vars(module)) == names
+        module(x)
+        assert module.flattened == before + 1
+        assert all(ref() is param for ref, param in zip(module._flat_weight_refs, module.parameters(), strict=True))
+        module(x)
+        assert module.flattened == before + 1
+
+
+@pytest.mark.filterwarnings("ignore::shardtensor.tensor.dispatch.GatherWarning")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_what_they_were_when_unsharded(kind):
+    st.simulate("tp=2", unsharded_again, kind)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

@@ -116,6 +116,18 @@ MESSAGES = [
   fix: keep one
 """,
     """
+<spec>:1:21: error[E102]: `only` is written twice
+    1 | [tp, -] only(ep, 1) only(ep, 1)
+      |                     ^^^^^^^^^^^
+  fix: keep one
+""",
+    """
+<spec>:1:18: error[E102]: `flat` is written twice
+    1 | [tp, -] flat(dp) flat(cp)
+      |                  ^^^^^^^^
+  fix: keep one
+""",
+    """
 <spec>:1:14: error[E102]: a cut is balanced or has sizes, not both
     1 | [tp balanced sizes(2, 1)]
       |              ^^^^^^^^^^^

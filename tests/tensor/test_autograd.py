@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import shardtensor as st
+from shardtensor.comm.process_group import as_group
 
 SPECS = ("[tp balanced, -]", "[-, tp balanced]", "flat(tp)", "replicate")
 
@@ -217,3 +219,48 @@ def check_averaged() -> None:
 
 def test_averaged_models(world):
     world(check_averaged, 2)
+
+
+RESULTS = {
+    "sharded": lambda x: x * 2,
+    "whole": lambda x: x.full_tensor() * 1 if isinstance(x, st.ShardedTensor) else x * 1,
+    "gathered": lambda x: x.full_tensor() if isinstance(x, st.ShardedTensor) else x * 1,
+    "summed": lambda x: x.sum(0),
+    "number": lambda x: (x * 2).sum(),
+}
+NEEDS_WHOLE = "a sharded gradient for a plain tensor: y.backward(gradient) needs gradient.full_tensor()"
+GIVEN = ("[tp balanced, -]", "[-, tp balanced]", "flat(tp)", "[tp sizes(0, 5, 0), -]", "replicate")
+
+
+def is_refused(y: torch.Tensor, gradient: st.ShardedTensor) -> bool:
+    try:
+        y.backward(gradient)
+    except st.RuleError as error:
+        return NEEDS_WHOLE in str(error)
+    return False
+
+
+def check_sharded_gradients() -> None:
+    """The dense gradients, or the same error on every rank, never a collective of other slices on each rank."""
+    values = torch.arange(15.0, device=device()).view(5, 3) - 4
+    for name, act in RESULTS.items():
+        dense = values.clone().requires_grad_()
+        y = act(dense)
+        gradient = torch.arange(1.0, y.numel() + 1, device=device()).view(y.shape)
+        y.backward(gradient)
+        for of_x, of_gradient in product((*GIVEN, "[-, -] partial(tp)"), GIVEN):
+            if "partial" in of_x:
+                own = values.clone() if not as_group().rank else torch.zeros_like(values)
+                x = st.init_from_local_tensor(own, of_x, (5, 3)).requires_grad_()
+            else:
+                x = st.distribute(values.clone(), of_x, requires_grad=True)
+            spec = of_gradient if y.dim() == 2 else "[tp balanced]" if y.dim() else "replicate"
+            given = st.distribute(gradient, spec)
+            if is_refused(act(x), given):  # what gave the plain result is no collective
+                assert name == "whole" or "partial" in of_x or of_x == "replicate"
+                act(x).backward(given.full_tensor())
+            assert torch.equal(full(x.grad), dense.grad), (name, of_x, of_gradient)
+
+
+def test_a_sharded_gradient_is_the_whole_one_or_refused(world):
+    world(check_sharded_gradients, 3)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import combinations, islice, product
 from typing import TYPE_CHECKING
 
 from shardtensor.plan.text.explain import subtrees
@@ -15,6 +16,9 @@ MOST_VALUES = 64
 """Of one parameter that are tried."""
 MOST_STATEMENTS = 300
 """Plans with more than so many are not read again."""
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64)  # numbers of ranks, and values of two parameters, where no value of one passes
+_MOST_PAIRS = 10
 
 
 class Fitting:
@@ -55,20 +59,38 @@ class Fitting:
     def advice(self, names: Iterable[str]) -> str:
         """The values that pass, as a way out."""
         model = f"this model and --world {self.plan.scope.world}"
+        passing = self.passing(names)
+        if passing and not any(passing.values()):
+            return self._other_ways(tuple(passing)) or "; ".join(f"no {name} fits {model}" for name in passing)
         ways = []
-        for name, values in self.passing(names).items():
+        for name, values in passing.items():
             shown = ", ".join(str(value).lower() for value in values)
             ways.append(f"{name} that fit {model}: {shown}" if values else f"no {name} fits {model}")
         return "; ".join(ways)
 
+    def _other_ways(self, names: tuple[str, ...]) -> str:
+        """What passes where no value of one parameter does: another number of ranks, or values of two parameters."""
+        worlds = [n for n in _POWERS if self._passes({}, n)]
+        pairs = (
+            {one: first, other: second}
+            for one, other in combinations(names, 2)
+            for first, second in product(_POWERS, _POWERS)
+            if first * second <= self.plan.scope.world
+        )
+        pair = next((pair for pair in islice(pairs, _MOST_PAIRS) if self._passes(pair)), None)
+        ways = [f"run with --world {', '.join(map(str, worlds[:3]))}" + ", ..." * (len(worlds) > 3)] if worlds else []
+        if pair is not None:
+            ways.append("with " + " ".join(f"--set {name}={str(value).lower()}" for name, value in pair.items()))
+        return ", or ".join(ways)
+
     def _passing(self, name: str) -> tuple[int | bool, ...]:
         if name not in self._found:
             self._found[name] = ()
-            self._found[name] = tuple(value for value in self._candidates(name) if self._passes(name, value))
+            self._found[name] = tuple(value for value in self._candidates(name) if self._passes({name: value}))
         return self._found[name]
 
-    def _passes(self, name: str, value: int | bool) -> bool:
-        other = self.plan.again({**self.plan.given, name: value})
+    def _passes(self, values: Mapping[str, int | bool], world: int | None = None) -> bool:
+        other = self.plan.again({**self.plan.given, **values}, world)
         return not [finding for finding in other.findings if finding.severity == "error"]
 
     def _candidates(self, name: str) -> list[int] | list[bool]:

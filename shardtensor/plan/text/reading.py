@@ -133,10 +133,10 @@ class PlanReader:
         for note, _ in self.scope.notes:
             self.find(note)
 
-    def again(self, given: Mapping[str, Any]) -> PlanReader:
-        """Read the numbers of the same plan for other values of parameters."""
+    def again(self, given: Mapping[str, Any], world: int | None = None) -> PlanReader:
+        """Read the numbers of the same plan for other values of parameters, or another number of ranks."""
         assert self._main is not None
-        scope = Scope(self.scope.config, self.scope.world, self.scope.config_source)
+        scope = Scope(self.scope.config, world or self.scope.world, self.scope.config_source)
         other = PlanReader(self.files, scope, given, only_head=True)
         other.read(self._main)
         return other

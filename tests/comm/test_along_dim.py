@@ -1,0 +1,160 @@
+"""Gathers and reduce-scatters along any dim are `cat`, slices and sums of the whole; each gradient is the adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.comm.along_dim import (
+    Scattering,
+    Stretches,
+    gather,
+    gathered,
+    reduce_scatter,
+    scattered,
+    take,
+)
+from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.process_group import as_group
+from shardtensor.errors import LayoutError
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in any order."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def cases(size: int) -> Iterator[tuple[tuple[int, ...], Stretches, list[int]]]:
+    """Shapes of the whole, how a dim is cut, and the stretch of each member."""
+    for shape in ((2, 3, 4), (1, 3, 2), (3, 1)):
+        for dim in range(-len(shape), len(shape)):
+            lead = shape[:dim] if dim >= 0 else shape[: len(shape) + dim]
+            rest = shape[len(lead) + 1 :]
+            even, uneven = [2] * size, [2 if i < 1 else 1 for i in range(size)]
+            lopsided = [0, 3, 1, 0][:size] if size > 1 else [3]
+            for sizes, stretches in (
+                (even, Stretches(dim)),
+                (even, Stretches(dim, balanced=True)),
+                (uneven, Stretches(dim, balanced=True)),
+                (lopsided, Stretches(dim, tuple(lopsided))),
+                (even, Stretches(dim, tuple(even))),
+            ):
+                yield (*lead, sum(sizes), *rest), stretches, sizes
+
+
+def check() -> None:
+    group = as_group()
+    me = group.index
+    for shape, stretches, sizes in cases(group.size):
+        dim = stretches.dim
+        whole = numbers(shape, 1)
+        part = whole.split(sizes, dim)[me].clone()
+        terms = [numbers(shape, 2 + rank) for rank in range(group.size)]
+        mine = sum(terms).split(sizes, dim)[me]
+        for get in (gathered, gather, lambda *args: gather(*args, sums=True)):
+            assert torch.equal(get(part, stretches, group), whole)
+            assert torch.equal(get(part.mT, stretches._replace(dim=swapped(dim, part.dim())), group), whole.mT)
+        assert torch.equal(take(whole, stretches, group), part)
+        for get in (scattered, reduce_scatter, lambda *args: Scattering(*args).wait()):
+            result = get(terms[me], stretches, group)
+            assert torch.equal(result, mine) and result.is_contiguous()
+            strided = terms[me].mT.contiguous().mT
+            assert torch.equal(get(strided, stretches, group), mine)
+
+
+def swapped(dim: int, ndim: int) -> int:
+    """Where a dim is when the last two change places."""
+    at = dim % ndim
+    at = {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(at, at)
+    return at - ndim if dim < 0 else at
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_dense_values(world, size):
+    world(check, size)
+
+
+def check_adjoints() -> None:
+    """<A x, y> = <x, A* y>, where a copy counts once, and terms and parts count on every rank."""
+    group = as_group()
+    me = group.index
+
+    def dot(kind: str, a: torch.Tensor, b: torch.Tensor) -> float:
+        value = (a * b).sum()
+        return (value if kind == "copy" else group.all_reduce(value.clone())).item()
+
+    def draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+        return numbers(shape, seed if kind == "copy" else seed + 1 + me)
+
+    calls: list[tuple[str, str, Callable[..., torch.Tensor]]] = [
+        ("part", "copy", gather),
+        ("part", "partial", lambda *args: gather(*args, sums=True)),
+        ("copy", "part", take),
+        ("partial", "part", reduce_scatter),
+    ]
+    for (shape, stretches, sizes), (source, target, move) in product(cases(group.size), calls):
+        own = list(shape)
+        own[stretches.dim] = sizes[me]
+        shapes = {"part": tuple(own), "copy": shape, "partial": shape}
+        x = draw(source, shapes[source], 10).requires_grad_()
+        y = draw(target, shapes[target], 20).requires_grad_()
+        out = move(x, stretches, group)
+        (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
+        assert grad.shape == x.shape
+        assert dot(target, out.detach(), y.detach()) == dot(source, x.detach(), grad.detach())
+        z = draw(source, shapes[source], 30)
+        (second,) = torch.autograd.grad(grad, y, z)  # the backward is linear in y: its own is the forward again
+        assert torch.equal(second, move(z, stretches, group))
+        assert not move(x.detach(), stretches, group).requires_grad
+        with torch.no_grad():
+            assert torch.equal(move(x, stretches, group), out)
+
+
+@pytest.mark.worlds("sim")
+def test_gradients_are_the_adjoints(world):
+    world(check_adjoints, 3)
+
+
+def check_fresh() -> None:
+    group = as_group()
+    terms = [numbers((2, 3), rank) for rank in range(group.size)]
+    x = terms[group.index].requires_grad_()
+    out = collectives.all_reduce_fresh(x * 1, group)
+    assert torch.equal(out, sum(terms))
+    (grad,) = torch.autograd.grad(out, x, torch.ones(2, 3) * (group.index + 1.0), create_graph=True)
+    assert torch.equal(grad, torch.full((2, 3), group.index + 1.0).double())
+    product = (terms[group.index].detach() * 1).t()
+    assert torch.equal(collectives.all_reduce_fresh(product, group), sum(terms).t())
+    with torch.no_grad():
+        mine = terms[group.index].detach().clone()
+        assert torch.equal(collectives.all_reduce_fresh(mine, group), sum(terms).detach())
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sum_may_take_the_memory_of_its_term(world, size):
+    world(check_fresh, size)
+
+
+def test_uneven_stretches_have_to_be_asked_for():
+    group: Group = LoneGroup()
+    group.size = 3
+    x = torch.ones(2, 7)
+    for move in (take, scattered, reduce_scatter):
+        with pytest.raises(LayoutError, match="7 elements of dim 1 cannot be cut evenly over 3 ranks") as caught:
+            move(x, Stretches(1), group)
+        assert "2 x 7" in str(caught.value) and "multiple of 3" in str(caught.value)
+    assert Stretches(1, balanced=True).of_whole(x, group) == [3, 2, 2]
+    assert Stretches(0, (1, 1, 0)).of_whole(x, group) == (1, 1, 0)
+
+
+def test_alone_there_is_nothing_to_join():
+    alone, x = LoneGroup(), numbers((2, 3), 0).requires_grad_()
+    for move in (gather, take, reduce_scatter):
+        out = move(x, Stretches(1), alone)
+        assert torch.equal(out, x) and out.requires_grad

@@ -1,0 +1,316 @@
+"""Meetings of ranks that are threads of this process around one store: one verdict for all, and never in vain."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from threading import Thread
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch.distributed as dist
+
+from shardtensor.comm.board import CAME, Board, Whereabouts
+from shardtensor.comm.meeting import Meeting, pair_sum
+from shardtensor.errors import AbsentRankError, CallMismatchError
+
+SHORT_S = 0.4
+
+
+class Ranks:
+    """Boards of some ranks at one store."""
+
+    def __init__(self, count: int) -> None:
+        self.store = dist.HashStore()
+        self.boards = [Board(self.store, rank) for rank in range(count)]
+
+    def meeting(self, rank: int, ranks: tuple[int, ...], timeout_s: float = 10.0) -> Meeting:
+        return Meeting(self.boards[rank], f"of {ranks}", ranks, timeout_s)
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """What a body returns on each rank, or the error that it raises."""
+        results: list[Any] = [None] * len(self.boards)
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = body(rank)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [Thread(target=call, args=(rank,)) for rank in range(len(self.boards))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a rank waits in vain"
+        return results
+
+
+def the_one(results: list[Any], kind: type[Exception]) -> str:
+    """The text of the error that all ranks raise."""
+    assert {type(each) for each in results} == {kind}, results
+    (text,) = {str(each) for each in results}
+    return text
+
+
+def test_equal_calls_pass_and_leave_nothing_behind():
+    ranks = Ranks(3)
+    keys = []
+
+    def body(rank: int) -> None:
+        meeting = ranks.meeting(rank, (0, 1, 2))
+        for k in range(12):
+            meeting.meet("f", f"f {k}", None if k % 3 else pair_sum((0, 1, 2), rank, [1, 1, 1], [1, 1, 1]))
+            if rank == 0:
+                keys.append(ranks.store.num_keys())
+
+    assert ranks.run(body) == [None] * 3
+    assert max(keys[6:]) <= max(keys[:6])
+
+
+def meet_with(ranks: Ranks, members: tuple[int, ...], calls: tuple[str, ...], rank: int) -> None:
+    ranks.meeting(rank, members).meet("f", calls[rank])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_whoever_makes_another_call_is_named_on_all_ranks(count):
+    for calls in product("ab", repeat=count):
+        ranks = Ranks(count)
+        results = ranks.run(partial(meet_with, ranks, tuple(range(count)), calls))
+        if len(set(calls)) == 1:
+            assert results == [None] * count
+            continue
+        text = the_one(results, CallMismatchError)
+        assert text.startswith("the ranks are in different calls; nothing was moved\n")
+        assert f"  in       collective 1 of ranks 0-{count - 1}\n".split() in [
+            line.split() for line in text.splitlines(True)
+        ]
+        for call in "ab":
+            mine = [rank for rank in range(count) if calls[rank] == call]
+            runs = f"{mine[0]}-{mine[1]}" if len(mine) == 2 and mine[1] == mine[0] + 1 else ", ".join(map(str, mine))
+            assert f"rank{'s' * (len(mine) > 1)} {runs} {call}" in " ".join(text.split())
+
+
+def test_after_a_mismatch_the_ranks_meet_again():
+    ranks = Ranks(2)
+
+    def body(rank: int) -> str:
+        meeting = ranks.meeting(rank, (0, 1))
+        with pytest.raises(CallMismatchError):
+            meeting.meet("f", f"f {rank}")
+        meeting.meet("f", "f")
+        with pytest.raises(CallMismatchError) as caught:
+            meeting.meet("f", f"g {rank}", own="my own words")
+        return str(caught.value)
+
+    first, second = ranks.run(body)
+    assert first == second and "my own words" in first and "collective 3 of" in first
+
+
+def test_numbers_that_do_not_add_up():
+    sent = [(1, 3), (2, 3)]
+    for first, second in product((2, 4), (3, 2)):  # what each receives of the other
+        received = [(1, first), (second, 3)]
+
+        def body(rank: int, ranks: Ranks, received: list[tuple[int, int]]) -> None:
+            pairs = pair_sum((0, 1), rank, sent[rank], received[rank])
+            ranks.meeting(rank, (0, 1)).meet("f", "f", pairs, f"as rank {rank}")
+
+        results = Ranks(2).run(partial(body, ranks=Ranks(2), received=received))
+        if (first, second) == (2, 3):
+            assert results == [None, None]
+        else:
+            text = the_one(results, CallMismatchError)
+            assert text.startswith("the numbers of elements sent and received differ; nothing was moved\n")
+            assert "as rank 0" in text and "as rank 1" in text
+
+
+def test_who_does_not_come_is_named_to_all_that_do():
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Any:
+        meeting = ranks.meeting(rank, (0, 1, 2), SHORT_S)
+        meeting.meet("f", "first")
+        start = time.monotonic()
+        if rank == 2:
+            time.sleep(1.1 * SHORT_S)
+        try:
+            meeting.meet("f", "second", own=f"second of rank {rank}")
+        except AbsentRankError as error:
+            waited = time.monotonic() - start
+            assert rank == 2 or SHORT_S / 2 < waited < SHORT_S
+            meeting.meet("f", "third")
+            return str(error)
+
+    first, second, third = ranks.run(body)
+    assert first == second == third
+    assert first.startswith(f"f: rank 2 did not come within {SHORT_S:g} s; nothing was moved\n")
+    lines = [" ".join(line.split()) for line in first.splitlines()]
+    assert "by ranks 0-1" in lines
+    assert "rank 2 nothing since first" in lines
+    assert "in collective 2 of ranks 0-2" in lines
+    assert "fix call it on all of ranks 0-2, or on none" in lines
+
+
+def test_a_mismatch_of_some_is_told_though_another_never_comes():
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Any:
+        if rank < 2:
+            ranks.meeting(rank, (0, 1, 2), SHORT_S).meet("f", f"f {rank}")
+
+    *two, _ = ranks.run(body)
+    text = the_one(two, CallMismatchError)
+    assert "rank 2 in no collective yet" in " ".join(text.split())
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    ranks = Ranks(3)
+    ranks.boards[1]._at_exit()
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            return None
+        start = time.monotonic()
+        try:
+            ranks.meeting(rank, (0, 1, 2), 30.0).meet("f", "f")
+        finally:
+            assert time.monotonic() - start < 5
+
+    first, _, third = ranks.run(body)
+    text = the_one([first, third], AbsentRankError)
+    assert "and some of them have ended" in text and "rank 1 ended" in " ".join(text.split())
+
+
+def test_a_board_that_is_no_more_says_nothing():
+    ranks = Ranks(1)
+    leave = ranks.boards[0]._at_exit
+    ranks.boards.clear()
+    gc.collect()
+    leave()
+    assert Board(ranks.store, 1).read(0) is None
+
+
+def test_a_rank_that_waits_elsewhere_is_shown_there():
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Any:
+        if rank == 0:
+            time.sleep(0.1)
+            ranks.meeting(0, (0, 1), SHORT_S).meet("f", "f")
+        elif rank == 1:  # waits for one that does not come
+            ranks.meeting(1, (1, 2), 2 * SHORT_S).meet("g", "g of two")
+
+    first, second, _ = ranks.run(body)
+    assert isinstance(first, AbsentRankError) and isinstance(second, AbsentRankError)
+    assert "rank 1 waiting in g of two collective 1 of ranks 1-2" in " ".join(str(first).split())
+    assert "rank 2 in no collective yet" in " ".join(str(second).split())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_wait_for_each_other_are_told_at_once(count):
+    ranks = Ranks(count)
+    pairs = [tuple(sorted((rank, (rank + 1) % count))) for rank in range(count)] if count > 2 else [(0, 1), (1, 0)]
+
+    def body(rank: int) -> Any:
+        start = time.monotonic()
+        try:
+            for pair in (pairs[rank], pairs[rank - 1]):
+                meeting = Meeting(ranks.boards[rank], f"pair {pairs.index(pair)}", tuple(sorted(pair)), 30.0)
+                meeting.meet("f", f"f of {pair}")
+        finally:
+            assert time.monotonic() - start < 5
+
+    text = the_one(ranks.run(body), CallMismatchError)
+    assert text.startswith(f"ranks 0-{count - 1} wait for each other in different groups; nothing was moved\n")
+    for rank in range(count):
+        assert f"rank {rank} f of {pairs[rank]} collective 1 of" in " ".join(text.split())
+
+
+def test_a_chain_that_ends_at_a_rank_at_work_is_no_circle():
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Any:
+        if rank == 0:
+            ranks.meeting(0, (0, 1)).meet("f", "f")
+        if rank == 1:
+            ranks.meeting(1, (1, 2)).meet("g", "g")
+            ranks.meeting(1, (0, 1)).meet("f", "f")
+        if rank == 2:
+            time.sleep(0.7)
+            ranks.meeting(2, (1, 2)).meet("g", "g")
+
+    assert ranks.run(body) == [None] * 3
+
+
+def test_a_rank_of_two_threads_may_yet_come():
+    """What it said last is where one of its threads is; the other may be on its way here."""
+    ranks = Ranks(2)
+    ranks.boards[1]._threads |= {1, 2}
+
+    def body(rank: int) -> Any:
+        try:
+            Meeting(ranks.boards[rank], f"group {rank}", (0, 1), SHORT_S * 2).meet("f", "f")
+        except AbsentRankError as error:
+            return str(error)
+
+    for text in ranks.run(body):
+        assert "did not come within" in text
+
+
+def test_who_gives_up_as_the_last_one_comes_stays():
+    ranks = Ranks(2)
+    meeting = ranks.meeting(0, (0, 1))
+    here = Whereabouts("a meeting", "", "f", (0, 1))
+    store, digest = ranks.boards[0].store, crc32(b"f")
+    error = AbsentRankError("f: rank 1 did not come")
+    store.add(here.key, 2 * (CAME + digest))
+    meeting._leave(here, digest, error)
+    assert store.add(here.key, 0) == 2 * (CAME + digest)
+    store.add(here.key, -(CAME + digest))
+    with pytest.raises(AbsentRankError, match="rank 1 did not come"):
+        meeting._leave(here, digest, error)
+    assert store.add(here.key, 0) == 0
+
+
+def test_a_meeting_is_open_until_all_are_there_or_a_fault_is_found():
+    ranks = Ranks(2)
+    board = ranks.boards[0]
+    here = Whereabouts("key", "place", "call", (0, 1), 3)
+    board.say(here)
+    assert ranks.boards[1].read(0) == here and board.read(1) is None
+    assert board.is_open(here) is False, "nobody came"
+    board.store.add("key", CAME + 7)
+    assert board.is_open(here) is True
+    board.store.add("key", CAME + 7)
+    assert board.is_open(here) is False
+    board.store.add("key", -CAME)
+    board.store.set("key/why", "a fault")
+    assert board.is_open(here) is False
+    assert board.is_open(Whereabouts("")) is False
+
+
+def test_names_are_told_apart_by_what_the_store_knew_before():
+    ranks = Ranks(2)
+    names = [ranks.meeting(0, (0, 1)).name for _ in range(2)]
+    assert names[0] != names[1]
+    assert [ranks.meeting(1, (0, 1)).name for _ in range(2)] == names
+    assert ranks.meeting(0, (0,)).name not in names
+
+
+def test_a_store_that_is_gone_is_an_error_of_its_own():
+    ranks = Ranks(1)
+    meeting = ranks.meeting(0, (0,))
+
+    class Gone:
+        def set(self, *_: object) -> None:
+            raise dist.DistNetworkError("gone")
+
+    ranks.boards[0].store = Gone()
+    with pytest.raises(AbsentRankError, match="f: the store of the process groups cannot be reached") as caught:
+        meeting.meet("f", "f with its place")
+    assert "f with its place" in str(caught.value) and isinstance(caught.value.__cause__, dist.DistNetworkError)
