@@ -303,10 +303,7 @@ class Schedule:
             return
         holder = unit.slot.holder
         if holder is not None:
-            holder.is_gathered = False
-            holder.finish()
-            if holder is not unit:
-                holder.versions.displaced()
+            holder.make_room_for(unit)
         if self._is_backward:
             for flat in unit.flats:
                 flat.check_unchanged()

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
+from shardtensor.errors import RuleError
 from shardtensor.fsdp.domain import Domain
 from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.near import NearRanks, Reshard
@@ -200,6 +201,27 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending = []
+
+    def make_room_for(self, unit: Unit) -> None:
+        """Have `unit`, perhaps this one anew, gathered into this one's memory; in the caller's lane.
+
+        Raises:
+            RuleError: this one's module runs, and computes with what lies there.
+        """
+        if unit is not self:
+            if self.is_running:
+                raise RuleError(
+                    "a fully sharded module called another one that is no submodule of it, and both take turns in one"
+                    " piece of memory",
+                    {"module": self.title, "called": unit.title},
+                    [
+                        "make the other a submodule of the caller, and shard that after it",
+                        "fully_shard(caller, reshard_after_forward=False) keeps the caller in memory of its own",
+                    ],
+                )
+            self.versions.displaced()
+        self.is_gathered = False
+        self.finish()
 
     def move_from(self, wholes: Sequence[torch.Tensor | None]) -> None:
         """Take what was gathered into other memory."""

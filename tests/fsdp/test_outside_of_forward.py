@@ -239,3 +239,37 @@ def _optimized(kind, options):
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_optimizers_of_torch_go_on(world, options):
     world(_optimized, 2, kind=torch.optim.AdamW, options=options)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+OVER_TP = {
+    "column": lambda m, x: m.up(x),
+    "row": lambda m, x: m.down(x),
+    "weight": lambda m, x: F.linear(x, m.up.weight),
+    "bias": lambda m, x: x * m.down.bias,
+}
+
+
+def _over_tensor_parallel(way):
+    torch.manual_seed(0)
+    model = Pair()
+    st.shard_module(model, {"up.weight": "[tp, -]", "up.bias": "[tp]", "down.weight": "[-, tp]"})
+    fully_shard(model, mesh="dp")
+    with pytest.raises(RuleError) as caught:
+        OVER_TP[way](model, torch.ones(2, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", OVER_TP)
+def test_over_tensor_parallel_ranks(way):
+    said = st.simulate("dp=2, tp=2", _over_tensor_parallel, way)
+    assert len(set(said)) == 1
+    assert "met a plain tensor outside of the module's forward\n  module        (Pair)\n  parameter     " in said[0]

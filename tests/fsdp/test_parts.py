@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
+from shardtensor.errors import RuleError
 from shardtensor.fsdp import parts
 
 
@@ -97,6 +98,19 @@ def borrow() -> tuple[list[bool], list[bool]]:
     before = isinstance(model.embed.weight * 1, st.ShardedTensor)
     model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
     return seen, [before, isinstance(model.embed.weight * 1, st.ShardedTensor)]
+
+
+def use_outside() -> str:
+    model = shard(Net())
+    with pytest.raises(RuleError) as caught:
+        F.linear(torch.ones(1, model.embed.weight.shape[1]), model.embed.weight)
+    return str(caught.value)
+
+
+def test_outside_of_its_container_a_part_is_named_as_the_container_has_it():
+    said = st.simulate(2, use_outside)
+    assert said[0] == said[1]
+    assert "module        (Net)\n  parameter     embed.weight\n" in said[0]
 
 
 def test_a_container_sees_wholes_and_others_shards():

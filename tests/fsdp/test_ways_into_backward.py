@@ -469,36 +469,3 @@ parameters were written between a forward and its backward
   parameters  0.bias, 0.weight, 2.bias, 2.weight
   fix         call backward before the optimizer steps or values are loaded"""
     assert world(_written_before_a_gather_by_hand, 2) == [expected] * 2
-
-
-def _never_into_memory_in_use(ahead):
-    """Look into every unit's gathered values, each time that something is computed with them."""
-    torch.manual_seed(0)
-    dense = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).double().to(device())
-    model = copy.deepcopy(dense)
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
-    for layer in model:
-        layer.set_modules_to_forward_prefetch(list(model)[:ahead])
-        layer.set_modules_to_backward_prefetch(list(model)[:ahead])
-    looked = []
-
-    def look(i, layer):
-        for name, param in dense[i].named_parameters():
-            assert torch.equal(getattr(layer, name), param), f"{i}.{name} is overwritten while it is in use"
-        looked.append(i)
-
-    for i, layer in enumerate(model):
-        layer.register_forward_hook(lambda layer, args, y, i=i: look(i, layer))
-        layer.register_full_backward_hook(lambda layer, grads, outs, i=i: look(i, layer))
-    for step in range(3):
-        _, x = _batches(step)
-        _square(model, x.requires_grad_()).backward()
-    return looked == [*range(6), *range(5, -1, -1)] * 3
-
-
-@sim
-@pytest.mark.parametrize("ahead", [1, 2, 4])
-def test_nothing_is_gathered_into_memory_in_use(world, ahead):
-    assert world(_never_into_memory_in_use, 2, ahead=ahead) == [True] * 2
