@@ -143,19 +143,20 @@ def _unit_of(source: Source | None) -> Unit | None:
 
 def _source(operands: Iterable[Any]) -> Source | None:
     """The first parameter that operands are, or were computed from."""
-    sources = (x._unit for x in operands if isinstance(x, UnitParameter))
-    return next((source for source in sources if _unit_of(source) is not None), None)
+    sources = [x._unit for x in operands if isinstance(x, UnitParameter)]
+    return next((source for source in sources if _unit_of(source) is not None), sources[0] if sources else None)
 
 
 def _computed(x: Any, source: Source | None) -> Any:
     """What was computed from a parameter, with its gradient averaged over data ranks where each has the whole of it."""
+    if type(x) in _OF_UNITS:  # also where the unit is gone: detach() of a tensor has its class
+        x.__class__ = _OF_UNITS[type(x)]
+        x._unit = source
+        return x
     unit = _unit_of(source)
     if unit is None:
         return x
-    if type(x) in _OF_UNITS:
-        x.__class__ = _OF_UNITS[type(x)]
-        x._unit = source
-    elif isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad:
+    if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad:
         size = unit.domain.size
         x = sum_gradient(x, unit.domain.whole)
         x.register_hook(lambda grad: grad / size)
@@ -169,11 +170,10 @@ def _refuse_own(name: str, source: Source, operands: Iterable[Any]) -> None:
         RuleError: there is one.
     """
     unit = _unit_of(source)
-    assert unit is not None, "a source has a unit"
-    for x in operands:
+    for x in operands if unit is not None else ():
         is_plain = isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and not is_dtensor(x)
         if is_plain and (x.dim() or (x.requires_grad and torch.is_grad_enabled())):
-            raise _refusal(name, unit, source[1], x)
+            raise _refusal(name, unit, source[1], x)  # type: ignore[arg-type]
 
 
 def _refusal(name: str, unit: Unit, parameter: str, x: torch.Tensor) -> RuleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -273,3 +274,18 @@ def test_over_tensor_parallel_ranks(way):
     said = st.simulate("dp=2, tp=2", _over_tensor_parallel, way)
     assert len(set(said)) == 1
     assert "met a plain tensor outside of the module's forward\n  module        (Pair)\n  parameter     " in said[0]
+
+
+def _classes():
+    model = fully_shard(nn.Linear(4, 4))
+    values = fully_shard(nn.Linear(4, 4)).state_dict()  # of a module that is gone
+    gc.collect()
+    for x in (model.weight, values["weight"]):
+        again = nn.Parameter(x)
+        assert type(again) is type(x.detach()) is type(x)
+
+
+@sim
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_is_made_of_one(world, ranks):
+    world(_classes, ranks)
