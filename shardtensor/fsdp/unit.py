@@ -20,7 +20,7 @@ from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.streams import Lane, Streams
 from shardtensor.fsdp.values import cast_floats, held_apart, with_hook
-from shardtensor.fsdp.versions import Versions, watch_backward
+from shardtensor.fsdp.versions import Versions, set_versions, watch_backward
 from shardtensor.plan.match.units import SMALL
 
 if TYPE_CHECKING:
@@ -190,9 +190,10 @@ class Unit:
             together, pending = [self], [flat.gather() for flat in self.flats]
         else:
             together, pending = [self], self.near.gather(is_again)
+        # Values come over what is there; no graph has saved those of this generation yet.
+        set_versions((unit.versions for unit in together if unit.versions.is_present), self._generation)
         for unit in together:
             unit.slot.holder = unit
-            unit.versions.gathering(unit._generation)
             unit._together, unit._pending = together, pending
             unit.is_gathered, unit.is_awaited = True, False
 
@@ -227,7 +228,7 @@ class Unit:
         """Take what was gathered into other memory."""
         for flat, whole in zip(self.flats, wholes, strict=True):
             flat.whole.copy_(whole)  # type: ignore[union-attr, arg-type]
-        self.versions.set(self._generation)
+        set_versions([self.versions], self._generation)
         self.is_gathered = self.is_awaited = True
 
     def wait(self) -> None:
@@ -235,10 +236,10 @@ class Unit:
         self.finish()
         if self._ready is not None:
             self.streams.wait(self._together[0]._ready)
-        for unit in self._together:
-            if unit._together is self._together:  # else it is being gathered anew
-                unit.is_awaited = True
-                unit.versions.set(unit._generation)
+        there = [unit for unit in self._together if unit._together is self._together]  # others are gathered anew
+        for unit in there:
+            unit.is_awaited = True
+        set_versions((unit.versions for unit in there), self._generation)
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""

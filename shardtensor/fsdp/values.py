@@ -92,8 +92,11 @@ def held_apart(output: Any, memory: range, unit: Unit) -> Any:
     Raises:
         RuleError: such a tensor is in an object where it cannot be replaced.
     """
-    if isinstance(output, torch.Tensor):
-        return output.clone() if _address(output) in memory else output
+    if type(output) is torch.Tensor:  # looked at with as few calls as can be
+        try:
+            return output.clone() if output.data_ptr() in memory else output
+        except RuntimeError:
+            return output
     if not any(_address(x) in memory for x in tensors_in(output)):
         return output
     replaced = map_tensors(lambda x: x.clone() if _address(x) in memory else x, output)

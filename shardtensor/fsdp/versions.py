@@ -9,7 +9,7 @@ backward got there, and at no cost for an operation. The refusal is then said in
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -49,23 +49,17 @@ class Versions:
         self._parts = tuple(parts)
         self.absent = next(_absences)
         self.present = -1
-        self.set(self.absent)
+        self.displaced()
         _units.add(unit)
 
-    def set(self, version: int) -> None:
-        """Have all counters stand at `version`."""
-        if self.present != version:
-            self.present = version
-            _set_versions(self._parts, (version,) * len(self._parts))
-
-    def gathering(self, generation: int) -> None:
-        """Take note that values of this generation come into the unit's memory, over what is there."""
-        if self.present != self.absent:
-            self.set(generation)  # no graph has saved those yet
+    @property
+    def is_present(self) -> bool:
+        """Whether some of the unit's values are in its memory."""
+        return self.present != self.absent
 
     def displaced(self) -> None:
-        """Take note that other values come there."""
-        self.set(self.absent)
+        """Take note that other values come into the unit's memory."""
+        set_versions([self], self.absent)
 
     def are_of(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether these are the counters of `parts`."""
@@ -74,6 +68,16 @@ class Versions:
     def has_one_of(self, sizes: Sequence[int]) -> bool:
         """Whether a tensor of `sizes` may be one of the parameters, or be one with its dims in another order."""
         return any(sorted(part.shape) == sorted(sizes) for part in self._parts)
+
+
+def set_versions(of: Iterable[Versions], version: int) -> None:
+    """Have the counters of several units stand at `version`; one call of torch, which costs as much as many do."""
+    others = [one for one in of if one.present != version]
+    if others:
+        parts = [part for one in others for part in one._parts]
+        _set_versions(tuple(parts), (version,) * len(parts))
+        for one in others:
+            one.present = version
 
 
 class _Engine(torch._C._ImperativeEngine):
