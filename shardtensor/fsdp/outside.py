@@ -41,6 +41,8 @@ UNCOMPILED = (
 _OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
 _IN_PLACE = {"__setitem__", "module_load", *(f"__i{name}__" for name in _OPERATORS)}
 _MIXES_NOTHING = frozenset("grad backward result_type __set__ _has_compatible_shallow_copy_type".split())
+_FREE: set[Any] = set()
+"""Functions that are known to compute nothing with values of their operands."""
 _TAKES_FORM = frozenset("to type_as view_as expand_as reshape_as".split())
 
 Source = tuple["ref[Flat]", str]
@@ -57,8 +59,13 @@ class UnitParameter(ShardedTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        name, mixes, is_write = _read(func)
-        if _inside.get() or not mixes:
+        if func in _FREE:
+            return ShardedTensor.__torch_function__(func, types, args, kwargs)
+        if _inside.get():
+            return super().__torch_function__(func, types, args, kwargs)
+        name, is_write = _read(func)
+        if name in _MIXES_NOTHING or name.startswith("is_"):
+            _FREE.add(func)  # optimizers ask such questions of each parameter in each step
             return super().__torch_function__(func, types, args, kwargs)
         takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))
@@ -115,16 +122,15 @@ def part_from_flat(shell: ShardedTensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _read(func: Any) -> tuple[str, bool, bool]:
-    """The name of a torch function, whether it computes with its operands' values, and whether it writes to the first.
+def _read(func: Any) -> tuple[str, bool]:
+    """The name of a torch function, and whether it writes to its first operand.
 
     Example:
-        >>> _read(torch.Tensor.mul_), _read(torch.is_complex)
-        (('mul_', True, True), ('is_complex', False, False))
+        >>> _read(torch.Tensor.mul_), _read(torch.mul)
+        (('mul_', True), ('mul', False))
     """
     name = name_of(func).rpartition(".")[2]
-    is_write = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return name, not (name in _MIXES_NOTHING or name.startswith("is_")), is_write
+    return name, name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _takes_values(args: Any) -> bool:
