@@ -35,6 +35,20 @@ KINDS = {
 }
 
 
+def makes_state_anew(kind: str) -> bool:
+    """Whether torch's optimizer steps a parameter whose state was dropped; Adagrad of torch 2.11 does not."""
+    cls, options = KINDS[kind]
+    param = torch.nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    optimizer: Any = cls([param], **options)
+    optimizer.state.clear()
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
 def laid_end_to_end(seed: int) -> tuple[Pieces, list[torch.Tensor]]:
     """A flat tensor, zero in its gaps, and the leaves that are its pieces."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +71,7 @@ class Twins:
     """Parameters that are pieces of two flat tensors and one that is of none, and the same ones each alone."""
 
     def __init__(self, kind: str, seed: int = 0, groups: bool = True) -> None:
+        self.kind = kind
         cls, options = KINDS[kind]
         (first, a), (second, b) = laid_end_to_end(seed), laid_end_to_end(seed + 1)
         self.pieces = (first, second)
@@ -147,7 +162,7 @@ def act(twins: Twins, draw: random.Random) -> str:
                 if isinstance(value, torch.Tensor) and value.dim():
                     value.mul_(2)  # in place: through the view
                     state[param][key] = value * 0.5
-    elif what == "forget" and has_state:
+    elif what == "forget" and has_state and makes_state_anew(twins.kind):
         for state, param in zip(states, params, strict=True):
             del state[param]
         assert params[0] not in states[0]
