@@ -300,7 +300,12 @@ class Unit:
 
     @untraced(UNCOMPILED)
     def _before_backward(self, generation: int, grad: torch.Tensor) -> None:
-        assert self.schedule is not None
+        if self.schedule is None:
+            raise RuleError(
+                "the backward of a fully sharded module came after free_gathered",
+                {"module": self.title},
+                "call backward before free_gathered, or the forward again",
+            )
         self.schedule.before_backward(self, generation)
         if not self.is_in_backward:
             self.is_in_backward = True

@@ -126,6 +126,37 @@ the memory of gathered parameters is in use: a forward has still to have its bac
     assert world(_in_use, 2) == [expected] * 2
 
 
+def _one_in_use():
+    _, model = _twins()
+    whole, mine = _batch(0)
+    model(mine).square().mean().backward()
+    loss = model[1](mine.requires_grad_()).square().mean()  # the other units are idle
+    with pytest.raises(RuleError, match="is in use"):
+        free_gathered(model)
+    loss.backward()
+    free_gathered(model)
+
+
+def _too_late():
+    dense, model = _twins()
+    _step(dense, model, 0)
+    loss = model[1](_batch(0)[1]).square().mean()  # its gradients need the input alone
+    free_gathered(model)
+    with pytest.raises(RuleError, match=r"came after free_gathered\n  module  1 \(Block\)"):
+        loss.backward()
+    _step(dense, model, 1)
+
+
+@sim
+def test_a_backward_after_it_is_refused(world):
+    world(_too_late, 2)
+
+
+@sim
+def test_it_is_refused_while_the_graph_of_one_unit_needs_it(world):
+    world(_one_in_use, 2)
+
+
 def _from_within():
     _, model = _twins()
     model[1].register_forward_hook(lambda *_: free_gathered(model))

@@ -50,6 +50,13 @@ class Holding(Net):
         self.unused = nn.Linear(7, 7)
 
 
+class HoldingTwo(Holding):
+    """The same with both its parameters."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(Net.forward(self, ids), self.unused.weight, self.unused.bias)
+
+
 def steps(kind: type[Net], tied: bool = False) -> list[str]:
     group = as_group()
     torch.manual_seed(0)
@@ -74,7 +81,7 @@ def steps(kind: type[Net], tied: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("kind", [Net, Borrowing, Recomputing, Holding])
+@pytest.mark.parametrize("kind", [Net, Borrowing, Recomputing, Holding, HoldingTwo])
 def test_steps_are_the_dense_ones(size, kind):
     names = st.simulate(size, steps, kind)[0]
     assert [name for name in names if name in ("embed", "head")] == ["embed", "head"]
