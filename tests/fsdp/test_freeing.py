@@ -128,7 +128,7 @@ the memory of gathered parameters is in use: a forward has still to have its bac
 
 def _one_in_use():
     _, model = _twins()
-    whole, mine = _batch(0)
+    _, mine = _batch(0)
     model(mine).square().mean().backward()
     loss = model[1](mine.requires_grad_()).square().mean()  # the other units are idle
     with pytest.raises(RuleError, match="is in use"):

@@ -312,9 +312,22 @@ class Tables(nn.Module):
         return self.head(self.a(ids) + self.b(ids))
 
 
-def _lookups():
+class Projected(nn.Sequential):
+    """A table, and what its rows are multiplied by: backward reads that."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(7, 5), nn.Linear(5, 5))
+
+
+class ProjectedTables(Tables):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Projected(), Projected()
+
+
+def _lookups(kind=Tables):
     torch.manual_seed(0)
-    dense, model = Tables().to(device()), Tables().to(device())
+    dense, model = kind().to(device()), kind().to(device())
     model.load_state_dict(dense.state_dict())
     for child in model.children():
         fully_shard(child, reshard_after_forward=True)
@@ -330,6 +343,7 @@ def _lookups():
 @sim
 def test_lookups_are_not_gathered_again(world):
     assert world(_lookups, 2) == [4] * 2  # three forward; the head again
+    world(_lookups, 2, kind=ProjectedTables)  # these are, where they must be
 
 
 def _stale(write):
