@@ -39,7 +39,7 @@ def differentiates(x: torch.Tensor) -> bool:
     """Whether autograd records what is done with `x`.
 
     Raises:
-        RuleError: forward mode is at work, whose tangents would be lost: on all ranks, whatever they hold.
+        RuleError: forward mode is active, whose tangents would be lost: on all ranks, whatever they hold.
     """
     refuse_forward_mode()
     return x.requires_grad and torch.is_grad_enabled()

@@ -28,12 +28,12 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def refuse_forward_mode() -> None:
-    """Raise where forward-mode differentiation is at work: a collective does not carry tangents.
+    """Raise where forward-mode differentiation is active: a collective does not carry tangents.
 
     All ranks enter and leave the mode together, so all of them raise, before anything is sent.
 
     Raises:
-        RuleError: it is at work.
+        RuleError: it is active.
     """
     if forward_ad._current_level >= 0:
         raise RuleError(

@@ -99,7 +99,7 @@ def refuse_transform(unit: Unit) -> None:
     """Refuse to run a fully sharded module inside of a transform of torch.func, which its gathers cannot follow.
 
     Raises:
-        RuleError: one is at work.
+        RuleError: one is active.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuleError(

@@ -52,7 +52,7 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)  # an operation 
 
 
 class UnitParameter(ShardedTensor):
-    """A parameter of a unit as people see it, or a ShardedTensor that was computed from one."""
+    """A parameter of a unit as users see it, or a ShardedTensor that was computed from one."""
 
     @classmethod
     @untraced(UNCOMPILED)

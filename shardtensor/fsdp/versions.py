@@ -1,7 +1,7 @@
 """Whether a gathered parameter that autograd saved still has its values: autograd checks that by version counters.
 
 Modules compute with views of memory that units use in turns. While a unit's values are there, the counters of its views
-stand at the number of these values (`next_generation`); while they are not, at the unit's number for that. Autograd
+are at the number of these values (`next_generation`); while they are not, at the unit's number for that. Autograd
 compares the counter of a saved tensor when a backward uses it, so it refuses one without its values, however the
 backward got there, and at no cost for an operation. The refusal is then said in the user's words: see `explained`.
 """
@@ -58,7 +58,7 @@ class Versions:
         return self.present != self.absent
 
     def displaced(self) -> None:
-        """Take note that other values come into the unit's memory."""
+        """Note that other values come into the unit's memory."""
         set_versions([self], self.absent)
 
     def are_of(self, parts: Sequence[torch.Tensor]) -> bool:
@@ -71,7 +71,7 @@ class Versions:
 
 
 def set_versions(of: Iterable[Versions], version: int) -> None:
-    """Have the counters of several units stand at `version`; one call of torch, which costs as much as many do."""
+    """Set the counters of several units to `version` by one call of torch."""
     others = [one for one in of if one.present != version]
     if others:
         parts = [part for one in others for part in one._parts]

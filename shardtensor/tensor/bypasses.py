@@ -23,7 +23,7 @@ def tell_of_bypass(error: Exception, func: Any) -> None:
     """Raise in place of `error`, from an operation on ShardedTensors, where a transform or a tracer is its cause.
 
     Raises:
-        RuleError: one is at work.
+        RuleError: one is active.
     """
     known = None if isinstance(error, ShardTensorError) else _at_work()
     if known is not None:
