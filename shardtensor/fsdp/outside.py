@@ -28,6 +28,7 @@ from shardtensor.ops.local_call import SHARDED
 from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.custom_functions import SHELLS
 from shardtensor.tensor.dispatch import is_dtensor, name_of
+from shardtensor.tensor.fallback import is_in_place
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ UNCOMPILED = (
     "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
 )
 
-_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
-_IN_PLACE = {"__setitem__", "module_load", *(f"__i{name}__" for name in _OPERATORS)}
 _MIXES_NOTHING = frozenset("grad backward result_type __set__ _has_compatible_shallow_copy_type".split())
 _FREE: set[Any] = set()
 """Functions that are known to compute nothing with values of their operands."""
@@ -130,7 +129,7 @@ def _read(func: Any) -> tuple[str, bool]:
         (('mul_', True), ('mul', False))
     """
     name = name_of(func).rpartition(".")[2]
-    return name, name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return name, name == "module_load" or is_in_place(name)
 
 
 def _takes_values(args: Any) -> bool:

@@ -70,8 +70,8 @@ def free_gathered(module: nn.Module) -> None:
     forward makes it anew. Sends nothing; called on the outermost fully sharded module, between passes, on all ranks.
 
     Raises:
-        RuleError: a forward or a backward is going on, or the graph of a forward waits for its backward. Nothing has
-            changed.
+        RuleError: a forward or a backward is going on, or a graph has saved what lies in that memory. Nothing has
+            changed. A graph that saved nothing there raises at its own backward.
 
     Example:
         >>> import torch

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 if TYPE_CHECKING:
     from shardtensor.fsdp.unit import Unit
@@ -112,7 +112,7 @@ def held_apart(output: Any, memory: range, unit: Unit) -> Any:
 
 def _address(x: torch.Tensor) -> int:
     try:
-        return (x._local if isinstance(x, ShardedTensor) else x).data_ptr()
+        return int(local_of(x).data_ptr())
     except RuntimeError:  # it has no memory of its own: sparse, or made by a function transform
         return 0
 

@@ -30,6 +30,8 @@ SHOWS_MEMORY = frozenset(
     """.split()
 )
 CHANGES_SHAPE = ("squeeze_", "unsqueeze_")
+_OPERATORS = "add sub mul matmul div truediv floordiv mod pow and or xor lshift rshift".split()
+_IN_PLACE = frozenset(("__setitem__", *(f"__i{name}__" for name in _OPERATORS)))
 CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
 """Families of operations that change lists of operands in place; other such operations end in an underscore."""
 WRITES_STATISTICS = ("batch_norm", "instance_norm")
@@ -102,10 +104,15 @@ def _laid_out(x: torch.Tensor) -> str:
     return str(x.sharding_spec()) if isinstance(x, ShardedTensor) else "a plain tensor"
 
 
-def _changes_operands(name: str) -> bool:
+def is_in_place(name: str) -> bool:
+    """Whether a torch function of this name writes to its first operand: ``add_``, ``__iadd__``, ``__setitem__``."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_") or name.startswith(CHANGES_OPERANDS)
+        return name in _IN_PLACE
+    return name.endswith("_")
+
+
+def _changes_operands(name: str) -> bool:
+    return is_in_place(name) or name.startswith(CHANGES_OPERANDS)
 
 
 def _before(whole: torch.Tensor, changes: bool, has_statistics: bool) -> int | torch.Tensor | None:
