@@ -27,7 +27,7 @@ from shardtensor.errors import RuleError
 from shardtensor.ops.local_call import SHARDED
 from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.custom_functions import SHELLS
-from shardtensor.tensor.dispatch import is_dtensor, name_of
+from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
 from shardtensor.tensor.fallback import is_in_place
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -41,7 +41,7 @@ UNCOMPILED = (
 
 _MIXES_NOTHING = frozenset("grad backward result_type __set__ _has_compatible_shallow_copy_type".split())
 _FREE: set[Any] = set()
-"""Functions that are known to compute nothing with values of their operands."""
+"""Functions with a handler that are known to compute nothing with values of their operands."""
 _TAKES_FORM = frozenset("to type_as view_as expand_as reshape_as".split())
 
 Source = tuple["ref[Flat]", str]
@@ -58,13 +58,14 @@ class UnitParameter(ShardedTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _FREE:
-            return ShardedTensor.__torch_function__(func, types, args, kwargs)
+        if func in _FREE:  # optimizers ask such questions of each parameter in each step
+            return HANDLERS[func](*args, **kwargs) if kwargs else HANDLERS[func](*args)
         if _inside.get():
             return super().__torch_function__(func, types, args, kwargs)
         name, is_write = _read(func)
         if name in _MIXES_NOTHING or name.startswith("is_"):
-            _FREE.add(func)  # optimizers ask such questions of each parameter in each step
+            if func in HANDLERS:
+                _FREE.add(func)
             return super().__torch_function__(func, types, args, kwargs)
         takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))

@@ -191,7 +191,7 @@ class Unit:
         else:
             together, pending = [self], self.near.gather(is_again)
         # Values come over what is there; no graph has saved those of this generation yet.
-        set_versions((unit.versions for unit in together if unit.versions.is_present), self._generation)
+        set_versions([unit.versions for unit in together], self._generation, only_present=True)
         for unit in together:
             unit.slot.holder = unit
             unit._together, unit._pending = together, pending
@@ -236,10 +236,12 @@ class Unit:
         self.finish()
         if self._ready is not None:
             self.streams.wait(self._together[0]._ready)
-        there = [unit for unit in self._together if unit._together is self._together]  # others are gathered anew
-        for unit in there:
-            unit.is_awaited = True
-        set_versions((unit.versions for unit in there), self._generation)
+        there = []
+        for unit in self._together:
+            if unit._together is self._together:  # others are gathered anew
+                unit.is_awaited = True
+                there.append(unit.versions)
+        set_versions(there, self._generation)
 
     def started(self, lane: Lane) -> None:
         """Note where in `lane`, a stream, the gather is."""

@@ -52,11 +52,6 @@ class Versions:
         self.displaced()
         _units.add(unit)
 
-    @property
-    def is_present(self) -> bool:
-        """Whether some of the unit's values are in its memory."""
-        return self.present != self.absent
-
     def displaced(self) -> None:
         """Note that other values come into the unit's memory."""
         set_versions([self], self.absent)
@@ -70,14 +65,20 @@ class Versions:
         return any(sorted(part.shape) == sorted(sizes) for part in self._parts)
 
 
-def set_versions(of: Iterable[Versions], version: int) -> None:
-    """Set the counters of several units to `version` by one call of torch."""
-    others = [one for one in of if one.present != version]
-    if others:
-        parts = [part for one in others for part in one._parts]
-        _set_versions(tuple(parts), (version,) * len(parts))
-        for one in others:
+def set_versions(of: Iterable[Versions], version: int, only_present: bool = False) -> None:
+    """Set the counters of several units to `version` by one call of torch.
+
+    Args:
+        only_present: of those units alone that have some values in their memory.
+    """
+    parts: list[torch.Tensor] = []
+    for one in of:
+        there = one.present
+        if there != version and not (only_present and there == one.absent):
             one.present = version
+            parts += one._parts
+    if parts:
+        _set_versions(tuple(parts), (version,) * len(parts))
 
 
 class _Engine(torch._C._ImperativeEngine):
