@@ -19,7 +19,6 @@ from shardtensor.fsdp.fsdp_module import sharded_class
 from shardtensor.fsdp.inner import Inner, is_cut
 from shardtensor.fsdp.near import Reshard, read_reshard
 from shardtensor.fsdp.offload import flat_of
-from shardtensor.fsdp.parts import large_layers, make_part
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.fsdp.upkeep import after_load
@@ -142,25 +141,20 @@ def _shard_one(
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(domain.whole, call, {"parameters": said, "options": options}, fault)
-    parts = large_layers(entries) if _holds_units(modules) else set()
     flats: list[Flat] = []
-    flats_of_parts: dict[int, list[Flat]] = {}
-    groups = [group for alike in _groups(entries, parts) for group in _going_together(alike, domain.shard.size)]
+    groups = [group for alike in _groups(entries) for group in _going_together(alike, domain.shard.size)]
     for group in groups:
         flat = flat_of(group, domain, device, mp_policy, offload_policy)
         flat.take_over()
         if any(entry.dtensor is not None for entry in group):
             flat.show_shells()
-        owner = group[0].homes[0][0]
-        (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
+        flats.append(flat)
     move_rest(modules, device, ignored)
     for module in modules:
         for _, owner in _own_modules(module, ""):
             load_keeps_layouts(owner, domain.whole)
     unit = Unit(modules[0], flats, domain, mp_policy, reshard_after_forward, device)
     unit.modules, unit.find_unused = modules, find_unused
-    for own in flats_of_parts.values():
-        make_part(own[0].entries[0].homes[0][0], own, unit)
     for module in modules:
         vars(module)["_fsdp_unit"] = unit
         module.__class__ = sharded_class(type(module))
@@ -236,21 +230,16 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _holds_units(modules: Sequence[nn.Module]) -> bool:
-    return any(unit_of(child) is not None for module in modules for child in module.modules())
-
-
-def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone.
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
+    """Entries that are gathered and reduced as one: alike in dtype, frozen or not.
 
     One of which ranks compute with parts of different sizes is by itself.
     """
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        owner = id(entry.homes[0][0])
         is_owned = entry.form.owner is not None
         alone = id(entry) if entry.is_alone and not is_owned else None
-        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None, is_owned, alone)
+        key = (entry.param.dtype, entry.param.requires_grad, is_owned, alone)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

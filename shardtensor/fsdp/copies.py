@@ -38,7 +38,6 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     twin.flats = [_copy_flat(flat, memo) for flat in unit.flats]
     for flat in twin.flats:
         flat.unit = weakref.ref(twin)
-    twin.container = copy.deepcopy(unit.container, memo)
     twin.near = None if unit.near is None else unit.near.over(twin.flats)
     twin.forget()
     twin.is_running = 0

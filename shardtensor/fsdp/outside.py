@@ -4,9 +4,6 @@ Elsewhere a plain tensor that meets a ShardedTensor is a copy, the same on every
 this rank's part of the batch, so an operation that took it for a copy would mix the ranks' values and gradients. It
 raises instead, whether it meets the parameter or a ShardedTensor that was computed from one. Where every rank has the
 whole of what was computed, its gradient is averaged over the ranks.
-
-Parts are the exception (see `fsdp.parts`): while its container runs, an operation on one computes with a whole that is
-gathered for this use alone, and whose gradient is reduced with the part's.
 """
 
 from __future__ import annotations
@@ -69,9 +66,6 @@ class UnitParameter(ShardedTensor):
             return super().__torch_function__(func, types, args, kwargs)
         takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))
-        if not is_write and any(map(_is_to_gather, operands)):
-            args, kwargs = tree_map(lambda x: _gathered(x) if _is_to_gather(x) else x, (args, kwargs or {}))
-            return func(*args, **kwargs)
         source = _source(operands)
         if source is not None and name not in _TAKES_FORM:
             _refuse_own(name_of(func), source, operands)
@@ -183,7 +177,6 @@ def _refuse_own(name: str, source: Source, operands: Iterable[Any]) -> None:
 
 
 def _refusal(name: str, unit: Unit, parameter: str, x: torch.Tensor) -> RuleError:
-    unit = unit.container or unit
     method = _method_of(unit.modules)
     return RuleError(
         f"{name}: a parameter of a fully sharded module met a plain tensor outside of the module's forward",
@@ -207,50 +200,3 @@ def _method_of(modules: Iterable[Any]) -> str | None:
             found = frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return found
-
-
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _is_to_gather(x: Any) -> bool:
-    """Whether `x` is a parameter of a part, and the part's container runs."""
-    if not isinstance(x, UnitParameter) or x._flat is None:
-        return False
-    unit: Unit | None = x._flat.unit()
-    if unit is None or unit.container is None or unit.schedule is None:
-        return False
-    return unit.schedule.is_running()
-
-
-def _gathered(shell: Any) -> torch.Tensor:
-    flat: Flat = shell._flat
-    number = next(i for i, known in enumerate(flat.shells) if known is shell)
-    if shell.requires_grad and torch.is_grad_enabled():
-        whole = _Gathered.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
-    else:
-        whole = _whole(flat, number)
-    inner = flat.entries[number].inner
-    return whole if inner is None else inner.around(whole)
-
-
-def _whole(flat: Flat, number: int) -> torch.Tensor:
-    gathered = flat.domain.shard.all_gather(flat.shard.detach().to(flat.compute_dtype))
-    return flat.parts_of(gathered)[number]
-
-
-class _Gathered(torch.autograd.Function):
-    """A parameter gathered for one use; its gradient joins those of the flat."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flat: Flat, number: int) -> torch.Tensor:
-        ctx.flat, ctx.number = flat, number
-        return _whole(flat, number)
-
-    @staticmethod
-    @untraced(UNCOMPILED)
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        flat = ctx.flat
-        grads: list[torch.Tensor | None] = [None] * len(flat.shells)
-        grads[ctx.number] = grad
-        flat.on_gradients([flat], [grads])
-        return None, None, None

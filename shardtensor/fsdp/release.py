@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.outside import part_from_flat
-from shardtensor.fsdp.parts import is_part_hook
-from shardtensor.fsdp.unit import Unit, part_of, unit_of, units_in
+from shardtensor.fsdp.unit import Unit, unit_of, units_in
 from shardtensor.fsdp.upkeep import after_load
 
 if TYPE_CHECKING:
@@ -29,13 +28,7 @@ def release(module: nn.Module) -> None:
         (False, 'ShardedTensor')
     """
     for owner in module.modules():
-        unit, part = unit_of(owner), part_of(owner)
-        if part is not None:
-            _let_go(part)
-            del vars(owner)["_fsdp_part"]
-            for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
-                for key in [key for key, hook in hooks.items() if is_part_hook(hook)]:
-                    _remove(owner, key)
+        unit = unit_of(owner)
         if unit is not None:
             _let_go(unit)
             del vars(owner)["_fsdp_unit"]
@@ -49,18 +42,6 @@ def _let_go(unit: Unit) -> None:
         flat.show_shells()
         for shell in flat.shells:
             part_from_flat(shell)
-
-
-def _remove(owner: nn.Module, key: int) -> None:
-    tables: tuple[Any, ...] = (
-        owner._forward_pre_hooks,
-        owner._forward_pre_hooks_with_kwargs,
-        owner._forward_hooks,
-        owner._forward_hooks_with_kwargs,
-        owner._forward_hooks_always_called,
-    )
-    for table in tables:
-        table.pop(key, None)
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -233,7 +233,7 @@ class Schedule:
 
     def _find_kept_flats(self) -> list[Flat]:
         """Those of units that no backward gathers."""
-        kept = [unit for unit in self.units if unit.stays_gathered or not unit.is_needed_in_backward]
+        kept = [unit for unit in self.units if unit.stays_gathered]
         return [flat for unit in kept for flat in unit.flats]
 
     def is_running(self) -> bool:

@@ -51,6 +51,6 @@ class Scope:
         again = [
             unit.index
             for unit in self.units()
-            if unit.is_needed_in_backward and not unit.stays_gathered and any(any(flat.trains) for flat in unit.flats)
+            if not unit.stays_gathered and any(any(flat.trains) for flat in unit.flats)
         ]
         return again[::-1]

@@ -34,7 +34,6 @@ class Unit:
         flats: the parameters; of one dtype each.
         schedule: what decides when they are gathered; the same for all units of a model. None before the first call.
         versions: the version counters of its gathered parameters.
-        container: the unit that it is a part of: see `parts`.
         has_own_slot: whether no other unit is gathered into its memory.
         is_asked: whether the user asks for it, by ``unshard()``.
         keeps_after_backward: whether it stays gathered after backward, until something writes to it.
@@ -66,7 +65,6 @@ class Unit:
         self.schedule: Schedule | None = None
         self.index, self.name = -1, ""
         self.find_unused = False
-        self.container: Unit | None = None
         self.near: NearRanks | None = None
         if type(reshard_after_forward) is int:
             self.near = NearRanks(flats, domain.shard, reshard_after_forward)
@@ -124,8 +122,6 @@ class Unit:
         owners = [owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes]
         kinds = (nn.Embedding, nn.EmbeddingBag)
         return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
-
-    is_needed_in_backward = True
 
     @property
     def is_at_hand(self) -> bool:
@@ -274,7 +270,7 @@ class Unit:
         if not torch.is_grad_enabled():
             if self.schedule.has_grad:  # of the outermost forward
                 self.schedule.reductions.hide(self.flats)
-        elif self.is_needed_in_backward:
+        else:
             hook = partial(self._before_backward, self.schedule.generation)
             output = with_hook(output, hook, self.schedule.touch)
         if self.policy.output_dtype is not None:
@@ -330,16 +326,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
-def part_of(module: nn.Module) -> Unit | None:
-    """The unit of a layer that its container gathers by itself, if it is one: see `fsdp.parts`."""
-    return module.__dict__.get("_fsdp_part")
-
-
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module and of all modules in it, outer ones first, their parts included."""
+    """The units of a module and of all modules in it, outer ones first."""
     seen = set()
     for name, child in module.named_modules():
-        unit = unit_of(child) or part_of(child)
+        unit = unit_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield name, unit

@@ -117,9 +117,7 @@ def held(module, optimizer):
 
 
 @pytest.mark.parametrize(("world", "bias", "unit"), [(2, True, 1), (3, False, 1), (4, True, "row")])
-def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
-    monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
+def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit):
     plan = resolved(model_of(Net(bias)), f"dp={world}", data=("dp",), store=("dp",), unit=unit, by=("layers.*",))
 
     def train():
@@ -138,9 +136,7 @@ def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypa
         assert found == (said.parameters, said.gradients, said.optimizer, said.buffers)
 
 
-def test_units_are_those_of_fully_shard(monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
-    monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
+def test_units_are_those_of_fully_shard():
     plan = resolved(model_of(Net(True)), "dp=2", data=("dp",), store=("dp",), by=("layers.*",))
     said = {unit.path: [flat.ranges(0) for flat in unit.flats] for unit in gather_units(plan)}
 

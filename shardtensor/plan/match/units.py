@@ -13,9 +13,6 @@ from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 
-LARGE = 1 << 20
-"""Elements from which an embedding or linear layer of a unit that holds other units is gathered by itself."""
-
 SMALL = 1 << 16
 """Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
 
@@ -96,7 +93,7 @@ class GatherUnit:
     """The parameters of one module that are gathered together.
 
     Attributes:
-        path: of the module; of the layer, where a large one of a container is gathered by itself.
+        path: of the module.
         flats: one for each dtype, trained and frozen apart.
         names: of the parameters of each flat.
         holds_units: whether other units lie inside: then it stays gathered from forward to backward.
@@ -117,13 +114,7 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
     found: dict[str, GatherUnit] = {}
     for path, own in members.items():
         holds = any(other != path and other.startswith(f"{path}." if path else "") for other in members)
-        parts = _large_layers(resolved, own) if holds else set()
-        apart: dict[str, list[Placed]] = {path: []}
-        for each in own:
-            layer = each.tensor.name.rpartition(".")[0]
-            apart.setdefault(layer if layer in parts else path, []).append(each)
-        for place, group in apart.items():
-            found[place] = _unit(resolved, place, group, holds and place == path)
+        found[path] = _unit(resolved, path, own, holds)
     order = {path: i for i, path in enumerate(resolved.model.paths)}
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
 
@@ -195,16 +186,3 @@ def _grain(placed: Placed) -> int:
 def _grains(layouts: Sequence[Layout], units: Sequence[int], rank: int) -> list[int]:
     rows = (math.prod(layout.local_shape(rank)[1:]) for layout in layouts)
     return [unit or max(row, 1) for unit, row in zip(units, rows, strict=True)]
-
-
-def _large_layers(resolved: Resolved, placed: Sequence[Placed]) -> set[str]:
-    """The paths of large embeddings and linear layers, none of whose parameters is tied."""
-    tied = {p.tied_to for p in resolved.tensors.values()} | {n for names in resolved.model.tied for n in names}
-    sizes: dict[str, int] = {}
-    for each in placed:
-        path = each.tensor.name.rpartition(".")[0]
-        kind = resolved.model.kind(path)
-        is_layer = kind is not None and kind.dims["weight"] in (("out", "in"), ("vocab", "embed"))
-        fits = is_layer and each.tensor.name not in tied
-        sizes[path] = sizes.get(path, 0) + (each.tensor.numel if fits else -(2**62))
-    return {path for path, size in sizes.items() if size >= LARGE}

@@ -87,7 +87,6 @@ class DataTraffic:
 
     def _gathered_again(self) -> list[GatherUnit]:
         """Those whose memory others took since their forward."""
-        kinds = self._modules.resolved.model.kind
         slots: dict[int, GatherUnit] = {}
         turns = [unit for unit in self._units if not self._stays(unit)]
         place = {id(unit): i % _SLOTS for i, unit in enumerate(turns)}
@@ -95,26 +94,15 @@ class DataTraffic:
             slots[place[id(unit)]] = unit
         found = []
         for unit in reversed(turns):
-            kind = kinds(unit.path)
-            is_table = kind is not None and kind.name == "embedding" and self._is_part(unit)
-            if is_table or not any(flat.trains for flat in unit.flats):
+            if not any(flat.trains for flat in unit.flats):
                 continue  # its backward does not read it
             if slots[place[id(unit)]] is not unit:
                 slots[place[id(unit)]] = unit
                 found.append(unit)
         return found
 
-    def _is_part(self, unit: GatherUnit) -> bool:
-        """Whether it is a large layer of a unit that holds others, gathered by itself."""
-        return any(placed.unit != unit.path for placed in map(self._placed, unit.names[0]))
-
-    def _placed(self, name: str) -> Placed:
-        return self._resolved.tensors[name]
-
     def _stays(self, unit: GatherUnit) -> bool:
         whole = sum(flat.ranges(self._rank).total * BYTES[flat.dtype] for flat in unit.flats)
-        if self._is_part(unit):
-            return whole <= SMALL
         return unit.holds_units or whole <= SMALL
 
     def _reductions(self, units: Sequence[GatherUnit]) -> Iterator[Collective]:
