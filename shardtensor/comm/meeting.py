@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 from shardtensor import errors
 from shardtensor.comm.agree import name_ranks, ranks_by_value
-from shardtensor.comm.board import CAME, Board, Whereabouts
+from shardtensor.comm.board import CAME, Board, Whereabouts, board_of_world
+from shardtensor.comm.group import Group
+from shardtensor.comm.primitives import timeout_of
+from shardtensor.comm.wire import Wire
 from shardtensor.errors import AbsentRankError, CallMismatchError, ShardTensorError
 from shardtensor.mesh import Ranks
 
@@ -82,6 +85,10 @@ class Meeting:
                 {"call": call, "in": place},
                 "look for the error of the rank that keeps it, most often rank 0: it has ended before the others",
             ) from error
+
+    def is_awaited(self) -> bool:
+        """Whether other ranks wait in the next meeting already. Costs a question to the store."""
+        return bool(self.board.store.check([f"{self.name}/{self._met + 1}"]))
 
     def _await(self, here: Whereabouts, operation: str, digest: int, came: int) -> None:
         """Look at the counter until all are here."""
@@ -190,6 +197,16 @@ class Meeting:
         if self.board.is_open(at):
             return f"waiting in {at.call}\n{at.place}"
         return f"nothing since {at.call}\n{at.place}"
+
+
+def meeting_of(group: Group, purpose: str) -> Meeting | None:
+    """Return a meeting of a group's ranks for a purpose of its own; None for one rank, or ranks that are pretended."""
+    wire: Wire | None = getattr(getattr(group, "_group", group), "wire", None)  # of a group with checks, or without
+    if wire is None or not set(wire.backends.values()) <= {"gloo", "nccl"}:
+        return None
+    process_group = group.process_group
+    name = f"{purpose} of process group {process_group.group_name}"
+    return Meeting(board_of_world(), name, group.ranks, timeout_of(process_group))
 
 
 def pair_sum(ranks: Sequence[int], rank: int, sent: Sequence[int], received: Sequence[int]) -> int:

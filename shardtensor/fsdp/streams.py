@@ -13,7 +13,7 @@ import torch
 
 
 class Streams:
-    """The caller's stream, as of the last `refresh`, and lanes beside it."""
+    """The caller's stream, as of the last `refresh`, and streams beside it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,9 +27,9 @@ class Streams:
         self.caller = torch.cuda.current_stream(self.device) if self.is_cuda else None
         return bool(before != self.caller)
 
-    def lane(self) -> Lane:
-        """A new lane."""
-        return CudaLane(self) if self.is_cuda else Lane()
+    def stream(self) -> Stream:
+        """A new stream."""
+        return CudaStream(self) if self.is_cuda else Stream()
 
     def event(self) -> Any:
         """A new event, for ``Lane.mark`` and `wait`."""
@@ -41,8 +41,8 @@ class Streams:
             self.caller.wait_event(event)
 
 
-class Lane:
-    """A place in which work is put in order; this one is the caller's own, as on the CPU. `CudaLane` is a stream."""
+class Stream:
+    """A place in which work is put in order; this one is the caller's own, as on the CPU. `CudaStream` is a stream."""
 
     def follow(self) -> None:
         """What is put here from now on runs after all that the caller's stream holds by now."""
@@ -65,7 +65,7 @@ class Lane:
         return None
 
 
-class CudaLane(Lane):
+class CudaStream(Stream):
     """A stream of its own."""
 
     def __init__(self, streams: Streams) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.unit import units_in
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.state import states_in
 
 
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Counter[str]]:
     """Count a model's flats that are sent: gathered from all ranks, reduced, and summed over copies."""
     counts: Counter[str] = Counter()
-    flats: list[Flat] = [flat for _, unit in units_in(model) for flat in unit.flats]
+    flats: list[ParamGroup] = [flat for _, unit in states_in(model) for flat in unit.param_groups]
 
     def told(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -35,12 +35,12 @@ def counted(model: nn.Module) -> Iterator[Counter[str]]:
         return call
 
     for flat in flats:
-        flat.present_range, flat.let_go = told("gather", flat.present_range), told("reduce", flat.let_go)
-        if flat.carry.replicate is not None:
-            flat.carry.finish = told_of_sum(flat.carry.finish)
+        flat.present_range, flat.take_held = told("gather", flat.present_range), told("reduce", flat.take_held)
+        if flat.accumulated.replicate is not None:
+            flat.accumulated.finish = told_of_sum(flat.accumulated.finish)
     try:
         yield counts
     finally:
         for flat in flats:
-            del flat.present_range, flat.let_go
-            vars(flat.carry).pop("finish", None)
+            del flat.present_range, flat.take_held
+            vars(flat.accumulated).pop("finish", None)

@@ -15,7 +15,7 @@ from torch import nn
 import shardtensor as st
 from shardtensor.errors import PlanError
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.load import loads_of
+from shardtensor.fsdp.bucket import buckets_of
 from shardtensor.plan.match.units import gather_units
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.outlook.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
@@ -146,14 +146,19 @@ def test_units_are_those_of_fully_shard():
             fully_shard(layer)
         fully_shard(net)
         net(torch.arange(6)).sum().backward()
-        schedule = fully_shard.state(net).schedule
-        found = {unit.name: [flat.ranges for flat in unit.flats] for unit in schedule.units}
+        runtime = fully_shard.state(net).runtime
+        found = {unit.name: [flat.ranges for flat in unit.param_groups] for unit in runtime.states}
         slots = {}
-        for unit in schedule.units:
-            size = sum(flat.whole_bytes for flat in unit.flats if flat.convoy is None)
-            slots[id(unit.slot)] = max(size, slots.get(id(unit.slot), 0))
-        together = {id(flat.convoy): flat.convoy for unit in schedule.units for flat in unit.flats if flat.convoy}
-        loads = max(load.size_bytes for load in loads_of(schedule.reductions.flats))
+        for unit in runtime.states:
+            size = sum(flat.whole_bytes for flat in unit.param_groups if flat.coalesced is None)
+            slots[id(unit.buffer)] = max(size, slots.get(id(unit.buffer), 0))
+        together = {
+            id(flat.coalesced): flat.coalesced
+            for unit in runtime.states
+            for flat in unit.param_groups
+            if flat.coalesced
+        }
+        loads = max(load.size_bytes for load in buckets_of(runtime.reducer.param_groups))
         return found, sum(slots.values()) + sum(convoy.size_bytes for convoy in together.values()) + 2 * loads
 
     found, memory = st.simulate(2, shard)[0]

@@ -1,4 +1,4 @@
-"""`NearRanks`: keep more of a unit after forward than a rank's own, so that backward gathers from few ranks only.
+"""`PostForwardMesh`: keep more of a unit after forward than a rank's own, so that backward gathers from few ranks only.
 
 With ``reshard_after_forward=n`` every n consecutive ranks hold a unit together between its forward and its backward.
 """
@@ -12,7 +12,7 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.flat import Flat
+from shardtensor.fsdp.param_group import ParamGroup
 
 Reshard = bool | int | None
 
@@ -37,26 +37,26 @@ def read_reshard(given: Reshard, group: Group) -> Reshard:
     return False if given == 1 else True if given == group.size else given
 
 
-class NearRanks:
-    """The parts of a unit's flats that this rank keeps from forward to backward.
+class PostForwardMesh:
+    """The parts of a unit's groups that this rank keeps from forward to backward.
 
     Args:
-        flats: the unit's.
+        param_groups: the unit's.
         shard: the ranks of one copy; all of them make this.
         ranks: how many consecutive ones hold the unit together.
     """
 
-    def __init__(self, flats: Sequence[Flat], shard: Group, ranks: int) -> None:
-        self.flats, self.ranks = flats, ranks
+    def __init__(self, param_groups: Sequence[ParamGroup], shard: Group, ranks: int) -> None:
+        self.param_groups, self.ranks = param_groups, ranks
         first = shard.index // ranks * ranks
         self.group = shard.subgroup(list(shard.ranks)[first : first + ranks])
         self._kept: list[torch.Tensor] = []
         self._is_filled = False
 
-    def over(self, flats: Sequence[Flat]) -> NearRanks:
+    def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
         """The same of a copy of the unit."""
         twin = copy.copy(self)
-        twin.flats = flats
+        twin.param_groups = param_groups
         twin.forget()
         return twin
 
@@ -68,7 +68,7 @@ class NearRanks:
         """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""
         if is_again and self._is_filled:
             return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
-        for pending in [flat.gather() for flat in self.flats]:
+        for pending in [group.gather() for group in self.param_groups]:
             pending.wait()
         self._is_filled = torch.is_grad_enabled()
         if self._is_filled:
@@ -83,7 +83,7 @@ class NearRanks:
             kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
 
     def _wholes(self) -> list[torch.Tensor]:
-        return [flat.whole for flat in self.flats if flat.whole is not None]
+        return [group.whole for group in self.param_groups if group.whole is not None]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return list(zip(self._wholes(), self._kept, strict=True))

@@ -1,9 +1,9 @@
-"""`Flat`: parameters that are gathered and reduced as one tensor.
+"""`ParamGroup`: parameters that are gathered and reduced as one tensor.
 
-A rank keeps one range of it, `shard`, over which the parameters' leaves are views; what people see are ShardedTensors
-over those. The gathered whole lies in memory that is lent to it, always the same, so the tensors that modules compute
-with are views made once. They are outputs of one autograd node that is made once too: backward runs it when the
-gradients of all of them are there, which is when they are packed and sent.
+A rank keeps one range of it, `shard`, over which the parameters' leaves are views; users see ShardedTensors over those.
+It is gathered into a buffer that stays the same, so the tensors that modules compute with are views made once. They are
+outputs of one autograd node that is made once too: backward runs it when the gradients of all of them are there, which
+is when they are packed and sent.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.carry import Carry, Grads
-from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.entry import Entry, ranges_of
-from shardtensor.fsdp.flat_gradients import FlatGradients
-from shardtensor.fsdp.forms import Form
+from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.gradients import AccumulatedGradients, Grads, ParamGroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join
+from shardtensor.fsdp.param_info import ParamInfo, ShardPlacement, ranges_of
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
@@ -33,107 +31,108 @@ from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
-if TYPE_CHECKING:
-    from shardtensor.fsdp.convoy import Convoy
-
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
 
-class Flat(FlatGradients):
+class ParamGroup(ParamGroupGradients):
     """Parameters of one dtype that are gathered and reduced together.
 
     Attributes:
         shard: this rank's range, of the parameters' dtype; the truth about their values.
         pieces: what the parameters' leaves know of each other.
-        shells: the parameters as people see them.
+        sharded_params: the parameters as people see them.
         unit: a weak reference to the unit that it is of.
-        whole: the gathered range, of the dtype of computation; None until memory is lent.
+        whole: the gathered range, of the dtype of computation; None until memory is assigned.
         parts: the parameters in it, with version counters of their own, which those of `views` are: see `versions`.
         views: the parameters as they are gathered.
-        shown: the parameters as modules compute with them: views, or ShardedTensors over those.
+        unsharded_params: the parameters as modules compute with them: views, or ShardedTensors over those.
         node: the autograd node of `views`; None where all are frozen.
         trains: which parameters require a gradient.
         grad_dtype, grad_dtypes: of the gradients; of each parameter's where they differ, else None.
         is_packed: whether, for all that is known, the leaves are views of `shard`.
-        convoy: what it travels with, if it does.
+        coalesced: the collective of several units that gathers it, if there is one.
         changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
     """
 
     is_offloaded = False  # whether shards and gradients lie elsewhere than the whole
 
     def __init__(
-        self, entries: Sequence[Entry], domain: Domain, device: torch.device, policy: MixedPrecisionPolicy
+        self, params_info: Sequence[ParamInfo], data_mesh: DataMesh, device: torch.device, policy: MixedPrecisionPolicy
     ) -> None:
-        self.entries, self.domain, self.device, self.policy = list(entries), domain, device, policy
-        params = [entry.param for entry in entries]
+        self.params_info, self.data_mesh, self.device, self.policy = list(params_info), data_mesh, device, policy
+        params = [info.param for info in params_info]
         self.dtype = params[0].dtype
         self.trains = tuple(param.requires_grad for param in params)
-        self.divisor = float(domain.size)  # of summed gradients
-        self.carry = Carry(domain.replicate)
+        self.divisor = float(data_mesh.size)  # of summed gradients
+        self.accumulated = AccumulatedGradients(data_mesh.replicate)
         self.settle_dtypes()
         self.global_shapes = [tuple(param.shape) for param in params]
-        self.shapes = [tuple(entry.values.shape) for entry in entries]
-        self.ranges = ranges_of(self.entries, domain.shard.size)
+        self.shapes = [tuple(info.values.shape) for info in params_info]
+        self.ranges = ranges_of(self.params_info, data_mesh.shard.size)
         self._cuts = self.ranges.cuts(self.index)
         self._all_cuts = self.ranges.all_cuts()
         self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
         self._own_parting = _parting(self._cuts)
         self.shard = self._own_range()
-        self._reshaped: list[tuple[int, Form, tuple[int, ...]]] = []
+        self._reshaped: list[tuple[int, ShardPlacement, tuple[int, ...]]] = []
         self.pieces = self._known_pieces()
-        self.shells = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
+        self.sharded_params = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
         self.whole: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
         self.views: tuple[torch.Tensor, ...] = ()
-        self.shown: tuple[torch.Tensor, ...] = ()
+        self.unsharded_params: tuple[torch.Tensor, ...] = ()
         self.node: Any = None
-        self.unit: Callable[[], Any] = type(None)
-        self.position = 0  # among the flats that are reduced together
+        self.state: Callable[[], Any] = type(None)
+        self.position = 0  # among the groups that are reduced together
         self.version = -1
-        self.gathers_by = domain.shard
-        self.convoy: Convoy | None = None
+        self.gathers_by = data_mesh.shard
+        self.coalesced: Any = None
         self.changes = 0
         self.is_packed = True
         self._writes_before = 0  # into earlier shards
         self.syncs = True
-        self.on_gradients: Callable[[Sequence[Flat], Sequence[Grads]], None] | None = None
+        self.on_gradients: Callable[[Sequence[ParamGroup], Sequence[Grads]], None] | None = None
         self.held: Grads | None = None  # gradients that wait to be reduced
 
     def settle_dtypes(self) -> None:
-        """Take note of the dtypes of computation, reductions and gradients."""
+        """Set the dtypes of computation, reductions and gradients."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.settle_grad_dtypes()
         wanted = self.compute_dtype if self.grad_dtype == self.dtype else self.grad_dtype
         self.reduce_dtype = self.policy.reduce_dtype or wanted
-        self.carry.dtype = self.reduce_dtype
+        self.accumulated.dtype = self.reduce_dtype
         self.divide_by(self.divisor)
 
     def settle_grad_dtypes(self) -> None:
         """Make the gradients to come of the dtypes that users set; the next forward also has them summed in these."""
-        asked = [grad_dtype_of(entry.param) for entry in self.entries]
+        asked = [grad_dtype_of(info.param) for info in self.params_info]
         self.grad_dtype = reduce(torch.promote_types, asked)
         self.grad_dtypes = None if all([dtype == self.grad_dtype for dtype in asked]) else asked
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
     def _own_range(self) -> torch.Tensor:
-        is_meta = self.entries[0].param.is_meta
+        is_meta = self.params_info[0].param.is_meta
         shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta") if is_meta else self._empty_shard()
         if not is_meta:
-            for i, (entry, piece) in enumerate(zip(self.entries, self._stretches(shard), strict=True)):
+            for i, (info, piece) in enumerate(zip(self.params_info, self._stretches(shard), strict=True)):
                 start, stop = self.ranges.piece(i, self.index)
                 if start < stop:
-                    piece.copy_(entry.form.stored(entry.values)[start:stop])
+                    piece.copy_(info.form.stored(info.values)[start:stop])
         return shard
 
     def _empty_shard(self) -> torch.Tensor:
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
 
     def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        form, inner, sizes = self.entries[i].form, self.entries[i].inner, self.entries[i].sizes(self.ranges, i)
+        form, inner, sizes = (
+            self.params_info[i].form,
+            self.params_info[i].inner,
+            self.params_info[i].sizes(self.ranges, i),
+        )
         if inner is None:
-            group = self.domain.whole
-            spec = form.spec(None, self.shapes[i], self.domain.axis, sizes)
+            group = self.data_mesh.whole
+            spec = form.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
         else:
             group = inner.joint
             spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
@@ -141,7 +140,7 @@ class Flat(FlatGradients):
         if not layout.packed:
             shape = layout.local_shape(group.rank)
             self._reshaped.append((i, form, shape))
-            piece = form.shown(piece, shape)
+            piece = form.as_param(piece, shape)
         leaf = piece.detach().requires_grad_(self.trains[i])
         self._number(leaf, i)
         return wrap(leaf, layout, spec, group)
@@ -156,13 +155,13 @@ class Flat(FlatGradients):
             leaf._piece = self.pieces, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
-        """Turn the parameter objects into the shells, for everyone who holds them; a gradient comes along."""
-        for i, entry in enumerate(self.entries):
-            grad = entry.param.grad
-            become(entry.param, self.shells[i])
-            shell: Any = entry.param
-            shell.grad, self.shells[i] = grad, shell
-            join(shell, self, i)
+        """Make the parameter objects the sharded parameters, for everyone who holds them; a gradient comes along."""
+        for i, info in enumerate(self.params_info):
+            grad = info.param.grad
+            become(info.param, self.sharded_params[i])
+            sharded: Any = info.param
+            sharded.grad, self.sharded_params[i] = grad, sharded
+            join(sharded, self, i)
 
     @torch.inference_mode(False)
     def repack(self) -> None:
@@ -170,7 +169,7 @@ class Flat(FlatGradients):
 
         Gradients and hooks come along.
         """
-        leaves = [shell._local for shell in self.shells]
+        leaves = [sharded._local for sharded in self.sharded_params]
         self.dtype = leaves[0].dtype
         self.trains = tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
@@ -178,7 +177,9 @@ class Flat(FlatGradients):
         self.settle_dtypes()
         had_hooks, self.pieces = self.pieces.has_hooks, self._known_pieces()
         self.pieces.has_hooks = had_hooks
-        for i, (shell, leaf, piece) in enumerate(zip(self.shells, leaves, self._pieces(self.shard), strict=True)):
+        for i, (sharded, leaf, piece) in enumerate(
+            zip(self.sharded_params, leaves, self._pieces(self.shard), strict=True)
+        ):
             piece.copy_(leaf.detach())
             fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
             self._number(fresh, i)
@@ -186,15 +187,15 @@ class Flat(FlatGradients):
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
-            join(shell, self, i)
-            shell._replace_local(fresh)
+            join(sharded, self, i)
+            sharded._replace_local(fresh)
         self.is_packed = True
 
-    def show_shells(self) -> None:
-        """Let modules show the shells, in their turn."""
-        for entry, shell in zip(self.entries, self.shells, strict=True):
-            for owner, name in entry.homes:
-                owner._parameters[name] = shell  # type: ignore[assignment]
+    def show_sharded(self) -> None:
+        """Let modules show the sharded parameters, in their turn."""
+        for info, sharded in zip(self.params_info, self.sharded_params, strict=True):
+            for owner, name in info.homes:
+                owner._parameters[name] = sharded  # type: ignore[assignment]
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Flat(FlatGradients):
         """Bytes of the gathered range."""
         return self.ranges.total * self.compute_dtype.itemsize
 
-    def lie_in(self, memory: torch.Tensor) -> None:
+    def use_buffer(self, memory: torch.Tensor) -> None:
         """Be gathered into `memory`, bytes, from now on; views are to be made then."""
         whole = memory[: self.whole_bytes].view(self.compute_dtype)
         self.whole, self.parts = whole, self.parts_of(whole)
@@ -211,16 +212,16 @@ class Flat(FlatGradients):
 
     def forget(self) -> None:
         """Hold no memory to be gathered into."""
-        self.whole = self.node = self.on_gradients = self.convoy = None
+        self.whole = self.node = self.on_gradients = self.coalesced = None
         self._own = self.shard
-        self.parts, self.views, self.shown, self.gathers_by = [], (), (), self.domain.shard
+        self.parts, self.views, self.unsharded_params, self.gathers_by = [], (), (), self.data_mesh.shard
 
     def make_views(self) -> None:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.
 
-        Those of flats that travel together are made together, of one node: it runs when it has all their gradients.
+        Those of groups that are coalesced are made together, of one node: it runs when it has all their gradients.
         """
-        _make_views([self] if self.convoy is None else self.convoy.flats)
+        _make_views([self] if self.coalesced is None else self.coalesced.param_groups)
 
     def _take_views(self, made: Iterator[torch.Tensor]) -> None:
         parts = zip(self.trains, self.parts, strict=True)
@@ -228,12 +229,12 @@ class Flat(FlatGradients):
         self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
         for view in self.views:
             view._is_param = True
-        self.shown = tuple(
-            view if entry.inner is None else entry.inner.around(view)
-            for entry, view in zip(self.entries, self.views, strict=True)
+        self.unsharded_params = tuple(
+            view if info.inner is None else info.inner.around(view)
+            for info, view in zip(self.params_info, self.views, strict=True)
         )
-        for shown in self.shown:
-            node: Any = shown.grad_fn
+        for unsharded_params in self.unsharded_params:
+            node: Any = unsharded_params.grad_fn
             if node is not None and node is not self.node:  # a DTensor's, between the view and the module
                 node._set_sequence_nr(_LAST)
 
@@ -245,17 +246,17 @@ class Flat(FlatGradients):
         parts = [part.detach() for part, trains in zip(self.parts, self.trains, strict=True) if trains]
         if self.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
             return parts
-        trained = [entry for entry, trains in zip(self.entries, self.trains, strict=True) if trains]
-        has_neighbours = any(entry.inner is not None for entry in self.entries)
+        trained = [info for info, trains in zip(self.params_info, self.trains, strict=True) if trains]
+        has_neighbours = any(info.inner is not None for info in self.params_info)
         wide = torch.empty((), dtype=self.reduce_dtype, device=self.device)
-        for entry, part in zip(trained, parts, strict=True):
-            if entry.may_be_summed(has_neighbours):
+        for info, part in zip(trained, parts, strict=True):
+            if info.may_be_summed(has_neighbours):
                 part.data = wide.expand(part.shape)  # `_filled` gives it its memory back; the version counter stays
         return parts
 
-    def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def parts_of(self, group: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
-        return [part.data for part in self.cut_up(flat)[0]]
+        return [part.data for part in self.cut_up(group)[0]]
 
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
@@ -276,17 +277,11 @@ class Flat(FlatGradients):
         return self.shard._version + self._writes_before
 
     def leaf_changed(self, is_replaced: bool) -> None:
-        """Take note that a parameter has another leaf, or one that requires a gradient or does so no longer."""
+        """Record that a parameter has another leaf, or one that requires a gradient or does so no longer."""
         self.changes += 1
         if is_replaced:
             self.is_packed = False
             self._writes_before += 1
-
-    def is_as_gathered(self) -> bool:
-        """Whether this rank's range still has the values that were gathered. On cuda the host waits for the answer."""
-        if self.compute_dtype != self.dtype:
-            return torch.equal(self._own, self.shard.to(self.compute_dtype))
-        return torch.equal(self._own, self.shard)
 
     @property
     def is_unwritten(self) -> bool:
@@ -296,31 +291,33 @@ class Flat(FlatGradients):
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version not in (-1, self.writes):
-            raise written_too_early(entry.name for entry in self.entries)
+            raise written_too_early(info.name for info in self.params_info)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()  # the first forward may be one without
-def _make_views(flats: Sequence[Flat]) -> None:
-    trained = [flat for flat in flats if any(flat.trains)]
-    made = _Gathered.apply(_anchor(flats[0].device), trained) if trained else ()
+def _make_views(param_groups: Sequence[ParamGroup]) -> None:
+    trained = [group for group in param_groups if any(group.trains)]
+    made = _Gathered.apply(_anchor(param_groups[0].device), trained) if trained else ()
     left = iter(made)
-    for flat in flats:
-        flat._take_views(left)
+    for group in param_groups:
+        group._take_views(left)
     if made:
         made[0].grad_fn._set_sequence_nr(_LAST)
 
 
 class _Gathered(torch.autograd.Function):
-    """From nothing to the gathered parameters; backward hands their gradients to the flats."""
+    """From nothing to the gathered parameters; backward hands their gradients to the groups."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flats: Sequence[Flat]) -> tuple[torch.Tensor, ...]:
-        ctx.flats = list(map(weakref.ref, flats))  # the collector does not see that the flats' views hold this node
-        ctx.trains = [flat.trains for flat in flats]
-        ctx.names = [entry.name for flat in flats for entry in flat.entries]
+    def forward(ctx: Any, anchor: torch.Tensor, param_groups: Sequence[ParamGroup]) -> tuple[torch.Tensor, ...]:
+        ctx.param_groups = list(
+            map(weakref.ref, param_groups)
+        )  # the collector does not see that the groups' views hold this node
+        ctx.trains = [group.trains for group in param_groups]
+        ctx.names = [info.name for group in param_groups for info in group.params_info]
         ctx.set_materialize_grads(False)
-        return tuple(part for flat in flats for part in flat.outputs())
+        return tuple(part for group in param_groups for part in group.outputs())
 
     @staticmethod
     @untraced(UNCOMPILED)
@@ -331,13 +328,13 @@ class _Gathered(torch.autograd.Function):
                 {"parameters": ", ".join(ctx.names[:4])},
                 fix="keep what needs second derivatives out of fully_shard",
             )
-        flats: list[Flat] = [flat() for flat in ctx.flats]
-        if None not in flats:
+        param_groups: list[ParamGroup] = [group() for group in ctx.param_groups]
+        if None not in param_groups:
             found = iter(grads)
             each = [[next(found) if trains else None for trains in mask] for mask in ctx.trains]
-            on_gradients = flats[0].on_gradients
+            on_gradients = param_groups[0].on_gradients
             assert on_gradients is not None, "flats whose views are used belong to a schedule"
-            on_gradients(flats, each)
+            on_gradients(param_groups, each)
         return None, None
 
 

@@ -1,0 +1,240 @@
+"""The order in which units are gathered in a pass: recorded in the first pass of a kind, followed in later ones.
+
+While an order is recorded ranks compare at each unit which one comes next, before it is gathered: collectives of
+different units would wait for each other, or mix values. Later passes send nothing. A rank that skips a unit gathers it
+when it goes past it, and brings no gradients. One that comes to a unit which is not in what is left of the order meets
+the others at the store of the process groups, where nobody else waits: if all came to it, the pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
+from struct import Struct
+from zlib import crc32
+
+from shardtensor.comm.agree import name_ranks, ranks_by_value
+from shardtensor.comm.group import Group
+from shardtensor.comm.meeting import Meeting, meeting_of
+from shardtensor.comm.primitives import timeout_of
+from shardtensor.errors import AbsentRankError, CallMismatchError
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.state import FSDPState, states_in
+
+_NUMBER = Struct("<i")
+_GRACE_S = 10.0  # between the ranks that a timeout ends
+_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that all of them name a meeting alike
+
+WAYS_OUT = (
+    "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
+    "call fully_shard on a module that holds all of them instead: parameters that a rank does not use count as zero",
+)
+
+
+class ExecutionOrder:
+    """The recorded orders, and where the pass that runs is in its own.
+
+    Args:
+        group: all ranks that hold the units.
+        title: says which unit a number stands for.
+    """
+
+    def __init__(self, group: Group, title: Callable[[int], str]) -> None:
+        self._group, self._title = group, title
+        self._orders: dict[Hashable, list[int] | None] = {}
+        self._kind: Hashable = None
+        self._order: list[int] = []
+        self._next = 0
+        self.is_recording = self.has_left_order = False
+        self._meeting: Meeting | None = None
+        ranks = tuple(group.ranks)
+        _made[ranks] += 1
+        self._purpose = f"fully_shard {_made[ranks]}"
+
+    def clear(self) -> None:
+        """Record anew."""
+        self._orders.clear()
+
+    def begin(self, kind: Hashable, expected: Callable[[], list[int]] | None = None) -> None:
+        """A pass begins; those of one kind visit the same units.
+
+        Args:
+            expected: the order for a kind that none was recorded for.
+        """
+        if expected is not None and kind not in self._orders:
+            self._orders[kind] = expected()
+        known = self._orders.get(kind)
+        self._kind, self._next, self.has_left_order = kind, 0, False
+        self.is_recording = known is None
+        self._order = [] if known is None else known
+
+    def visit(self, unit: int, is_gathered: bool) -> Sequence[int]:
+        """Return the units to gather, one after the other, for `unit` to be there."""
+        order, here = self._order, self._next
+        if self.is_recording:
+            if order[-1:] != [unit]:
+                self._compare(unit)
+                order.append(unit)
+            return (unit,)
+        if here < len(order) and order[here] == unit:
+            self._next = here + 1
+            return (unit,)
+        if is_gathered:
+            return ()
+        if unit in order[here:]:
+            self._next = order.index(unit, here) + 1
+            return order[here : self._next]
+        self._meet(f"{self._name()}: gathers {self._title(unit)}, which is not next in the recorded order")
+        self._orders[self._kind] = None  # the next pass of this kind records
+        self.is_recording = self.has_left_order = True
+        self._order = [unit]
+        return (unit,)
+
+    def ahead(self, is_there: Callable[[int], bool]) -> int | None:
+        """The unit after the last one visited, if it is known; past those that are there."""
+        if self.is_recording:
+            return None
+        return next((unit for unit in islice(self._order, self._next, None) if not is_there(unit)), None)
+
+    def reach(self, units: int) -> list[int]:
+        """The units after the last one visited, as many, as far as they are known."""
+        return [] if self.is_recording else self._order[self._next : self._next + units]
+
+    def end(self, calls: int = 0) -> Sequence[int]:
+        """Return the units to gather that other ranks visit beyond this one's last; the order is known from now on.
+
+        Args:
+            calls: of modules, which have to be as many on all ranks.
+        """
+        if self.is_recording:
+            self._compare(-1 - calls)
+            if not self.has_left_order:
+                self._orders[self._kind] = self._order
+            self.is_recording, self._next = False, len(self._order)
+            return ()
+        rest, self._next = self._order[self._next :], len(self._order)
+        return rest
+
+    @property
+    def recorded(self) -> list[int]:
+        """The units of the pass, in order."""
+        return self._order
+
+    # -- ranks that go different ways ---------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        return self._kind[0] if isinstance(self._kind, tuple) else "pass"
+
+    def _compare(self, unit: int) -> None:
+        """Return where all ranks come to the same unit, or all to the end (below zero).
+
+        Raises:
+            CallMismatchError: on all ranks, with one text.
+        """
+        found = [_NUMBER.unpack(blob)[0] for blob in self._group.exchange(_NUMBER.pack(unit))]
+        if len(set(found)) == 1:
+            return
+        where = {
+            rank: self._title(number) if number >= 0 else f"the end of the {self._name()} after {-1 - number} calls"
+            for rank, number in zip(self._group.ranks, found, strict=True)
+        }
+        facts = {name_ranks(ranks): text for text, ranks in ranks_by_value(where).items()}
+        if self._order:
+            facts["all came from"] = self._title(self._order[-1])
+        raise CallMismatchError(
+            f"ranks went different ways through fully sharded modules in a {self._name()}; nothing was moved",
+            facts,
+            list(WAYS_OUT),
+        )
+
+    def _meet(self, place: str, others_time_out: bool = True) -> None:
+        """Return where all ranks come here with the same `place`.
+
+        Args:
+            others_time_out: whether others may wait in a collective first, until the timeout of the group.
+
+        Raises:
+            CallMismatchError, AbsentRankError: on all ranks, with one text.
+        """
+        if not self._can_meet():  # one rank alone, or simulated: there a collective that does not fit is an error
+            self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
+            return
+        assert self._meeting is not None
+        patience_s = timeout_of(self._group.process_group) if others_time_out else 0.0
+        self._meeting.timeout_s = patience_s + _GRACE_S
+        self._meeting.meet("fully_shard", place)
+
+    def _can_meet(self) -> bool:
+        self._meeting = self._meeting or meeting_of(self._group, self._purpose)
+        return self._meeting is not None
+
+    def explain(self, unit: int | None = None) -> None:
+        """Return where the ranks do not wait in different places. Called when a collective timed out.
+
+        Args:
+            unit: at whose parameters or gradients this rank waited; None where it still waits, for the end of a step:
+                then it looks whether others wait for it.
+
+        Raises:
+            CallMismatchError: on all ranks, with one text.
+        """
+        if not self._can_meet():
+            return
+        assert self._meeting is not None
+        if unit is None and not self._meeting.is_awaited():
+            return
+        place = "the last step" if unit is None else f"{self._name()}: waits for the other ranks at {self._title(unit)}"
+        try:
+            self._meet(place, others_time_out=False)
+        except AbsentRankError:
+            return
+
+
+class BackwardRoot:
+    """The units in the modules that were called from outside since the last backward, or before that one.
+
+    Attributes:
+        entered: the numbers of the units of those modules; it tells scopes apart.
+        left: the numbers of units whose backward may need their parameters, in the order in which their forward ended.
+    """
+
+    def __init__(self, states: Sequence[FSDPState]) -> None:
+        self._states = states
+        self.entered: tuple[int, ...] = ()
+        self.left: list[int] = []
+        self._since: set[int] = set()
+        self._left_since: dict[Hashable, list[int]] = {}
+        self._known: dict[tuple[int, ...], list[FSDPState]] = {}
+
+    def enter(self, state: FSDPState) -> None:
+        """A forward of this unit has begun that a backward may follow."""
+        self._since.add(state.index)
+
+    def leave(self, kind: Hashable, left: list[int]) -> None:
+        """Such a forward has ended, which left these units; those of one kind leave the same."""
+        self._left_since[kind] = left
+
+    def begin(self) -> None:
+        """A backward begins: of the forwards since the last one, or else of the same."""
+        if self._since:
+            self.entered, self._since = tuple(sorted(self._since)), set()
+            self.left, self._left_since = [i for left in self._left_since.values() for i in left], {}
+
+    def states(self) -> list[FSDPState]:
+        """Those that the backward may come to, in the order of the model."""
+        if self.entered not in self._known:
+            modules = [module for index in self.entered for module in self._states[index].modules]
+            inside = {state.index for module in modules for _, state in states_in(module)}
+            self._known[self.entered] = [state for state in self._states if state.index in inside]
+        return self._known[self.entered]
+
+    def param_groups(self) -> list[ParamGroup]:
+        """Those of the units."""
+        return [group for state in self.states() for group in state.param_groups]
+
+    def gathered_again(self) -> list[int]:
+        """The numbers of the units that the backward gathers again, in its order."""
+        return [
+            i for i in reversed(self.left) if not (self._states[i].stays_gathered or self._states[i].skips_backward)
+        ]
