@@ -9,7 +9,7 @@ import torch
 
 from shardtensor.comm.copy_engines import Lease, lease
 from shardtensor.comm.group import Pending
-from shardtensor.fsdp.state import FSDPState
+from shardtensor.fsdp.state import SHARDED, FSDPState
 from shardtensor.plan.match.units import convoys
 
 
@@ -65,7 +65,7 @@ class CoalescedGather:
 
     def is_ready(self, is_again: bool) -> bool:
         """Whether all can be gathered: none is already, nor, to be gathered again, was written since."""
-        if any([state.is_gathered for state in self.states]):
+        if any([state.sharded_state is not SHARDED for state in self.states]):
             return False
         return not is_again or all([group.is_unwritten for group in self.param_groups])
 

@@ -254,7 +254,8 @@ class Runtime(Unsharding):
         self._root.begin()
         self.order.begin(("backward", self._root.entered, self._trains), self._root.gathered_again)
         self.reducer.begin(self._root.entered, self._root.param_groups)
-        gone = [state for state in self.states if state.stays_gathered and not state.is_gathered and state.param_groups]
+        lost = [state for state in self.states if state.stays_gathered and state.sharded_state is SHARDED]
+        gone = [state for state in lost if state.param_groups]
         if gone:
             self._gather_what_stays(gone)
         self.reducer.skip(self._kept_groups)

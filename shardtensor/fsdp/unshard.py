@@ -72,7 +72,7 @@ class Unsharding:
 
     def _gather(self, index: int) -> None:
         state = self.states[index]
-        if state.is_gathered:
+        if state.sharded_state is not SHARDED:
             if self._is_backward:
                 self.reducer.skip(state.param_groups)
             return

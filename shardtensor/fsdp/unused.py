@@ -136,6 +136,9 @@ class UnusedCheck:
 
     def _wait(self, event: Any) -> None:
         """Let the host wait, and look now and then whether other ranks wait for this one elsewhere."""
+        if _is_capturing():  # which refuses questions about events
+            event.synchronize()
+            return
         looked = time.monotonic()
         while not event.query():
             if time.monotonic() - looked > _LOOK_S:
