@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -162,3 +163,18 @@ def test_every_file_of_tests_has_a_name_of_its_own():
     """They are imported by that name alone, and of two of one name only one is there."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_map_names_files_that_are_there():
+    text = (PACKAGE / "README.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.\w+)?|[a-z_]+\.py)`", text))
+    roots = (PACKAGE, PACKAGE.parent)
+    folders = [path for path in PACKAGE.iterdir() if path.is_dir()]
+    lost = [name for name in named if not any((root / name).exists() for root in (*roots, *folders))]
+    assert named
+    assert lost == []
+
+
+def test_the_map_lists_every_folder_in_the_order_of_imports():
+    rows = re.findall(r"^\| `([a-z]+)/` \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+    assert rows == [folder for folder in ORDER if (PACKAGE / folder).is_dir()]
