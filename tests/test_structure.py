@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 55_508
-IN_CIRCLES = {"comm": 11, "fsdp": 7, "ops": 2, "tensor": 12}
+LINES = 55_459
+IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 66
-LATE_IMPORTS = 32
-OF_ONE_IMPORTER = 141
+LATE_IMPORTS = 29
+OF_ONE_IMPORTER = 124
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

@@ -77,8 +77,9 @@ def importers() -> dict[str, set[str]]:
 
 
 def of_one_importer() -> list[str]:
-    """Modules that one other module alone imports: a file that may be a part of that one."""
-    found = importers()
+    """Modules that one other module alone imports, but for ``__init__``: a file that may be a part of that one."""
+    packages = {name_of(path) for path in FILES if path.stem == "__init__"}
+    found = {name: by - packages for name, by in importers().items()}
     return sorted(
         name for name, by in found.items() if len(by) == 1 and not REEXPORTS.is_relative_to(MODULES[name].parent)
     )
