@@ -63,7 +63,7 @@ class DataTraffic:
         yield from self._averages()
 
     def clipping(self) -> Iterator[Collective]:
-        """The norm of all gradients: squares of what each rank counts, one number for each group of ranks they lie on."""
+        """The norm of all gradients: for each group of ranks they lie on, one number, of what each rank counts."""
         size, names, data = self._mesh.size, self._mesh.names, self._modules.leaves(self._modules.data)
         groups: dict[Names, None] = {}
         for placed in own_tensors(self._resolved):
