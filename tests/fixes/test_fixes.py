@@ -1,0 +1,28 @@
+"""Every way out that an error of the package names works when it is followed, and every rank gets the same error."""
+
+from __future__ import annotations
+
+import pytest
+from harness.ways_out import Place, came_by, recording
+
+from fixes.case import ROW, go_on, go_wrong
+from fixes.followed import cases
+
+SEEN: dict[str, set[Place]] = {}
+"""Where the errors of the cases are made that ran."""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
+@pytest.mark.filterwarnings("ignore::shardtensor.tensor.dispatch.GatherWarning")
+@pytest.mark.parametrize("name", cases())
+def test_each_way_out_works(name: str) -> None:
+    case = cases()[name]
+    with recording() as made:
+        texts = go_wrong(case)
+    SEEN[name] = came_by(made, "\n".join(texts))
+    assert len(set(texts)) == 1 or case.differs
+    ways = ROW.findall(texts[0])
+    assert len(ways) == len(case.ways) > 0, texts[0]
+    for way, words in zip(ways, case.ways, strict=True):
+        assert words in way
+    go_on(case)

@@ -1,0 +1,219 @@
+"""Where the package makes an error that names a way out, and which of these places a test came by.
+
+A place is a call, in the text of the package, that gives an error class a `fix`; or that gives it to a function which
+hands it on (a *helper*: a function whose own parameter is the `fix` of an error that it makes).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import shardtensor
+from shardtensor import errors
+from shardtensor.errors import ShardTensorError
+
+PACKAGE = Path(shardtensor.__file__).parent
+BY_HAND = {"spec/diagnostics.py": {"error": 4}}
+"""Helpers that put the fix into the text by themselves: by file, the name, and which argument is the fix."""
+
+
+@attrs.frozen(order=True)
+class Place:
+    """Attributes: the file, from the folder of the package; the lines of the call; the function that it stands in."""
+
+    file: str
+    first: int
+    last: int
+    within: str = attrs.field(eq=False, order=False)
+
+    def __str__(self) -> str:
+        return f"shardtensor/{self.file}:{self.first} ({self.within})"
+
+
+@cache
+def places() -> tuple[Place, ...]:
+    """Every place of the package, in order."""
+    return _found()[0]
+
+
+@cache
+def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
+    """The places, and the helpers as file and qualified name."""
+    calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
+    makes: dict[str, dict[str, int]] = {}  # by file ("" for any), name of what makes errors, number of its fix
+    makes[""] = dict.fromkeys(_error_classes(), 2)
+    helpers = set()
+    for file, names in BY_HAND.items():
+        makes[""] |= names
+        helpers |= {(file, name) for name in names} | {(file, "_error")}
+    found: dict[Place, bool] = {}
+    while True:
+        before = len(helpers)
+        found = {}
+        for call in calls:
+            number = makes.get(call.place.file, {}).get(call.name, makes[""].get(call.name))
+            if call.is_kind:
+                number = 2
+            fix = None if number is None else call.argument(number)
+            if fix is None:
+                continue
+            own = call.parameters.index(fix.id) if isinstance(fix, ast.Name) and fix.id in call.parameters else None
+            if own is None:
+                found[call.place] = True
+                continue
+            name = call.place.within.rpartition(".")[2]
+            helpers.add((call.place.file, name))
+            makes.setdefault(call.place.file if name.startswith("_") else "", {})[name] = own
+        if len(helpers) == before:
+            return tuple(sorted(found)), frozenset(helpers)
+
+
+@attrs.frozen
+class _Call:
+    place: Place
+    name: str
+    node: ast.Call
+    parameters: list[str]
+    is_kind: bool
+
+    def argument(self, number: int) -> ast.expr | None:
+        """The fix that this call gives."""
+        named = [key.value for key in self.node.keywords if key.arg in ("fix", "way_out", "ways")]
+        if named:
+            return named[0]
+        return self.node.args[number] if len(self.node.args) > number else None
+
+
+def _calls(path: Path) -> Iterator[_Call]:
+    file = str(path.relative_to(PACKAGE))
+
+    def walk(node: ast.AST, within: str, function: Any) -> Iterator[_Call]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{within}.{child.name}".lstrip("."), None)
+                continue
+            if isinstance(child, ast.FunctionDef):
+                yield from walk(child, f"{within}.{child.name}".lstrip("."), child)
+                continue
+            if isinstance(child, ast.Call):
+                name = getattr(child.func, "id", getattr(child.func, "attr", ""))
+                place = Place(file, child.lineno, child.end_lineno or child.lineno, within)
+                parameters = _parameters(function)
+                yield _Call(place, name, child, parameters, name in _kinds(function))
+            yield from walk(child, within, function)
+
+    return walk(ast.parse(path.read_text()), "", None)
+
+
+def _parameters(function: ast.FunctionDef | None) -> list[str]:
+    if function is None:
+        return []
+    names = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def _kinds(function: ast.FunctionDef | None) -> set[str]:
+    """Names of a function that hold a class of errors."""
+    if function is None:
+        return set()
+    args = (*function.args.args, *function.args.kwonlyargs)
+    names = {arg.arg for arg in args if arg.annotation is not None and "type[" in ast.unparse(arg.annotation)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)} & set(
+            _error_classes()
+        ):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+@cache
+def _error_classes() -> tuple[str, ...]:
+    """Names of the classes of errors.py, and of those that other files derive from them."""
+    known = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & known:
+                known.add(node.name)
+    return tuple(sorted(known))
+
+
+@attrs.frozen
+class Made:
+    """An error that was made: the place, and its text."""
+
+    place: Place
+    text: str
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Made]]:
+    """Yield a list that gets every error with a way out which is made meanwhile, on any simulated rank."""
+    made: list[Made] = []
+    init = ShardTensorError.__init__
+
+    def noting(self: ShardTensorError, fault: str, facts: Any = None, fix: str | Iterable[str] = ()) -> None:
+        fix = fix if isinstance(fix, str) else list(fix)
+        init(self, fault, facts, fix)
+        place = _place_of(sys._getframe(1))
+        if place is not None and (fix or place[1]):
+            made.append(Made(place[0], str(self)))
+
+    ShardTensorError.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        ShardTensorError.__init__ = init  # type: ignore[method-assign]
+
+
+def _place_of(frame: Any) -> tuple[Place, bool] | None:
+    """Where the error that is made was asked for, and whether a helper writes its fix by hand."""
+    by_hand = False
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(PACKAGE):
+            return None
+        file, name = str(path.relative_to(PACKAGE)), frame.f_code.co_name
+        if file != "errors.py" and (file, name) not in _found()[1]:
+            return Place(file, frame.f_lineno, frame.f_lineno, name), by_hand
+        by_hand = by_hand or file in BY_HAND
+        frame = frame.f_back
+    return None
+
+
+def came_by(made: Iterable[Made], text: str) -> set[Place]:
+    """Of the errors that were made, the places of those whose text, or whose ways out, the error `text` shows."""
+    lines = {line.strip() for line in text.splitlines()}
+    seen = set()
+    for one in made:
+        if all(any(way in line for line in lines) for way in _ways(one.text)):
+            within = [
+                place
+                for place in places()
+                if place.file == one.place.file and place.first <= one.place.first <= place.last
+            ]
+            seen |= {max(within)} if within else {one.place}
+    return seen
+
+
+def _ways(text: str) -> list[str]:
+    rows = [line.strip().partition(" ") for line in text.splitlines()]
+    return [way.strip() for key, _, way in rows if key.rstrip(":") in ("fix", "either", "or")]
+
+
+def main() -> None:
+    """Print every place."""
+    for place in places():
+        print(place)
+    print(len(places()))
+
+
+if __name__ == "__main__":
+    main()
