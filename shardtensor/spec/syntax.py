@@ -130,7 +130,8 @@ def _advice(text: str, at: int, found: str) -> tuple[str, str]:
 def quoted_name(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
     """What stands in single quotes at `at`, why it cannot stand there, and what to write for it."""
     found = re.compile(r"'([^'\n]*)'").match(text, at)
-    if "STRING" in expected:
+    is_name = "NAME" in expected and found is not None and found[1].isidentifier()
+    if "STRING" in expected and not is_name:
         return found[0] if found else "'", "strings stand in double quotes", f'write `"{found[1] if found else ""}"`'
     return found[0] if found else "'", "names stand without quotes", f"write `{found[1]}`" if found else "drop it"
 

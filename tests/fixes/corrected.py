@@ -72,9 +72,14 @@ def in_spec(text: str) -> list[Found]:
     try:
         parse_spec(text)
     except SpecError as error:
-        fault = error.parts[1]
-        return [Found(f"{error.code} {fault.text}", fault.span, dict(fault.facts).get("fix", ""), str(error))]
+        return [of_error(error)]
     return []
+
+
+def of_error(error: SpecError) -> Found:
+    """The error of a text."""
+    fault = error.parts[1]
+    return Found(f"{error.code} {fault.text}", fault.span, dict(fault.facts).get("fix", ""), str(error))
 
 
 def of_findings(findings: Iterable[Finding]) -> list[Found]:
