@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 import shardtensor as st
-from fixes.case import Case, strictly, weight
+from fixes.case import Case, grid, mlp, strictly, weight
+from shardtensor.parallel import products
 
 CASES: dict[str, Case] = {
     "strict, and an operand must move": Case(
@@ -34,6 +38,37 @@ CASES: dict[str, Case] = {
             )
             for spec in ("[tp, -]", "[-, tp]", "replicate")
         },
+    ),
+    "strict, and a write": Case(
+        lambda: strictly(lambda: weight().add_(weight("[-, tp]"))),
+        {
+            "make it of that layout: distribute(operand, spec)": lambda: strictly(
+                lambda: weight().add_(st.distribute(weight("[-, tp]"), "[tp, -]"))
+            ),
+            "leave strict() to let it move": lambda: weight().add_(weight("[-, tp]")),
+        },
+    ),
+    "two groups": Case(
+        lambda: weight() + elsewhere(),
+        {
+            "make them on one group, or call full_tensor() on one of them": lambda: [
+                (group := grid(("dp", 2))),
+                elsewhere(group) + elsewhere(group),
+                weight() + elsewhere().full_tensor(),
+            ]
+        },
+    ),
+    "state of another shape": Case(
+        lambda: fused(8),
+        {"load a state dict of this model; whole tensors have the global shape": lambda: fused(4)},
+    ),
+    "second derivatives of large inputs": Case(
+        lambda: large(penalty, "[tp, ...]"),
+        {
+            "let the stream be `replicate` in the plan": lambda: large(penalty, "replicate"),
+            "give each rank less than 16 MiB at a time": lambda: st.simulate("tp=2", penalty, "[tp, ...]"),
+        },
+        mesh="",
     ),
     "forward mode": Case(
         lambda: jvp(weight("[-, tp]")),
@@ -64,3 +99,34 @@ CASES: dict[str, Case] = {
 
 def jvp(keys: torch.Tensor) -> Any:
     return torch.func.jvp(lambda x: (x @ keys.t()).sum(), (torch.ones(2, 6),), (torch.ones(2, 6),))
+
+
+def elsewhere(group: Any = None) -> st.ShardedTensor:
+    return st.zeros("[dp, -]", 4, 6, process_group=group or grid(("dp", 2)))
+
+
+def fused(rows: int) -> None:
+    """A step with the state of a table of so many rows."""
+    optimizers = []
+    for count in (4, rows):
+        param = nn.Parameter(weight(rows=count))
+        optimizers.append(torch.optim.Adam([param], fused=True))
+        param.sum().backward()
+        optimizers[-1].step()
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    optimizers[0].step()
+
+
+def penalty(stream: str) -> None:
+    """The norm of a gradient, differentiated again."""
+    first = {**st.colwise("tp"), "in": f"{stream} -> replicate"}
+    model = st.shard_module(mlp(), {"0": first, "2": st.rowwise("tp", to=stream)})
+    x = torch.ones(2, 4, requires_grad=True)
+    [grad] = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def large(act: Callable[..., Any], *args: Any) -> None:
+    """Run with every input as large as those that are sent piece by piece."""
+    with mock.patch.object(products, "is_large", return_value=True):
+        st.simulate("tp=2", act, *args)
