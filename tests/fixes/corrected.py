@@ -25,6 +25,10 @@ class Found:
     fix: str
     shown: str
 
+    def moved(self, by: int) -> Found:
+        """The same in a text whose characters are counted otherwise."""
+        return attrs.evolve(self, span=self.span and (self.span[0] + by, self.span[1] + by))
+
 
 Look = Callable[[str], Iterable[Found]]
 Right = str | Callable[[], Iterable[Found]]
@@ -63,9 +67,13 @@ def _rights(text: str, found: Found, ways: Mapping[str, Right]) -> list[Right]:
         assert words in found.fix, f"{words!r} is not in {found.fix!r}"
     if ways:
         return [*ways.values()]
-    word = INSTEAD.fullmatch(found.fix)
-    assert word is not None and found.span is not None, found.fix
-    return [text[: found.span[0]] + (word[1] or word[2]) + text[found.span[1] :]]
+    said = INSTEAD.fullmatch(found.fix)
+    assert said is not None and found.span is not None, found.fix
+    word, before = said[1] or said[2], text[: found.span[0]]
+    side = word.partition(": ")[0] + ": "
+    if before.endswith(side):  # what is marked stands after it
+        word = word.removeprefix(side)
+    return [before + word + text[found.span[1] :]]
 
 
 def in_spec(text: str) -> list[Found]:

@@ -35,10 +35,7 @@ def read(
 
 def lines(said: str) -> list[Found]:
     """What is wrong with the Llama plan that ends in these lines; places are counted in them."""
-    return [
-        Found(found.what, found.span and (found.span[0] - START, found.span[1] - START), found.fix, found.shown)
-        for found in read(TEXT.replace(LAST, f"{said}\n"))
-    ]
+    return [found.moved(-START) for found in read(TEXT.replace(LAST, f"{said}\n"))]
 
 
 DEEP = "\n".join(["a {"] * 70 + ["b: replicate"] + ["}"] * 70)
