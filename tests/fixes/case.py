@@ -8,7 +8,9 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
@@ -79,6 +81,16 @@ def units(**options: Any) -> Any:
     model = mlp()
     fully_shard(model[0], **options)
     return fully_shard(model, **options)
+
+
+def alone(act: Act, size: int = 1) -> Any:
+    """Run as the only rank of a process group; or as rank 0 of several, of which the others only seem to be there."""
+    backend = "gloo" if size == 1 else "fake"
+    dist.init_process_group(backend, store=dist.HashStore() if size == 1 else FakeStore(), rank=0, world_size=size)
+    try:
+        return act()
+    finally:
+        dist.destroy_process_group()
 
 
 def rank() -> int:

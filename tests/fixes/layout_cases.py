@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import shardtensor as st
-from fixes.case import Case, linear, placed, step, unit, weight
+from fixes.case import Case, placed, step, unit, weight
 from shardtensor.cost.profile import read_profile
 from shardtensor.mesh import Mesh
 
@@ -14,15 +14,6 @@ CASES: dict[str, Case] = {
     "no hardware of this name": Case(
         lambda: read_profile("h1000"),
         {"name one of these, or the file": lambda: read_profile("h100")},
-    ),
-    "a sharded gradient for a plain tensor": Case(
-        lambda: (torch.ones(4, 6, requires_grad=True) * 2).backward(weight()),
-        {
-            "call full_tensor() first": lambda: (torch.ones(4, 6, requires_grad=True) * 2).backward(
-                weight().full_tensor()
-            ),
-            "unshard_module(module) makes its parameters plain": lambda: st.unshard_module(linear())(torch.ones(2, 6)),
-        },
     ),
     "a reshard of specs alone": Case(
         lambda: st.explain_reshard("[tp, -]", "[-, tp]"),

@@ -2,13 +2,103 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import torch
 
 import shardtensor as st
-from fixes.case import Case, addends, blocked, linear, placed, weight
+from fixes.case import Case, addends, blocked, linear, on_cpu, placed, rank, weight
 from shardtensor.comm.process_group import as_group
 
 CASES: dict[str, Case] = {
+    "an array": Case(
+        lambda: weight().__array__(),
+        {
+            "full_tensor().numpy() for the whole": lambda: weight().full_tensor().numpy(),
+            "local_tensor().numpy() for this rank's part": lambda: weight().local_tensor().numpy(),
+        },
+    ),
+    "a group without ranks that hold shards": Case(
+        lambda: weight().cpu(process_group=as_group().subgroup([rank()])),
+        {
+            "pass a group of all ranks that hold the tensor": lambda: weight().cpu(
+                process_group=as_group().subgroup([0, 1])
+            )
+        },
+        differs=True,
+    ),
+    "a write into a copy": Case(
+        lambda: weight("[-, tp]").view(6, 4).add_(1),
+        {
+            "write into the source: source[...] = value": lambda: weight("[-, tp]").__setitem__(..., 1),
+            "clone() first where the source shall stay as it is": lambda: weight("[-, tp]").view(6, 4).clone().add_(1),
+        },
+    ),
+    "a copy of another layout": Case(
+        lambda: weight("[-, tp]").view(6, 4).reshard("replicate"),
+        {
+            "shardtensor.reshard(tensor, spec) makes a new tensor": lambda: st.reshard(
+                weight("[-, tp]").view(6, 4), "replicate"
+            )
+        },
+    ),
+    "another shape by out=": Case(
+        lambda: torch.special.airy_ai(weight(), out=weight(rows=2)),
+        {"use the form that returns a new tensor": lambda: torch.special.airy_ai(weight())},
+    ),
+    "a gather into another dtype": Case(
+        lambda: weight().gather(0, [torch.empty(4, 6).double(), None][rank()]),
+        {
+            "pass enforce_dtype=True to convert": lambda: weight().gather(
+                0, [torch.empty(4, 6).double(), None][rank()], enforce_dtype=True
+            )
+        },
+    ),
+    "the gradient of averages": Case(
+        lambda: averages().grad,
+        {
+            "reduce the tensor first": lambda: [
+                (x := st.reshard(averages(), "[tp, -]")),
+                x.retain_grad(),
+                x.sum().backward(),
+                x.grad.full_tensor(),
+            ]
+        },
+    ),
+    "a partial maximum that is joined": Case(
+        lambda: st.init_from_local_tensor(torch.ones(4).requires_grad_(), "[-] partial(tp, op=max)", 4).full_tensor(),
+        {
+            "reduce it under torch.no_grad()": lambda: torch.no_grad()(
+                st.init_from_local_tensor(torch.ones(4).requires_grad_(), "[-] partial(tp, op=max)", 4).full_tensor
+            )()
+        },
+    ),
+    "a pickle of what no spec says": Case(
+        lambda: pickle.dumps(squares().t()),
+        {
+            "pickle a leaf made from a spec, or full_tensor()": lambda: [
+                pickle.loads(pickle.dumps(squares())),
+                pickle.loads(pickle.dumps(squares().t().full_tensor())),
+            ]
+        },
+        mesh=4,
+    ),
+    "a spec that says another layout": Case(
+        lambda: setattr(weight(), "_sharding_spec", "[-, tp]"),
+        {
+            "make a tensor of that spec and copy_ into it": lambda: st.zeros("[-, tp]", 4, 6).copy_(weight()),
+        },
+    ),
+    "a sum over some axes of a tensor on some ranks": Case(
+        lambda: squares().sum(0),
+        {
+            "make the tensor on a process group of the ranks that hold it": lambda: (
+                rank() < 4 and squares(as_group().subgroup([0, 1, 2, 3])).sum(0)
+            )
+        },
+        mesh=6,
+    ),
     "a new partial tensor": Case(
         lambda: st.zeros("[-, -] partial(tp)", 4, 6),
         {"make it whole, or use init_from_local_tensor": lambda: [st.zeros("[-, -]", 4, 6), addends()]},
@@ -110,3 +200,19 @@ CASES: dict[str, Case] = {
         },
     ),
 }
+
+
+def squares(group: Any = None) -> st.ShardedTensor:
+    return st.ones(st.GridShardingSpec([2, 2], on_cpu(0, 1, 2, 3)), 4, 4, process_group=group)
+
+
+def averages() -> st.ShardedTensor:
+    x = st.init_from_local_tensor(torch.ones(4, 6).requires_grad_(), "[-, -] partial(tp, avg)", (4, 6))
+    x.full_tensor().sum().backward()
+    return x
+
+
+def gradient_of(x: st.ShardedTensor) -> torch.Tensor:
+    x.retain_grad()
+    x.sum().backward()
+    return x.grad.full_tensor()
