@@ -180,10 +180,10 @@ CASES: dict[str, Case] = {
             },
         ),
         "placements that no spec says": (
-            lambda: spec_from_placements([_StridedShard(0, split_factor=3), Shard(0)], "dp=2, tp=3", (10, 4)),
+            lambda: spec_from_placements([Replicate(), _StridedShard(0, split_factor=2)], "dp=2, tp=2", (3, 4)),
             {
                 "or redistribute it first to placements without _StridedShard": lambda: spec_from_placements(
-                    [Shard(0), Shard(0)], "dp=2, tp=3", (10, 4)
+                    [Replicate(), Shard(0)], "dp=2, tp=2", (3, 4)
                 )
             },
         ),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sharding.test_dispatch_options import EXPERTS, PLAN, TOP_K, WIDTH, Block
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardtensor as st
 from fixes.case import Act, Case, grid, mlp
@@ -137,10 +138,17 @@ def using(call: str) -> Act:
     return laid({"0": {**COLUMN, "use": call}, "2": ROW})
 
 
-def dispatched(kind: str, use: str, **more: Any) -> Act:
+class Masked(Block):
+    """Experts whose forward takes more than tokens."""
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> Any:
+        return super().forward(states) * mask
+
+
+def dispatched(said: str, use: str, kind: type[Block] = Block, **more: Any) -> Act:
     def act() -> None:
         root = nn.Module()
-        root.moe = Block(kind)
+        root.moe = kind(said)
         for name, value in more.items():
             setattr(root.moe, name, value)
         st.shard_module(root, st.load_plan(PLAN.replace("USE", f"use {use}"), world=2)).moe(torch.ones(3, WIDTH))
@@ -185,6 +193,14 @@ class Plain(nn.Module):
 class Known(Plain):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
+
+
+def wrapped() -> nn.Module:
+    """A sharded layer beside one of torch's DTensors, both on the meta device."""
+    with torch.device("meta"):
+        model = st.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"0.weight": "[tp, -]"})
+    model[1].weight = nn.Parameter(TwoTensor(torch.ones(4, 4, device="meta"), torch.ones(4, 4, device="meta")))
+    return model
 
 
 def fill(module: nn.Module) -> None:
@@ -251,6 +267,19 @@ CASES: dict[str, Case] = {
     "a forward that no option says": Case(
         dispatched("sigmoid", f"dispatch(ep, top_k={TOP_K})"),
         {"with @register_hook": dispatched("sigmoid", "own_dispatch(ep)")},
+    ),
+    "a forward that fails on a few tokens": Case(
+        dispatched("masked", f"dispatch(ep, top_k={TOP_K})", kind=Masked),
+        {"with @register_hook": dispatched("alone", "own_dispatch(ep)", kind=Masked)},
+    ),
+    "a tensor of another library on meta": Case(
+        lambda: st.materialize(wrapped()),
+        {
+            "let the library that made it give it memory first": lambda: [
+                (model := wrapped())[1].to_empty(device="cpu"),
+                st.materialize(model),
+            ]
+        },
     ),
     "modules without first values": Case(
         lambda: st.materialize(table(Plain)),
