@@ -1,7 +1,7 @@
 """Where the package makes an error that names a way out, and which of these places a test came by.
 
-A place is a call, in the text of the package, that gives an error class a `fix`; or that gives it to a function which
-hands it on (a *helper*: a function whose own parameter is the `fix` of an error that it makes).
+A place is a call, in the text of the package, that gives an error class, or a finding of a plan, a `fix`; or that gives
+it to a function which hands it on (a *helper*: a function whose own parameter is the `fix` of an error that it makes).
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ import attrs
 import shardtensor
 from shardtensor import errors
 from shardtensor.errors import ShardTensorError
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.flows.layer_flows import Contradiction
 
 PACKAGE = Path(shardtensor.__file__).parent
 BY_HAND = {"spec/diagnostics.py": {"error": 4}}
 """Helpers that put the fix into the text by themselves: by file, the name, and which argument is the fix."""
+NAMES = ("fix", "way", "ways", "way_out")
+"""What a helper calls the fix that it hands on."""
+FINDINGS = {"Finding": 4, "Contradiction": 4, "evolve": 99}
+"""What makes findings of plans, and which argument is the fix; `evolve` takes it by name."""
 
 
 @attrs.frozen(order=True)
@@ -49,7 +55,7 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     """The places, and the helpers as file and qualified name."""
     calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
     makes: dict[str, dict[str, int]] = {}  # by file ("" for any), name of what makes errors, number of its fix
-    makes[""] = dict.fromkeys(_error_classes(), 2)
+    makes[""] = dict.fromkeys(_error_classes(), 2) | FINDINGS
     helpers = set()
     for file, names in BY_HAND.items():
         makes[""] |= names
@@ -63,9 +69,10 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
             if call.is_kind:
                 number = 2
             fix = None if number is None else call.argument(number)
-            if fix is None:
+            if fix is None or _hands_on(fix):
                 continue
-            own = call.parameters.index(fix.id) if isinstance(fix, ast.Name) and fix.id in call.parameters else None
+            is_parameter = isinstance(fix, ast.Name) and fix.id in call.parameters and fix.id in NAMES
+            own = call.parameters.index(fix.id) if is_parameter else None
             if own is None:
                 found[call.place] = True
                 continue
@@ -74,6 +81,14 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
             makes.setdefault(call.place.file if name.startswith("_") else "", {})[name] = own
         if len(helpers) == before:
             return tuple(sorted(found)), frozenset(helpers)
+
+
+def _hands_on(fix: ast.expr) -> bool:
+    """Whether it is the way out of an error or a finding that was made before, or none."""
+    if isinstance(fix, ast.Constant) and not fix.value:
+        return True
+    is_of_other = isinstance(fix, ast.Attribute) and fix.attr == "fix"
+    return is_of_other or any(isinstance(node, ast.Constant) and node.value == "fix" for node in ast.walk(fix))
 
 
 @attrs.frozen
@@ -86,7 +101,7 @@ class _Call:
 
     def argument(self, number: int) -> ast.expr | None:
         """The fix that this call gives."""
-        named = [key.value for key in self.node.keywords if key.arg in ("fix", "way_out", "ways")]
+        named = [key.value for key in self.node.keywords if key.arg in NAMES]
         if named:
             return named[0]
         return self.node.args[number] if len(self.node.args) > number else None
@@ -166,11 +181,22 @@ def recording() -> Iterator[list[Made]]:
         if place is not None and (fix or place[1]):
             made.append(Made(place[0], str(self)))
 
+    def noting_finding(self: Any, *args: Any, **kwargs: Any) -> None:
+        inits[type(self)](self, *args, **kwargs)
+        place = _place_of(sys._getframe(1))
+        if place is not None and self.fix:
+            made.append(Made(place[0], f"fix: {self.fix}"))
+
+    inits: dict[type, Any] = {kind: kind.__init__ for kind in (Finding, Contradiction)}
     ShardTensorError.__init__ = noting  # type: ignore[method-assign]
+    for kind in inits:
+        kind.__init__ = noting_finding
     try:
         yield made
     finally:
         ShardTensorError.__init__ = init  # type: ignore[method-assign]
+        for kind, before in inits.items():
+            kind.__init__ = before
 
 
 def _place_of(frame: Any) -> tuple[Place, bool] | None:
@@ -178,6 +204,9 @@ def _place_of(frame: Any) -> tuple[Place, bool] | None:
     by_hand = False
     while frame is not None:
         path = Path(frame.f_code.co_filename)
+        if Path(attrs.__file__).parent.parent / "attr" in path.parents:  # attrs.evolve
+            frame = frame.f_back
+            continue
         if not path.is_relative_to(PACKAGE):
             return None
         file, name = str(path.relative_to(PACKAGE)), frame.f_code.co_name
@@ -193,7 +222,8 @@ def came_by(made: Iterable[Made], text: str) -> set[Place]:
     lines = {line.strip() for line in text.splitlines()}
     seen = set()
     for one in made:
-        if all(any(way in line for line in lines) for way in _ways(one.text)):
+        ways = _ways(one.text)
+        if ways and all(any(way in line for line in lines) for way in ways):
             within = [
                 place
                 for place in places()

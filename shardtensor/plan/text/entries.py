@@ -183,7 +183,8 @@ class Body:
         spec = _value_layout(self.evaluator, grad)
         if cuts(spec):
             why = "a flow says along which axes the gradient that comes back is an addend"
-            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, "write `grad partial(tp)`")
+            fix = f"write `partial({'*'.join(cut_axes(spec))})`"
+            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, fix)
         try:
             return partial_axes(spec)
         except PlanError:

@@ -80,11 +80,11 @@ class Files:
                     return self._opened(folder / name, _label(folder / name))
                 except (UnicodeDecodeError, OSError):
                     raise origin(f"`{name}` cannot be read as text", "", "") from None
-        known = [str(at.relative_to(folder)) for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
+        known = [f'"{at.relative_to(folder)}"' for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
         looked = (
             f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
         )
-        raise origin(f"`{name}` is not there", looked, nearest(name, known))
+        raise origin(f"`{name}` is not there", looked, nearest(f'"{name}"', known))
 
     def _opened(self, path: Path, label: str) -> File:
         key = str(path.resolve())
