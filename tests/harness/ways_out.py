@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def places() -> tuple[Place, ...]:
 def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     """The places, and the helpers as file and qualified name."""
     calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
-    makes: dict[str, dict[str, int]] = {}  # by file ("" for any), name of what makes errors, number of its fix
+    # By the file that has it ("" for any), the name of what makes errors, and which argument is the fix.
+    makes: dict[str, dict[str, int]] = {}
     makes[""] = dict.fromkeys(_error_classes(), 2) | FINDINGS
     helpers = set()
     for file, names in BY_HAND.items():
@@ -65,9 +67,8 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
         before = len(helpers)
         found = {}
         for call in calls:
-            number = makes.get(call.place.file, {}).get(call.name, makes[""].get(call.name))
-            if call.is_kind:
-                number = 2
+            known = (makes.get(file, {}).get(call.name) for file in (call.place.file, *call.origins, ""))
+            number = 2 if call.is_kind else next((number for number in known if number is not None), None)
             fix = None if number is None else call.argument(number)
             if fix is None or _hands_on(fix):
                 continue
@@ -78,7 +79,7 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
                 continue
             name = call.place.within.rpartition(".")[2]
             helpers.add((call.place.file, name))
-            makes.setdefault(call.place.file if name.startswith("_") else "", {})[name] = own
+            makes.setdefault(call.place.file, {})[name] = own
         if len(helpers) == before:
             return tuple(sorted(found)), frozenset(helpers)
 
@@ -98,6 +99,7 @@ class _Call:
     node: ast.Call
     parameters: list[str]
     is_kind: bool
+    origins: list[str]
 
     def argument(self, number: int) -> ast.expr | None:
         """The fix that this call gives."""
@@ -108,7 +110,8 @@ class _Call:
 
 
 def _calls(path: Path) -> Iterator[_Call]:
-    file = str(path.relative_to(PACKAGE))
+    file, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+    imported = _imported(tree)
 
     def walk(node: ast.AST, within: str, function: Any) -> Iterator[_Call]:
         for child in ast.iter_child_nodes(node):
@@ -122,10 +125,22 @@ def _calls(path: Path) -> Iterator[_Call]:
                 name = getattr(child.func, "id", getattr(child.func, "attr", ""))
                 place = Place(file, child.lineno, child.end_lineno or child.lineno, within)
                 parameters = _parameters(function)
-                yield _Call(place, name, child, parameters, name in _kinds(function))
+                origins = imported.get(name, []) if isinstance(child.func, ast.Name) else [*chain(*imported.values())]
+                yield _Call(place, name, child, parameters, name in _kinds(function), origins)
             yield from walk(child, within, function)
 
-    return walk(ast.parse(path.read_text()), "", None)
+    return walk(tree, "", None)
+
+
+def _imported(tree: ast.Module) -> dict[str, list[str]]:
+    """The file of the package that each imported name is from; a method may be of any class among them."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardtensor."):
+            file = "/".join((node.module or "").split(".")[1:]) + ".py"
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name, []).append(file)
+    return found
 
 
 def _parameters(function: ast.FunctionDef | None) -> list[str]:
