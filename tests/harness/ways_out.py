@@ -233,9 +233,12 @@ def _place_of(frame: Any) -> tuple[Place, bool] | None:
 
 
 def came_by(made: Iterable[Made], text: str) -> set[Place]:
-    """Of the errors that were made, the places of those whose text, or whose ways out, the error `text` shows."""
+    """Of the errors that were made, the places of those whose text, or whose ways out, the error `text` shows.
+
+    What says the ways out of one that was made before, such as a finding of an error, is passed over.
+    """
     lines = {line.strip() for line in text.splitlines()}
-    seen = set()
+    seen, before = set(), ""
     for one in made:
         ways = _ways(one.text)
         if ways and all(any(way in line for line in lines) for way in ways):
@@ -244,7 +247,9 @@ def came_by(made: Iterable[Made], text: str) -> set[Place]:
                 for place in places()
                 if place.file == one.place.file and place.first <= one.place.first <= place.last
             ]
-            seen |= {max(within)} if within else {one.place}
+            if within or not all(way in before for way in ways):
+                seen.add(max(within, default=one.place))
+        before += one.text
     return seen
 
 

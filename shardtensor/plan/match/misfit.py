@@ -33,7 +33,7 @@ class Case:
     message: str
     facts: Mapping[str, str]
 
-    def told(self, fault: str, why: str, fix: str, *notes: str) -> Finding:
+    def refused(self, fault: str, why: str, fix: str, *notes: str) -> Finding:
         """The finding."""
         line = self.line
         return Finding(
@@ -103,7 +103,9 @@ def axes_text(plan: Plan) -> str:
 
 def _plainly(case: Case) -> Finding:
     why = "; ".join([case.shape, *(f"{key} {value}" for key, value in case.facts.items() if key in ("both", "volume"))])
-    return case.told(case.message, why, next((case.facts[key] for key in ("fix", "either") if key in case.facts), ""))
+    return case.refused(
+        case.message, why, next((case.facts[key] for key in ("fix", "either") if key in case.facts), "")
+    )
 
 
 def _unknown_axis(case: Case) -> Finding:
@@ -111,7 +113,7 @@ def _unknown_axis(case: Case) -> Finding:
     if name is None:
         return _plainly(case)
     near = nearest(name, case.plan.axes.names)
-    return case.told(case.message, axes_text(case.plan), near or f"use one of {', '.join(case.plan.axes.names)}")
+    return case.refused(case.message, axes_text(case.plan), near or f"use one of {', '.join(case.plan.axes.names)}")
 
 
 def _dim_count(case: Case) -> Finding:
@@ -130,7 +132,7 @@ def _dim_count(case: Case) -> Finding:
         is_last = 0 < cut == given - 1 == ndim - 1
         some = (..., kept[cut]) if is_last else (*kept[: cut + 1], ...)
         fix += f"; `{Spec.of(some)}` fits any number of dims"
-    return case.told(fault, case.shape, fix)
+    return case.refused(fault, case.shape, fix)
 
 
 def _dim_name(case: Case) -> Finding:
@@ -139,14 +141,14 @@ def _dim_name(case: Case) -> Finding:
         why = f"{case.shape}; names come from the type of its layer, or from `dims` lines"
         fix = "write the cut by position, such as `[tp, -]`; or add a line `dims PATTERN (out = ..., in = ...)`"
         fault = f"the layout names the dim `{named}`, and the dims of this tensor have no known names"
-        return case.told(fault, why, fix)
+        return case.refused(fault, why, fix)
     name = case.about["name"]
     near = nearest(name, case.dims) or f"its dims are {listed([f'`{dim}`' for dim in case.dims])}"
-    return case.told(f"this tensor has no dim called `{name}`", case.shape, near)
+    return case.refused(f"this tensor has no dim called `{name}`", case.shape, near)
 
 
 def _twice(case: Case) -> Finding:
-    return case.told(case.message, case.facts.get("why", ""), case.facts.get("fix", ""))
+    return case.refused(case.message, case.facts.get("why", ""), case.facts.get("fix", ""))
 
 
 def _uneven(case: Case) -> Finding:
@@ -168,7 +170,7 @@ def _uneven(case: Case) -> Finding:
         single = {"heads": "head"}.get(_unit_word(case, units), "unit")
         notes = (f"to cut inside a {single} on purpose, drop `{re.sub(r'=', ' = ', re.sub(r' ', '', written[0]))}`",)
     fault = f"{what} cannot be split evenly over {case.axes}"
-    return case.told(fault, "; ".join([case.shape, *facts]), _even_fix(case, units), *notes)
+    return case.refused(fault, "; ".join([case.shape, *facts]), _even_fix(case, units), *notes)
 
 
 def _even_fix(case: Case, units: int) -> str:
@@ -217,7 +219,7 @@ def _blocks(case: Case) -> Finding:
     why = f"{case.shape}; {length} % {total} = {length % total}" + (
         "" if equal else f", and {total} is what the shares add up to"
     )
-    return case.told(
+    return case.refused(
         f"dim {case.dim} of {length} elements is not {blocks}",
         why,
         f"the number of blocks has to divide {length}"
@@ -231,7 +233,7 @@ def _unit(case: Case) -> Finding:
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
     common = math.gcd(length, unit)
     fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
-    return case.told(f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix)
+    return case.refused(f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix)
 
 
 def _sizes(case: Case) -> Finding:
@@ -249,7 +251,7 @@ def _sizes(case: Case) -> Finding:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
     why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
     unit = f", multiples of {cut.unit}," * (cut.unit > 1)
-    return case.told(fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}")
+    return case.refused(fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}")
 
 
 def _rank(case: Case) -> Finding:
@@ -258,7 +260,7 @@ def _rank(case: Case) -> Finding:
         return _plainly(case)
     fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
     fault = f"rank {rank} is outside the world of {_many(world, 'rank')}"
-    return case.told(fault, f"ranks count from 0; {case.shape}", fix)
+    return case.refused(fault, f"ranks count from 0; {case.shape}", fix)
 
 
 def _many(count: int, noun: str) -> str:

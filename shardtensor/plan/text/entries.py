@@ -176,7 +176,8 @@ class Body:
         flow = Flow(before, after[0] if after else before, addends, bool(grads))
         flow = self.entries.flows.setdefault(flow, flow)
         if wrong := set(evaluator.scope.leaves(flow_axes(flow))) & set(self.entries.data()):
-            raise evaluator.fault("E204", node, *data_axis_fault(sorted(wrong)))
+            fault, why, fix = data_axis_fault(sorted(wrong))
+            raise evaluator.fault("E204", node, fault, why, fix)
         return flow
 
     def _addends(self, grad: Node) -> tuple[str, ...]:
