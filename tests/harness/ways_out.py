@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -15,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import attr
 import attrs
 
 import shardtensor
@@ -54,7 +56,8 @@ def places() -> tuple[Place, ...]:
 @cache
 def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     """The places, and the helpers as file and qualified name."""
-    calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "errors.py"}
+    calls: list[_Call] = []
     # By the file that has it ("" for any), the name of what makes errors, and which argument is the fix.
     makes: dict[str, dict[str, int]] = {}
     makes[""] = dict.fromkeys(_error_classes(), 2) | FINDINGS
@@ -66,7 +69,13 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     while True:
         before = len(helpers)
         found = {}
+        names = set(chain(*makes.values()))
+        called = re.compile(rf"\b({'|'.join(names)})\(|{_HOLDS_KINDS.pattern}")
+        for path in [path for path, text in texts.items() if called.search(text)]:
+            calls += _calls(path, texts.pop(path))
         for call in calls:
+            if call.name not in names and not call.is_kind:
+                continue
             known = (makes.get(file, {}).get(call.name) for file in (call.place.file, *call.origins, ""))
             number = 2 if call.is_kind else next((number for number in known if number is not None), None)
             fix = None if number is None else call.argument(number)
@@ -109,51 +118,58 @@ class _Call:
         return self.node.args[number] if len(self.node.args) > number else None
 
 
-def _calls(path: Path) -> Iterator[_Call]:
-    file, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
-    imported = _imported(tree)
+_HOLDS_KINDS = re.compile(r"type\[|= .*Error\b")
 
-    def walk(node: ast.AST, within: str, function: Any) -> Iterator[_Call]:
+
+def _calls(path: Path, text: str) -> Iterator[_Call]:
+    file = str(path.relative_to(PACKAGE))
+    imported = _imported(text)
+    has_kinds = _HOLDS_KINDS.search(text) is not None
+    anywhere = [*chain(*imported.values())]
+
+    def walk(node: ast.AST, within: str, parameters: list[str], kinds: set[str]) -> Iterator[_Call]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
-                yield from walk(child, f"{within}.{child.name}".lstrip("."), None)
+                yield from walk(child, f"{within}.{child.name}".lstrip("."), [], set())
                 continue
             if isinstance(child, ast.FunctionDef):
-                yield from walk(child, f"{within}.{child.name}".lstrip("."), child)
+                yield from walk(
+                    child,
+                    f"{within}.{child.name}".lstrip("."),
+                    _parameters(child),
+                    _kinds(child) if has_kinds else kinds,
+                )
                 continue
             if isinstance(child, ast.Call):
                 name = getattr(child.func, "id", getattr(child.func, "attr", ""))
                 place = Place(file, child.lineno, child.end_lineno or child.lineno, within)
-                parameters = _parameters(function)
-                origins = imported.get(name, []) if isinstance(child.func, ast.Name) else [*chain(*imported.values())]
-                yield _Call(place, name, child, parameters, name in _kinds(function), origins)
-            yield from walk(child, within, function)
+                origins = imported.get(name, []) if isinstance(child.func, ast.Name) else anywhere
+                yield _Call(place, name, child, parameters, name in kinds, origins)
+            yield from walk(child, within, parameters, kinds)
 
-    return walk(tree, "", None)
+    return walk(ast.parse(text), "", [], set())
 
 
-def _imported(tree: ast.Module) -> dict[str, list[str]]:
+_IMPORT = re.compile(r"from shardtensor\.([\w.]+) import (?:\(([^)]*)\)|([^\n]*))")
+
+
+def _imported(text: str) -> dict[str, list[str]]:
     """The file of the package that each imported name is from; a method may be of any class among them."""
     found: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardtensor."):
-            file = "/".join((node.module or "").split(".")[1:]) + ".py"
-            for alias in node.names:
-                found.setdefault(alias.asname or alias.name, []).append(file)
+    for module, several, one in _IMPORT.findall(text):
+        for part in (several or one).split(","):
+            if words := part.split():
+                found.setdefault(words[-1], []).append(module.replace(".", "/") + ".py")
     return found
 
 
-def _parameters(function: ast.FunctionDef | None) -> list[str]:
-    if function is None:
-        return []
+def _parameters(function: ast.FunctionDef) -> list[str]:
     names = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
     return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
-def _kinds(function: ast.FunctionDef | None) -> set[str]:
+def _kinds(function: ast.FunctionDef) -> set[str]:
     """Names of a function that hold a class of errors."""
-    if function is None:
-        return set()
     args = (*function.args.args, *function.args.kwonlyargs)
     names = {arg.arg for arg in args if arg.annotation is not None and "type[" in ast.unparse(arg.annotation)}
     for node in ast.walk(function):
@@ -169,9 +185,9 @@ def _error_classes() -> tuple[str, ...]:
     """Names of the classes of errors.py, and of those that other files derive from them."""
     known = {name for name, value in vars(errors).items() if isinstance(value, type)}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & known:
-                known.add(node.name)
+        for name, bases in re.findall(r"^class (\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE):
+            if {base.strip() for base in bases.split(",")} & known:
+                known.add(name)
     return tuple(sorted(known))
 
 
@@ -218,18 +234,28 @@ def _place_of(frame: Any) -> tuple[Place, bool] | None:
     """Where the error that is made was asked for, and whether a helper writes its fix by hand."""
     by_hand = False
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if Path(attrs.__file__).parent.parent / "attr" in path.parents:  # attrs.evolve
+        file, name = _file_of(frame.f_code.co_filename), frame.f_code.co_name
+        if file == _OF_ATTRS:
             frame = frame.f_back
             continue
-        if not path.is_relative_to(PACKAGE):
+        if file is None:
             return None
-        file, name = str(path.relative_to(PACKAGE)), frame.f_code.co_name
         if file != "errors.py" and (file, name) not in _found()[1]:
             return Place(file, frame.f_lineno, frame.f_lineno, name), by_hand
         by_hand = by_hand or file in BY_HAND
         frame = frame.f_back
     return None
+
+
+_OF_ATTRS = "(attrs)"
+
+
+@cache
+def _file_of(path: str) -> str | None:
+    """The file from the folder of the package; None outside of it, but that attrs makes findings for it."""
+    if Path(path).is_relative_to(PACKAGE):
+        return str(Path(path).relative_to(PACKAGE))
+    return _OF_ATTRS if Path(attr.__file__).parent in Path(path).parents else None
 
 
 def came_by(made: Iterable[Made], text: str) -> set[Place]:
