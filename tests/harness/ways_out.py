@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def places() -> tuple[Place, ...]:
 def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     """The places, and the helpers as file and qualified name."""
     calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
-    makes: dict[str, dict[str, int]] = {}  # by file ("" for any), name of what makes errors, number of its fix
+    # By the file that has it ("" for any), the name of what makes errors, and which argument is the fix.
+    makes: dict[str, dict[str, int]] = {}
     makes[""] = dict.fromkeys(_error_classes(), 2) | FINDINGS
     helpers = set()
     for file, names in BY_HAND.items():
@@ -66,9 +68,8 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
         before = len(helpers)
         found = {}
         for call in calls:
-            number = makes.get(call.place.file, {}).get(call.name, makes[""].get(call.name))
-            if call.is_kind:
-                number = 2
+            known = (makes.get(file, {}).get(call.name) for file in (call.place.file, *call.origins, ""))
+            number = 2 if call.is_kind else next((number for number in known if number is not None), None)
             fix = None if number is None else call.argument(number)
             if fix is None or _hands_on(fix):
                 continue
@@ -79,7 +80,7 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
                 continue
             name = call.place.within.rpartition(".")[2]
             helpers.add((call.place.file, name))
-            makes.setdefault(call.place.file if name.startswith("_") else "", {})[name] = own
+            makes.setdefault(call.place.file, {})[name] = own
         if len(helpers) == before:
             return tuple(sorted(found)), frozenset(helpers)
 
@@ -99,6 +100,7 @@ class _Call:
     node: ast.Call
     parameters: list[str]
     is_kind: bool
+    origins: list[str]
 
     def argument(self, number: int) -> ast.expr | None:
         """The fix that this call gives."""
@@ -109,8 +111,10 @@ class _Call:
 
 
 def _calls(path: Path) -> Iterator[_Call]:
-    file = str(path.relative_to(PACKAGE))
-    todo: list[tuple[ast.AST, str, Any]] = [(_tree(path), "", None)]
+    file, tree = str(path.relative_to(PACKAGE)), _tree(path)
+    imported = _imported(tree)
+    everything = [*chain(*imported.values())]
+    todo: list[tuple[ast.AST, str, Any]] = [(tree, "", None)]
     while todo:
         node, within, function = todo.pop()
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -119,8 +123,20 @@ def _calls(path: Path) -> Iterator[_Call]:
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             place = Place(file, node.lineno, node.end_lineno or node.lineno, within)
-            yield _Call(place, name, node, _parameters(function), name in _kinds(function))
+            origins = imported.get(name, []) if isinstance(node.func, ast.Name) else everything
+            yield _Call(place, name, node, _parameters(function), name in _kinds(function), origins)
         todo += [(child, within, function) for child in ast.iter_child_nodes(node)]
+
+
+def _imported(tree: ast.Module) -> dict[str, list[str]]:
+    """The file of the package that each imported name is from; a method may be of any class among them."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardtensor."):
+            file = "/".join((node.module or "").split(".")[1:]) + ".py"
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name, []).append(file)
+    return found
 
 
 @cache
