@@ -12,9 +12,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import attr
 import attrs
 
 import shardtensor
@@ -54,8 +56,10 @@ def places() -> tuple[Place, ...]:
 @cache
 def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     """The places, and the helpers as file and qualified name."""
-    calls = [call for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.py" for call in _calls(path)]
-    makes: dict[str, dict[str, int]] = {}  # by file ("" for any), name of what makes errors, number of its fix
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "errors.py"}
+    calls: list[_Call] = []
+    # By the file that has it ("" for any), the name of what makes errors, and which argument is the fix.
+    makes: dict[str, dict[str, int]] = {}
     makes[""] = dict.fromkeys(_error_classes(), 2) | FINDINGS
     helpers = set()
     for file, names in BY_HAND.items():
@@ -65,10 +69,15 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
     while True:
         before = len(helpers)
         found = {}
+        names = set(chain(*makes.values()))
+        called = re.compile(rf"\b({'|'.join(names)})\(|{_HOLDS_KINDS.pattern}")
+        for path in [path for path, text in texts.items() if called.search(text)]:
+            calls += _calls(path, texts.pop(path))
         for call in calls:
-            number = makes.get(call.place.file, {}).get(call.name, makes[""].get(call.name))
-            if call.is_kind:
-                number = 2
+            if call.name not in names and not call.is_kind:
+                continue
+            known = (makes.get(file, {}).get(call.name) for file in (call.place.file, *call.origins, ""))
+            number = 2 if call.is_kind else next((number for number in known if number is not None), None)
             fix = None if number is None else call.argument(number)
             if fix is None or _hands_on(fix):
                 continue
@@ -79,7 +88,7 @@ def _found() -> tuple[tuple[Place, ...], frozenset[tuple[str, str]]]:
                 continue
             name = call.place.within.rpartition(".")[2]
             helpers.add((call.place.file, name))
-            makes.setdefault(call.place.file if name.startswith("_") else "", {})[name] = own
+            makes.setdefault(call.place.file, {})[name] = own
         if len(helpers) == before:
             return tuple(sorted(found)), frozenset(helpers)
 
@@ -99,6 +108,7 @@ class _Call:
     node: ast.Call
     parameters: list[str]
     is_kind: bool
+    origins: list[str]
 
     def argument(self, number: int) -> ast.expr | None:
         """The fix that this call gives."""
@@ -108,60 +118,77 @@ class _Call:
         return self.node.args[number] if len(self.node.args) > number else None
 
 
-def _calls(path: Path) -> Iterator[_Call]:
+_HOLDS_KINDS = re.compile(r"type\[|= .*Error\b")
+
+
+def _calls(path: Path, text: str) -> Iterator[_Call]:
     file = str(path.relative_to(PACKAGE))
-    todo: list[tuple[ast.AST, str, Any]] = [(_tree(path), "", None)]
-    while todo:
-        node, within, function = todo.pop()
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            within = f"{within}.{node.name}".lstrip(".")
-            function = node if isinstance(node, ast.FunctionDef) else None
-        elif isinstance(node, ast.Call):
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            place = Place(file, node.lineno, node.end_lineno or node.lineno, within)
-            yield _Call(place, name, node, _parameters(function), name in _kinds(function))
-        todo += [(child, within, function) for child in ast.iter_child_nodes(node)]
+    imported = _imported(text)
+    has_kinds = _HOLDS_KINDS.search(text) is not None
+    anywhere = [*chain(*imported.values())]
+
+    def walk(node: ast.AST, within: str, parameters: list[str], kinds: set[str]) -> Iterator[_Call]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{within}.{child.name}".lstrip("."), [], set())
+                continue
+            if isinstance(child, ast.FunctionDef):
+                yield from walk(
+                    child,
+                    f"{within}.{child.name}".lstrip("."),
+                    _parameters(child),
+                    _kinds(child) if has_kinds else kinds,
+                )
+                continue
+            if isinstance(child, ast.Call):
+                name = getattr(child.func, "id", getattr(child.func, "attr", ""))
+                place = Place(file, child.lineno, child.end_lineno or child.lineno, within)
+                origins = imported.get(name, []) if isinstance(child.func, ast.Name) else anywhere
+                yield _Call(place, name, child, parameters, name in kinds, origins)
+            yield from walk(child, within, parameters, kinds)
+
+    return walk(ast.parse(text), "", [], set())
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    """What a file says; nothing where it speaks of no error."""
-    text = path.read_text()
-    return ast.parse(text if re.search(r"Error|Finding|refused|fault\(|\.error\(", text) else "")
+_IMPORT = re.compile(r"from shardtensor\.([\w.]+) import (?:\(([^)]*)\)|([^\n]*))")
 
 
-@cache
-def _parameters(function: ast.FunctionDef | None) -> list[str]:
-    if function is None:
-        return []
+def _imported(text: str) -> dict[str, list[str]]:
+    """The file of the package that each imported name is from; a method may be of any class among them."""
+    found: dict[str, list[str]] = {}
+    for module, several, one in _IMPORT.findall(text):
+        for part in (several or one).split(","):
+            if words := part.split():
+                found.setdefault(words[-1], []).append(module.replace(".", "/") + ".py")
+    return found
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
     names = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
     return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
-@cache
-def _kinds(function: ast.FunctionDef | None) -> set[str]:
+def _kinds(function: ast.FunctionDef) -> set[str]:
     """Names of a function that hold a class of errors."""
-    if function is None:
-        return set()
     args = (*function.args.args, *function.args.kwonlyargs)
     names = {arg.arg for arg in args if arg.annotation is not None and "type[" in ast.unparse(arg.annotation)}
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign):
-            said = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
-            if not said.isdisjoint(_error_classes()):
-                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Assign) and {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)} & set(
+            _error_classes()
+        ):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
 
 
 @cache
-def _error_classes() -> frozenset[str]:
+def _error_classes() -> tuple[str, ...]:
     """Names of the classes of errors.py, and of those that other files derive from them."""
     known = {name for name, value in vars(errors).items() if isinstance(value, type)}
     for path in PACKAGE.rglob("*.py"):
-        for node in _tree(path).body:
-            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & known:
-                known.add(node.name)
-    return frozenset(known)
+        for name, bases in re.findall(r"^class (\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE):
+            if {base.strip() for base in bases.split(",")} & known:
+                known.add(name)
+    return tuple(sorted(known))
 
 
 @attrs.frozen
@@ -207,18 +234,28 @@ def _place_of(frame: Any) -> tuple[Place, bool] | None:
     """Where the error that is made was asked for, and whether a helper writes its fix by hand."""
     by_hand = False
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if Path(attrs.__file__).parent.parent / "attr" in path.parents:  # attrs.evolve
+        file, name = _file_of(frame.f_code.co_filename), frame.f_code.co_name
+        if file == _OF_ATTRS:
             frame = frame.f_back
             continue
-        if not path.is_relative_to(PACKAGE):
+        if file is None:
             return None
-        file, name = str(path.relative_to(PACKAGE)), frame.f_code.co_name
         if file != "errors.py" and (file, name) not in _found()[1]:
             return Place(file, frame.f_lineno, frame.f_lineno, name), by_hand
         by_hand = by_hand or file in BY_HAND
         frame = frame.f_back
     return None
+
+
+_OF_ATTRS = "(attrs)"
+
+
+@cache
+def _file_of(path: str) -> str | None:
+    """The file from the folder of the package; None outside of it, but that attrs makes findings for it."""
+    if Path(path).is_relative_to(PACKAGE):
+        return str(Path(path).relative_to(PACKAGE))
+    return _OF_ATTRS if Path(attr.__file__).parent in Path(path).parents else None
 
 
 def came_by(made: Iterable[Made], text: str) -> set[Place]:

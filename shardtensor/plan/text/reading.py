@@ -201,11 +201,11 @@ class PlanReader:
 
     def _include(self, node: Node) -> None:
         token, *args = node.children
-        given, names = {}, {}
+        given, places = {}, {}
         for arg in args:
             name, value = arg.children
             given[str(name)] = (self.evaluator.value(value), self.origin(arg))
-            names[str(name)] = self.origin(name)
+            places[str(name)] = self.origin(name)
 
         def refused(fault: str, why: str, fix: str) -> SpecError:
             return self.fault("E003", token, fault, why, fix)
@@ -236,7 +236,7 @@ class PlanReader:
         for name, (value, _) in given.items():
             binding = self.scope.names.get(name)
             if (binding is None or not binding.is_param) and self.scope.is_whole:
-                self.definitions.unknown_param(name, value, names[name])
+                self.definitions.unknown_param(name, value, places[name])
 
     # ---------- numbers ----------
 
