@@ -83,15 +83,6 @@ class Passing(nn.Module):
         return x * 2
 
 
-class Submodule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(x)
-
-
 def ordered(out: str, axes: str) -> Act:
     """A layer that is cut over two axes, and one that takes its result where nobody gathers it."""
     first = {"weight": f"[{axes}, -]", "bias": f"[{axes}]", "out": out}
@@ -129,11 +120,6 @@ def seldom(site: Any, axis: str, times: int = 1) -> Any:
     return lambda: None
 
 
-@register_hook("twice")
-def twice(site: Any) -> Any:
-    return lambda: None
-
-
 def using(call: str) -> Act:
     return laid({"0": {**COLUMN, "use": call}, "2": ROW})
 
@@ -158,7 +144,6 @@ def dispatched(said: str, use: str, kind: type[Block] = Block, **more: Any) -> A
 
 ALONE = f"dispatch(ep, top_k={TOP_K}, normalize=true, logits=false)"
 TABLE = {"weight": "[tp, -]", "out": "partial(tp) -> replicate"}
-AXES = {"0.weight": "[a*b, -]", "2.weight": "replicate"}
 
 
 @register_hook("own_dispatch")
@@ -250,7 +235,12 @@ CASES: dict[str, Case] = {
     "no hook of that name": Case(using("seldon(tp)"), {"did you mean `seldom`?": using("seldom(tp)")}),
     "no hook near that name": Case(
         using("zzz()"),
-        {'define it with @register_hook("zzz")': lambda: [register_hook("zzz")(twice), using("zzz()")()][1:]},
+        {
+            'define it with @register_hook("zzz")': lambda: [
+                register_hook("zzz")(lambda site: lambda: None),
+                using("zzz()")(),
+            ][1:]
+        },
     ),
     "other arguments": Case(using("seldom()"), {"change the arguments": using("seldom(tp, times=2)")}),
     "no experts": Case(
@@ -365,10 +355,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "a submodule called out": Case(
-        laid({"0": {"out": "replicate"}}, lambda: nn.Sequential(Submodule())),
+        laid({"0": {"out": "replicate"}}, lambda: nn.ModuleDict({"0": nn.ModuleDict({"out": nn.Linear(4, 4)})})),
         {
             "write `{out}` for the submodule": laid(
-                {"0": {"{out}.weight": "[tp, -]"}}, lambda: nn.Sequential(Submodule())
+                {"0": {"{out}.weight": "[tp, -]"}},
+                lambda: nn.ModuleDict({"0": nn.ModuleDict({"out": nn.Linear(4, 4)})}),
             )
         },
     ),
