@@ -232,11 +232,6 @@ class LoneGroup:
     def axis(self, *names: str) -> Group:
         return self if self.mesh is None else LoneGroup(self.rank, self.process_group, self.device_type)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from shardtensor.comm.regain import reduce  # which knows all groups, this among them
-
-        return reduce(self)
-
     def __repr__(self) -> str:
         return f"LoneGroup(rank={self.rank})"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -72,8 +71,3 @@ class Parted(ABC):
             axes = [self.mesh.names.index(name) for name in names]
             self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
         return self._axes[names]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from shardtensor.comm.regain import reduce  # which knows all groups, these among them
-
-        return reduce(self)  # type: ignore[arg-type]

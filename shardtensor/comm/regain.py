@@ -6,10 +6,13 @@ members read the same things in the same order then.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
-from shardtensor.comm.group import Group, seen_on
+from shardtensor.comm.checked import CheckedGroup
+from shardtensor.comm.group import Group, LoneGroup, seen_on
 from shardtensor.comm.process_group import as_group, world_place
+from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import Mesh
 
@@ -77,3 +80,7 @@ def _on_mesh(group: Group, grid: Grid) -> Group:
 def reduce(group: Group) -> tuple[Any, ...]:
     """What pickle writes of a group."""
     return regained, (place_of(group), grid_of(group), tuple(group.ranks))
+
+
+for _kind in (LoneGroup, TorchGroup, CheckedGroup):
+    copyreg.pickle(_kind, reduce)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from operator import is_
 from types import ModuleType
@@ -46,7 +46,7 @@ _generations = count(1 << 20, _SPACE)  # above what the counters of other tensor
 _absences = count(1 << 31)  # counters have 32 bits
 _REFUSAL = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
-_units: WeakSet[Owner] = WeakSet()
+_owners: WeakSet[Owner] = WeakSet()
 
 
 def next_generation() -> int:
@@ -67,7 +67,7 @@ class Versions:
         self.absent = next(_absences)
         self.present = -1
         self.displaced()
-        _units.add(state)
+        _owners.add(state)
 
     def displaced(self) -> None:
         """Note that other values come into the unit's memory."""
@@ -123,7 +123,7 @@ def explained(error: RuntimeError) -> RuleError | None:
     if found is None:
         return None
     sizes, version = [int(size) for size in found[1].split(",") if size.strip()], int(found[2])
-    states = [state for state in _units if state.versions.present == version]
+    states = [state for state in _owners if state.versions.present == version]
     states = [state for state in states if state.versions.has_one_of(sizes)] or states
     if not states:
         return None
@@ -141,6 +141,15 @@ def explained(error: RuntimeError) -> RuleError | None:
                 " (create_graph=True) need it",
             ],
         )
+    return _written(facts)
+
+
+def written_too_early(params_info: Iterable[Any]) -> RuleError:
+    """The refusal of a backward whose parameters are no longer those of the forward."""
+    return _written({"parameters": ", ".join([info.name for info in params_info][:4])})
+
+
+def _written(facts: Mapping[str, Any]) -> RuleError:
     return RuleError(
         "parameters were written between a forward and its backward",
         facts,
@@ -213,7 +222,7 @@ def held_apart(output: Any, memory: range, state: Owner) -> Any:
 
     Args:
         memory: the addresses of the unit's gathered parameters.
-        unit: whose module returned `output`.
+        state: whose module returned `output`.
 
     Raises:
         RuleError: such a tensor is in an object where it cannot be replaced.

@@ -1,4 +1,4 @@
-"""`GradientBucket`: the gradients of one group, or of small ones that are coalesced, from packing to their sum."""
+"""`GradientBucket`: the gradients of one group, or of small ones that are reduced together."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class GradientBucket:
 
 
 def buckets_of(param_groups: Iterable[ParamGroup]) -> list[GradientBucket]:
-    """Put together what are coalesced; each goes when its last one does."""
+    """Put groups that are coalesced into one bucket, which is sent when the last of them is there."""
     companies: dict[int, list[ParamGroup]] = {}
     for group in param_groups:
         key = id(group if group.coalesced is None else group.coalesced)

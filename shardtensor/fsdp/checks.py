@@ -9,7 +9,6 @@ what all ranks do alike, never from where memory lies, which differs where a ran
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -25,7 +24,7 @@ from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.parallel.loading import laid_out_as
-from shardtensor.parallel.memory import become
+from shardtensor.parallel.memory import become, cannot_change
 from shardtensor.tensor.replacing import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -102,11 +101,7 @@ def _check_changeable(info: ParamInfo) -> None:
         torch.utils.swap_tensors(param, dummy)
         torch.utils.swap_tensors(param, dummy)
     except RuntimeError as error:
-        raise RuleError(
-            f'"{info.name}" cannot be sharded now: something holds on to its old self',
-            {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(param))},
-            "call fully_shard before the first forward, or drop its results (and compiled modules) first",
-        ) from error
+        raise cannot_change(f'"{info.name}"', param, error) from error
 
 
 def refuse_transform(state: FSDPState) -> None:
@@ -156,7 +151,7 @@ class ParameterWatch:
 
 
 def take_in(state: FSDPState) -> None:
-    """Let the groups of a unit have the parameters that its modules have now, in one range again.
+    """Rebuild the groups of a unit over the parameters that its modules hold now.
 
     It sends nothing, but that a parameter that was put in place in another layout is laid out anew.
 
@@ -230,7 +225,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _adopt(group: ParamGroup, i: int, param: Any) -> None:
-    """Have another object as a parameter: a ShardedTensor, of any layout, or a whole tensor that all ranks have."""
+    """Take another object as a parameter: a ShardedTensor of any layout, or a whole tensor that all ranks hold."""
     old = group.sharded_params[i]
     if not isinstance(param, ShardedTensor) or param._layout != old._layout:
         value = laid_out_as(param, old)

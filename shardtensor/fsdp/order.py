@@ -28,7 +28,8 @@ _made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that
 
 WAYS_OUT = (
     "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
-    "call fully_shard on a module that holds all of them instead: parameters that a rank does not use count as zero",
+    "call fully_shard on a module that holds all of them instead, with find_unused=True: what a rank does not use"
+    " counts as zero",
 )
 
 

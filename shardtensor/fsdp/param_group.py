@@ -9,7 +9,7 @@ is when they are packed and sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.autograd import written_too_early
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.gradients import AccumulatedGradients, Grads, ParamGroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join
@@ -291,7 +292,7 @@ class ParamGroup(ParamGroupGradients):
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version not in (-1, self.writes):
-            raise written_too_early(info.name for info in self.params_info)
+            raise written_too_early(self.params_info)
 
 
 @torch.inference_mode(False)
@@ -343,15 +344,6 @@ def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if view.dtype != part.dtype:
         view.data = part
     return view
-
-
-def written_too_early(names: Iterable[str]) -> RuleError:
-    """The refusal of a backward whose parameters are no longer those of the forward."""
-    return RuleError(
-        "parameters were written between a forward and its backward",
-        {"parameters": ", ".join([*names][:4])},
-        "call backward before the optimizer steps or values are loaded",
-    )
 
 
 def _parting(cuts: list[int]) -> tuple[list[int], slice]:

@@ -24,11 +24,11 @@ _will_run = torch._C._will_engine_execute_node
 
 
 class ExpectedGradients:
-    """Numbers of groups whose gradients are to come, may come, or do not come.
+    """Which groups get gradients in a backward of this rank, by number.
 
     Attributes:
-        hidden: those that a backward inside of this one may bring.
-        missing: those that this rank brings no gradients of.
+        hidden: those whose gradients a backward inside of this one may make.
+        missing: those that this rank has no gradients of.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ExpectedGradients:
         self._passed: set[int] = set()
 
     def mark_recompute(self, numbers: Iterable[int]) -> None:
-        """Record that these compute where autograd records nothing: a backward of their own may bring gradients."""
+        """Record that these compute where autograd records nothing: a backward of their own may make gradients."""
         self.hidden.update(numbers)
 
     def begin(self, numbers: Collection[int], nodes: Iterable[Any]) -> None:
@@ -58,24 +58,24 @@ class ExpectedGradients:
         self.hidden.clear()
 
     def is_without(self, number: int) -> bool:
-        """Whether this rank brings no gradients of it, and others may wait for its turn."""
+        """Whether this rank has no gradients of it, and the order has come to it."""
         return number in self.missing and number in self._passed
 
     def skip(self, numbers: Iterable[int]) -> None:
-        """Record that it is the turn of these."""
+        """Record that the order has come to these."""
         self._passed.update(numbers)
 
 
 _in_backward = torch._C._current_graph_task_id
 
 BUFFERS = 2
-"""Reductions on their way at a time, where nothing else is asked."""
+"""Pending reductions at a time, where the user sets nothing else."""
 _KEPT = 1 << 24  # bytes; what is larger is given back after each backward, for a loss needs the most memory just before
 
 
 @attrs.define(eq=False)
 class _PendingReduce:
-    """A reduction on its way: of what, which parameters of each group have a gradient, where, what to wait for."""
+    """A pending reduction: of what, which parameters of each group have a gradient, where, what to wait for."""
 
     bucket: GradientBucket
     used: list[list[bool]]
@@ -97,7 +97,7 @@ class GradientReducer:
         buffers: int = BUFFERS,
     ) -> None:
         self.param_groups, self._streams, self.unused = list(param_groups), streams, used
-        self._touch = start_backward  # begins a backward that has not begun
+        self._start_backward = start_backward  # begins a backward that has not begun
         self._explain = explain  # raises where ranks went different ways; takes the number of a unit
         self.stream = streams.stream()
         self._met: list[int] = []
@@ -118,7 +118,7 @@ class GradientReducer:
         self.resize(buffers)
 
     def resize(self, buffers: int) -> None:
-        """Have as many reductions on their way at a time, of what are coalesced now; between two backwards."""
+        """Set how many reductions may be pending at a time, and lay out buckets anew; between two backwards."""
         self.buffers = buffers
         self._pending: list[_PendingReduce | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
@@ -126,17 +126,17 @@ class GradientReducer:
         self._input_buffers: dict[tuple[int, tuple[int, ...]], InputBuffer] = {}
         self._turn = 0
         self._expectations = {}
-        self._known = {set_order: (met, order, {}) for set_order, (met, order, _) in self._known.items()}
+        self._known = {key: (met, order, {}) for key, (met, order, _) in self._known.items()}
         self._alone = [GradientBucket([group]) for group in self.param_groups]
         buckets = [*self._alone, *buckets_of(self.param_groups)]
         self._memory_size = max((bucket.size_bytes + bucket.apart_bytes for bucket in buckets), default=0)
 
     def fits(self) -> bool:
-        """Whether groups compute and reduce in the dtypes still that this was made for."""
+        """Whether the groups still compute and reduce in the dtypes that this was made for."""
         return self._dtypes == _dtypes_of(self.param_groups)
 
     def set_order(self, trains: Hashable) -> None:
-        """Go by what was learned when these parameters were trained."""
+        """Switch to the bucket order recorded for this set of trainable parameters."""
         self._known[self._order_key] = (self._met, self._order, self._expectations)
         self._order_key = trains
         self._met, self._order, self._expectations = self._known.get(trains, ([], [], {}))
@@ -196,7 +196,7 @@ class GradientReducer:
 
         A backward inside of this one, of a reentrant checkpoint, brings those of some of them, and others come later.
         """
-        self._touch()
+        self._start_backward()
         is_inside = _in_backward() != self._task
         for group, own in zip(param_groups, grads, strict=True):
             place = self._places.get(group.position, -1)
@@ -319,7 +319,7 @@ class GradientReducer:
             self._give(group, grad, used)
 
     def _give(self, group: ParamGroup, grad: torch.Tensor | None, used: list[bool]) -> None:
-        """Let the parameters of a group have what was summed."""
+        """Make what was summed the gradients of a group's parameters."""
         if grad is None:
             self._is_carrying = True
             return
@@ -348,7 +348,7 @@ class GradientReducer:
 
 @attrs.frozen(eq=False)
 class _BucketOrder:
-    """What a backward brings: buckets in order, and the place there of each group by its number."""
+    """The buckets of a backward in order, and the place there of each group by its number."""
 
     buckets: list[GradientBucket]
     places: dict[int, int]

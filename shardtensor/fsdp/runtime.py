@@ -1,4 +1,4 @@
-"""`Runtime`: when the units of a model are gathered, and when their gradients are reduced."""
+"""`Runtime`: one for each model; it gathers units around forward and backward, and starts reductions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from shardtensor.comm.untraced import untraced
-from shardtensor.fsdp.autograd import next_generation
+from shardtensor.fsdp.autograd import next_generation, written_too_early
 from shardtensor.fsdp.buffers import assign_buffers
 from shardtensor.fsdp.checks import ParameterWatch, check_place, refuse_transform, take_in
 from shardtensor.fsdp.order import BackwardRoot, ExecutionOrder
 from shardtensor.fsdp.outside import UNCOMPILED
-from shardtensor.fsdp.param_group import written_too_early
-from shardtensor.fsdp.reducer import GradientReducer
+from shardtensor.fsdp.reducer import BUFFERS, GradientReducer
 from shardtensor.fsdp.state import SHARDED, FSDPState, states_in
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unshard import Unsharding
@@ -26,7 +25,7 @@ _in_backward = torch._C._current_graph_task_id
 
 
 class Runtime(Unsharding):
-    """Made in the first call of a module that no running module holds; it serves all units in that module."""
+    """Made in the first call of a module that no other running module holds; shared by all units in that module."""
 
     def __init__(self, states: list[FSDPState]) -> None:
         self.states = states
@@ -38,9 +37,7 @@ class Runtime(Unsharding):
         self.order = ExecutionOrder(self._group, lambda number: self.states[number].title)
         is_exact = any(state.find_unused for state in states)
         self._unused = UnusedCheck(states[0].data_mesh, names_of(states), self.streams, is_exact, self.order.explain)
-        self.reducer = GradientReducer(
-            self._param_groups, self.streams, self._unused, self.start_backward, self.order.explain
-        )
+        self.reducer = self._new_reducer()
         self._leaving: list[int] = []  # units in the order in which their forward ended in this pass, ...
         self._needs: list[bool] = []  # ... and whether their backward may need parameters
         self._left: dict[Hashable, list[int]] = {}  # by kind of forward, those whose backward does on any rank
@@ -89,7 +86,7 @@ class Runtime(Unsharding):
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, state: FSDPState) -> None:
-        """Have `state` gathered when its forward is about to begin."""
+        """Gather `state` before its forward."""
         if not self._depth:
             if _in_backward() < 0:
                 self._begin(state)
@@ -127,7 +124,7 @@ class Runtime(Unsharding):
                 other.sharded_state = SHARDED
 
     def _wait_for_optimizer(self) -> None:
-        """Let gathers wait for the event that the user gave, too; it is good for one forward."""
+        """Make the gathers of this forward wait for the event that the user gave."""
         if self.device.type == "cuda":
             self.post_optim_event.wait(self.streams.caller)
         self.post_optim_event = None
@@ -144,7 +141,7 @@ class Runtime(Unsharding):
         self.gathers.join()
 
     def _mend(self) -> None:
-        """Take in what was done to the modules' parameters since the last forward."""
+        """Reset what depends on the modules' parameters, which were replaced or converted since the last forward."""
         self.generation = next_generation()
         for state in self.states:
             take_in(state)
@@ -153,14 +150,7 @@ class Runtime(Unsharding):
             self.order.clear()
             self._keep_only(())
             assign_buffers(self.states)
-            self.reducer = GradientReducer(
-                self._param_groups,
-                self.streams,
-                self._unused,
-                self.start_backward,
-                self.order.explain,
-                self.reducer.buffers,
-            )
+            self.reducer = self._new_reducer(self.reducer.buffers)
             self.reducer.set_order(self._trains)
         trains = self._who_train()
         if trains != self._trains:
@@ -170,6 +160,10 @@ class Runtime(Unsharding):
         for state in self.states:
             state.make_swaps()
         self._watch = ParameterWatch(self.states)
+
+    def _new_reducer(self, buffers: int = BUFFERS) -> GradientReducer:
+        explain = self.order.explain
+        return GradientReducer(self._param_groups, self.streams, self._unused, self.start_backward, explain, buffers)
 
     def _make_views(self) -> None:
         for group in {id(group.coalesced or group): group for group in self._param_groups}.values():
@@ -186,7 +180,7 @@ class Runtime(Unsharding):
         return self._depth > 0 or _in_backward() >= 0
 
     def leave(self, state: FSDPState) -> None:
-        """Go on after the forward of `state`."""
+        """End the forward of `state`, and the pass with the outermost one."""
         self._depth -= 1
         if self._depth or _in_backward() >= 0:
             return
@@ -212,7 +206,7 @@ class Runtime(Unsharding):
         self._left[self._kind] = list(dict.fromkeys([*before, *left])) if before else left
 
     def abandon(self, state: FSDPState) -> None:
-        """Go on after a forward that raised."""
+        """End a forward that raised."""
         self._depth -= 1
 
     def mark_recompute(self, state: FSDPState) -> None:
@@ -230,16 +224,16 @@ class Runtime(Unsharding):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def before_backward(self, state: FSDPState, generation: int) -> None:
-        """Have `state` gathered when its backward is about to begin, of a forward with this generation of values."""
+        """Gather `state` before its backward, of a forward with this generation of values."""
         if generation != self.generation:
-            raise written_too_early(info.name for group in state.param_groups for info in group.params_info)
+            raise written_too_early(info for group in state.param_groups for info in group.params_info)
         self.start_backward()
         if not (state.is_at_hand or state.skips_backward):
             self._unshard_for(state)
 
     @untraced(UNCOMPILED)
     def start_backward(self, grad: torch.Tensor | None = None) -> None:
-        """Take part in a backward, though it may go through no unit here; as a hook on a tensor, for one."""
+        """Start backward state if it has not started. Usable as a tensor hook."""
         if self._is_backward and self._ending() is None:
             self._break_off()
         if not self._is_backward:
@@ -271,7 +265,7 @@ class Runtime(Unsharding):
                 state.end_backward()
 
     def _break_off(self) -> None:
-        """Leave a backward that an error ended."""
+        """Drop a backward that an error ended."""
         self._is_backward = False
         self._show_sharded()
         self.reducer.drop()

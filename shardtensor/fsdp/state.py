@@ -105,7 +105,7 @@ class FSDPState:
         watch_backward()
 
     def settle(self) -> None:
-        """Know what there is to know before the first forward."""
+        """Compute the flags that do not change at run time."""
         self.is_container = any(state is not self for module in self.modules for _, state in states_in(module))
         self.stays_gathered = self._stays_gathered()
         self.has_own_buffer = self.stays_gathered or self.is_asked or self.keeps_after_backward
@@ -116,7 +116,7 @@ class FSDPState:
         return self.is_container or self.reshard_after_forward is False
 
     def forget(self) -> None:
-        """Have no memory to be gathered into, until the next forward makes a runtime, on all ranks."""
+        """Drop the buffer and the runtime; the next forward makes new ones, on all ranks."""
         self.runtime = self.buffer = None
         self.sharded_state, self.is_kept = SHARDED, False
         self._together, self._pending, self._swaps, self._rnns = (self,), [], [], []
@@ -156,7 +156,7 @@ class FSDPState:
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:
-        """Settle what is put into modules while they run, and what afterwards; where that lies, and its versions."""
+        """List which parameters each module holds while it runs, and which afterwards."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         for group in self.param_groups:
             for info, view, sharded in zip(
@@ -180,14 +180,14 @@ class FSDPState:
         self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
 
     def show_unsharded(self) -> None:
-        """Let modules compute with the gathered parameters."""
+        """Put the unsharded parameters into the modules."""
         for place, views, _ in self._swaps:
             place.update(views)
         if self._rnns:
             self._show_rnns()
 
     def show_sharded(self) -> None:
-        """Let modules show their sharded parameters."""
+        """Put the sharded parameters into the modules."""
         for place, _, sharded_params in self._swaps:
             place.update(sharded_params)
         if self._rnns:
@@ -199,7 +199,7 @@ class FSDPState:
             owner._flat_weights = [owner._parameters[name] for name in owner._flat_weights_names]
 
     def use(self, streams: Streams) -> None:
-        """Be gathered beside these streams from now on."""
+        """Gather beside these streams from now on."""
         self.streams, self._ready = streams, streams.event()
 
     # -- gathering --------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class FSDPState:
             state.sharded_state = UNSHARDING
 
     def finish(self) -> None:
-        """Let a gather come to its end whose memory is taken for another one; in the caller's stream."""
+        """Wait for a gather whose buffer is taken for another one; in the caller's stream."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -257,7 +257,7 @@ class FSDPState:
         self.sharded_state = UNSHARDED
 
     def wait(self) -> None:
-        """Let what the caller does next find the parameters gathered."""
+        """Make the caller's stream wait for the gather."""
         self.finish()
         if self._ready is not None:
             self.streams.wait(self._together[0]._ready)

@@ -141,7 +141,7 @@ class Unsharding:
             state.is_kept = self._has_kept = True
 
     def reshard(self, state: FSDPState) -> None:
-        """Have `state` gathered again before its next use."""
+        """Gather `state` again before its next use."""
         state.is_kept = False
         if not state.is_running:
             state.sharded_state = SHARDED

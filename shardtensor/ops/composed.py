@@ -78,18 +78,6 @@ def chain_matmul(*matrices: torch.Tensor) -> torch.Tensor:
     return multi_dot(matrices)
 
 
-@composed("kron")
-def kron(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Every element of one times the whole of the other: ``a b, c d -> (a c) (b d)``."""
-    ndim = max(input.dim(), other.dim())
-    a = input.reshape((1,) * (ndim - input.dim()) + tuple(input.shape))
-    b = other.reshape((1,) * (ndim - other.dim()) + tuple(other.shape))
-    for d in range(ndim):
-        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
-    product = a * b
-    return product.reshape([product.shape[2 * d] * product.shape[2 * d + 1] for d in range(ndim)])
-
-
 # -- distances and statistics ------------------------------------------------------------------------------------------
 
 
@@ -152,14 +140,6 @@ def flipud(input: torch.Tensor) -> torch.Tensor:
     return input.flip(0)
 
 
-@composed("rot90")
-def rot90(input: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> torch.Tensor:
-    """Turn a plane by `k` times a quarter."""
-    a, b = (one_dim(input.dim(), d) for d in dims)
-    turns = (lambda x: x.clone(), lambda x: x.flip(b).transpose(a, b), lambda x: x.flip(a, b))
-    return turns[k % 4](input) if k % 4 < 3 else input.transpose(a, b).flip(b)
-
-
 @composed("repeat_interleave")
 def repeat_interleave(
     input: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
@@ -196,24 +176,6 @@ def atleast_2d(*tensors: Any) -> Any:
     return _each(tensors, lambda x: x if x.dim() > 1 else x.reshape(1, -1) if x.dim() else x.reshape(1, 1))
 
 
-@composed("atleast_3d")
-def atleast_3d(*tensors: Any) -> Any:
-    """Tensors of three dims or more."""
-    return _each(tensors, _three_dims)
-
-
-def _three_dims(x: torch.Tensor) -> torch.Tensor:
-    return (
-        x
-        if x.dim() > 2
-        else x.unsqueeze(-1)
-        if x.dim() == 2
-        else x.reshape(1, -1, 1)
-        if x.dim()
-        else x.reshape(1, 1, 1)
-    )
-
-
 def _each(tensors: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
         return change(tensors[0])
@@ -233,12 +195,6 @@ def vstack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([atleast_2d(x) for x in tensors], 0)
 
 
-@composed("dstack")
-def dstack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Laid behind each other along the third dim."""
-    return torch.cat([atleast_3d(x) for x in tensors], 2)
-
-
 @composed("column_stack")
 def column_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Columns laid beside each other."""
@@ -251,23 +207,6 @@ def broadcast_tensors(*tensors: Any) -> tuple[torch.Tensor, ...]:
     tensors = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return tuple(x.expand(shape) for x in tensors)
-
-
-@composed("meshgrid")
-def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[torch.Tensor, ...]:
-    """Vectors as the coordinates of a grid."""
-    tensors = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
-    if any(x.dim() > 1 for x in tensors) or indexing not in ("ij", "xy"):
-        return NotImplemented
-    vectors = [x.reshape(x.numel()) for x in tensors]
-    order = list(range(len(vectors)))
-    if indexing == "xy" and len(order) > 1:
-        order[:2] = [1, 0]
-    shape = [vectors[i].shape[0] for i in order]
-    return tuple(
-        x.reshape([x.shape[0] if order[d] == i else 1 for d in range(len(order))]).expand(shape)
-        for i, x in enumerate(vectors)
-    )
 
 
 # -- copies with a part of another tensor ------------------------------------------------------------------------------

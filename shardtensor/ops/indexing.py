@@ -15,9 +15,9 @@ from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.advanced import Advanced, advanced, read
 from shardtensor.ops.engine import on_grid
-from shardtensor.ops.inplace import written_through
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.masks import put
+from shardtensor.ops.pointwise import written_through
 from shardtensor.ops.scattering import put_at
 from shardtensor.ops.views import copied, local_view, mark_part, to_view, view
 from shardtensor.rules.dims import one_dim

@@ -1,4 +1,4 @@
-"""Elementwise operations, with broadcasting: ``d0 d1, d1, d0 1 -> d0 d1``.
+"""Elementwise operations, with broadcasting, and the same in place: ``d0 d1, d1, d0 1 -> d0 d1``.
 
 An operand that is whole along a dim that another one has cut is sliced there. Operands of one layout, whatever it is,
 and Python numbers are worked on where they lie.
@@ -15,12 +15,21 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import decided
-from shardtensor.ops.engine import group_of, refuse_to_move, run
+from shardtensor.ops.engine import bring, group_of, refuse_to_move, run
 from shardtensor.ops.local_call import remembered
 from shardtensor.ops.out import write_out
+from shardtensor.rules.propagate import Need, follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, name_of, spellings
+from shardtensor.tensor.copied import wrote
+from shardtensor.tensor.dispatch import (
+    HANDLERS,
+    fall_back,
+    name_of,
+    refuse_lost_write,
+    refuse_partial_write,
+    spellings,
+)
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
 from shardtensor.tensor.teams import along
@@ -92,8 +101,6 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("out") is not None:
         return write_out(lambda f, a, k: spread(f, a, k, name), func, args, kwargs)
     if kwargs.get("inplace"):
-        from shardtensor.ops.inplace import write
-
         return write(func, args, kwargs)
     places: list[Any] = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -159,9 +166,115 @@ def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
     return rule
 
 
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+
+def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of an elementwise function that writes into its first operand."""
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        return write(func, args, kwargs)
+
+    return handler
+
+
+def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do `func`, elementwise, in place on its first operand."""
+    x = args[0]
+    if not isinstance(x, ShardedTensor):
+        return fall_back(func, args, kwargs)
+    if written_through(x, lambda row: func(row, *args[1:], **kwargs)):
+        return x
+    refuse_lost_write(x, name_of(func))
+    refuse_partial_write(x, name_of(func))
+    refuse_expanded(x)
+    _write(func, x, args, kwargs)
+    wrote(x)
+    return x
+
+
+def _write(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(args) == 1 or (len(args) == 2 and type(args[1]) in NUMBERS):
+        func(x._local, *args[1:], **kwargs)
+        return
+    if len(args) == 2 and not kwargs and isinstance(args[1], ShardedTensor):
+        y = args[1]
+        if y._layout == x._layout and y._group is x._group:
+            func(x._local, apart(y._local, x._local))
+            return
+    others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
+    group_of(name_of(func), [x, *others])
+    shape = torch.broadcast_shapes(x.shape, *(other.shape for other in others))
+    if shape != x.shape:
+        raise RuntimeError(
+            f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(shape)} of {name_of(func)}"
+        )
+    filled = [_meets(name_of(func), value, x) if isinstance(value, torch.Tensor) else value for value in args[1:]]
+    named = {k: _meets(name_of(func), v, x) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    func(x._local, *filled, **named)
+
+
+def refuse_expanded(x: ShardedTensor) -> None:
+    """Torch's error for writing what `expand` made, on ranks too where the part of `x` is empty and torch writes."""
+    steps = x._local.stride()
+    if 0 in steps and any(n > 1 and not step for n, step in zip(x._layout.shape, steps, strict=False)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
+def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """`local`, copied where it shows the memory of the local tensor `written` in another way.
+
+    Torch refuses to write what it reads elsewhere, but only where it can tell, and that depends on a part's shape.
+    """
+    if local is written or not (local._is_view() or written._is_view()):
+        return local
+    is_same = local.storage_offset() == written.storage_offset() and local.stride() == written.stride()
+    shares = local.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
+    return local.clone() if shares and not is_same else local
+
+
+def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
+    """The local tensor of `other` that meets the local tensor of `x`."""
+    if isinstance(other, ShardedTensor):
+        other = settled(other)
+        if other._layout == x._layout:
+            return apart(other._local, x._local)
+    layout = x._layout
+    if not isinstance(layout, CutLayout):
+        return beside(name, other, x)
+    target = follow(layout, other.shape)
+    moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
+    return bring(name, other, Need(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group)
+
+
+def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
+    """Write into what `input` is a copy of; False where it is none, or no copy of indexed or transposed values.
+
+    ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
+    the values are read anew, changed and written back. All ranks of the group call it.
+    """
+    if not isinstance(input, ShardedTensor) or input._origin is None or input._source is None:
+        return False
+    read, write = input._source
+    changed = read().clone()
+    change(changed)
+    write(changed)
+    return True
+
+
+# -- registered --------------------------------------------------------------------------------------------------------
+
 for _name in ELEMENTWISE:
     for _func in spellings(_name):
         HANDLERS[_func] = elementwise(_func, _name)
+    for _func in spellings(f"{_name}_"):
+        HANDLERS[_func] = in_place(_func)
+for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
+    if hasattr(torch.Tensor, f"__{_name}__"):
+        HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))
 
 
 def _where(func: Any) -> Any:

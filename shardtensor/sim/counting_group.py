@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
 from shardtensor.comm.parted import Parted
+from shardtensor.comm.regain import reduce
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -134,3 +136,6 @@ class CountingGroup(Parted):
 
 def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
+
+
+copyreg.pickle(CountingGroup, reduce)

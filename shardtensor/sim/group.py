@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction, overwrite
 from shardtensor.comm.parted import Parted
+from shardtensor.comm.regain import reduce
 from shardtensor.comm.torch_group import OutsideGroup
 from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh, Ranks, as_ranks
@@ -286,3 +288,6 @@ def _counts(counts: Sequence[int]) -> str:
         return f"{len(counts)} x {counts[0]}"
     shown = "+".join(map(str, counts[:16]))
     return shown if len(counts) <= 16 else f"{shown}+... ({len(counts)} parts)"
+
+
+copyreg.pickle(SimGroup, reduce)

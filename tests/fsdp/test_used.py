@@ -224,17 +224,17 @@ ranks went different ways through fully sharded modules in a forward; nothing wa
   all came from  branches.0 (Linear)
   either         let every rank call the same modules in the same order, as with a loss of zero times what it does not \
 need
-  or             call fully_shard on a module that holds all of them instead: parameters that a rank does not use \
-count as zero"""
+  or             call fully_shard on a module that holds all of them instead, with find_unused=True: what a \
+rank does not use counts as zero"""
     assert world(apart, 2, plan=[[[0, 1], [0, 2]]]) == [expected] * 2
 
 
 # -- by default: told
 
 
-def told(steps, at):
+def told(steps, at, whole_units=False):
     """Runs steps until one raises; it must be step `at`."""
-    module, oracle = models(False, True, whole_units=False)
+    module, oracle = models(False, True, whole_units)
     for number, ways in enumerate(steps):
         try:
             step(module, oracle, ways)
@@ -260,6 +260,28 @@ def test_told_in_the_next_step(world, before):
     alike, unlike = [[0, 2], [0, 2]], [[0, 1], [0, 3]]
     texts = world(told, 2, steps=[alike] * before + [unlike, alike, alike], at=before + 1)
     assert texts == [(True, TEXT)] * 2
+
+
+@both
+def test_a_unit_that_one_rank_skips_later_is_told_in_the_next_step(world):
+    alike, unlike = [[0, 1, 2, 3]] * 2, [[0, 2, 3], [0, 1, 2]]
+    texts = world(told, 2, steps=[alike, unlike, alike], at=2, whole_units=True)
+    assert texts[0] == texts[1]
+    assert "branches.1.weight on rank 1; branches.3.weight on rank 0" in texts[0][1]
+
+
+def evaluated_apart():
+    """Without gradients ranks may skip units that the first pass had."""
+    module, oracle = models(False, True)
+    rank = as_group().rank
+    with torch.no_grad():
+        for ways in ([0, 1, 2, 3], [0, 1, 2, 3][rank:], [1, 3][rank:], []):
+            torch.testing.assert_close(module(batch(rank), ways), oracle(batch(rank), ways))
+
+
+@both
+def test_ranks_may_skip_units_in_evaluation(world):
+    world(evaluated_apart, 2)
 
 
 def test_what_changes_on_all_ranks_alike_is_nothing_to_tell():
