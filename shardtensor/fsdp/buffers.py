@@ -14,7 +14,7 @@ from shardtensor.plan.match.units import convoys
 
 
 class CopyOrder:
-    """Brings groups from one order to the other, all in one call.
+    """Copies groups from one order to the other, in one call.
 
     Args:
         chunks: elements of a rank's range of each group.
@@ -60,7 +60,7 @@ class CoalescedGather:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that its groups travel in, and that they are dealt out to."""
+        """Bytes of the buffers that its groups are sent in, and copied to."""
         return self._sent.nbytes + self.memory.nbytes
 
     def is_ready(self, is_again: bool) -> bool:
@@ -135,7 +135,7 @@ class Buffer:
 def assign_buffers(states: Sequence[FSDPState]) -> None:
     """Give every unit its memory: a buffer of its own where it has to stay gathered, else one of a ring in turns.
 
-    The ring has a buffer for a unit that computes and for as many as are gathered ahead of it. Small units that travel
+    The ring has a buffer for a unit that computes and for as many as are gathered ahead of it. Small units that are
     together lie end to end. All ranks call it; where the copy engines of GPUs can gather, the memory is made known to
     all.
     """

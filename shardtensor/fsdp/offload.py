@@ -14,7 +14,7 @@ from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Offl
 
 
 class OffloadedParamGroup(ParamGroup):
-    """A flat whose shard is copied to the device to be gathered, and whose summed gradient is copied back."""
+    """A group whose shard is copied to the device to be gathered, and whose summed gradient is copied back."""
 
     is_offloaded = True
 
@@ -33,7 +33,7 @@ class OffloadedParamGroup(ParamGroup):
         return torch.zeros(self.ranges.chunk, dtype=self.dtype, pin_memory=self._pin)
 
     def gather(self) -> Pending:
-        assert self.whole is not None, "memory is lent before anything is gathered"
+        assert self.whole is not None, "a buffer is assigned before anything is gathered"
         self._own.copy_(self.shard, non_blocking=self._pin)
         return self.data_mesh.shard.all_gather_into(self.whole, self._own)
 
@@ -54,7 +54,7 @@ def param_group_of(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> ParamGroup:
-    """The flat of these parameters; on the CPU there is nothing to offload."""
+    """The group of these parameters; on the CPU there is nothing to offload."""
     if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
         return OffloadedParamGroup(params_info, data_mesh, device, mp_policy, offload_policy.pin_memory)
     return ParamGroup(params_info, data_mesh, device, mp_policy)

@@ -261,7 +261,7 @@ class ParamGroup(ParamGroupGradients):
 
     def gather(self) -> Pending:
         """Start to gather; the caller chose the stream."""
-        assert self.whole is not None, "memory is lent before anything is gathered"
+        assert self.whole is not None, "a buffer is assigned before anything is gathered"
         source = self.present_range()
         if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
             source = self._own.copy_(source)
@@ -334,7 +334,7 @@ class _Gathered(torch.autograd.Function):
             found = iter(grads)
             each = [[next(found) if trains else None for trains in mask] for mask in ctx.trains]
             on_gradients = param_groups[0].on_gradients
-            assert on_gradients is not None, "flats whose views are used belong to a schedule"
+            assert on_gradients is not None, "groups whose views are used belong to a runtime"
             on_gradients(param_groups, each)
         return None, None
 

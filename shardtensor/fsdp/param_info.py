@@ -215,7 +215,7 @@ def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
     lengths = [info.values.numel() for info in params_info]
     owners = [info.form.owner for info in params_info if info.form.owner is not None]
     if owners:
-        assert len(owners) == len(params_info), "parameters with owners have a flat of their own"
+        assert len(owners) == len(params_info), "parameters with owners have a group of their own"
         return lay_out_owned(lengths, ranks, owners)
     if params_info[0].is_alone:
         return lay_out_alone(lengths[0], ranks, params_info[0].grain)

@@ -32,7 +32,7 @@ class Streams:
         return CudaStream(self) if self.is_cuda else Stream()
 
     def event(self) -> Any:
-        """A new event, for ``Lane.mark`` and `wait`."""
+        """A new event, for ``Stream.mark`` and `wait`."""
         return torch.cuda.Event() if self.is_cuda else None
 
     def wait(self, event: Any) -> None:

@@ -199,9 +199,11 @@ def test_unshard_inside_of_a_forward(world, size):
     assert world(_early, size) == [UNITS] * size
 
 
-def _kept():
+def _kept(is_sharded=False):
     dense, model = twins(reshard_after_forward=True)
     opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (dense, model)]
+    if is_sharded:
+        opts[1] = st.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)
     counts = []
     for step in range(2):
         for micro in range(3):
@@ -221,8 +223,9 @@ def _kept():
 
 
 @sim
-def test_kept_after_backward_until_the_step(world):
-    for counts in world(_kept, 2):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_kept_after_backward_until_the_step(world, is_sharded):
+    for counts in world(_kept, 2, is_sharded=is_sharded):
         assert counts == [UNITS, 0, 0] * 2
 
 
