@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
-from shardtensor.comm.parted import Parted
-from shardtensor.comm.regain import reduce
-from shardtensor.comm.torch_group import OutsideGroup
+from shardtensor.comm.base_group import BaseGroup
+from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 Count = Callable[[str, Ranks, int, int], None]
 """Takes a collective's name, its group, and the bytes that this rank sends and receives."""
 
 
-class CountingGroup(Parted):
+class CountingGroup(BaseGroup):
     """One rank's view of a group whose other members are not there: they bring zeros, and to a reduction nothing.
 
     Results have the shapes and dtypes of real ones; meta tensors are fine. Bytes are those of the data itself: of
@@ -105,16 +104,16 @@ class CountingGroup(Parted):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
-            return OutsideGroup(self.rank, ranks)
+            return NonMemberGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank, device_type=self.device_type)
+            return SingleRankGroup(self.rank, device_type=self.device_type)
         if len(ranks) == self.size:
             return self
         return CountingGroup(self.rank, as_ranks(ranks), self.count, self.device_type)
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         group = CountingGroup(self.rank, self.ranks, self.count, self.device_type)
-        group._seen(self, mesh, axes)
+        group._share_subgroups(self, mesh, axes)
         return group
 
     def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -138,4 +137,4 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-copyreg.pickle(CountingGroup, reduce)
+copyreg.pickle(CountingGroup, reduce_group)

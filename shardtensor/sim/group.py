@@ -10,17 +10,16 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction, overwrite
-from shardtensor.comm.parted import Parted
-from shardtensor.comm.regain import reduce
-from shardtensor.comm.torch_group import OutsideGroup
-from shardtensor.comm.wire import Wire
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.base_group import BaseGroup
+from shardtensor.comm.group import Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
+from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World
 
 # Tensors of all devices meet as they are; sums are made in the dtypes that gloo and NCCL make them in.
-_WIRE = Wire.of_backends("cpu:gloo,cuda:nccl", None)
+_WIRE = BackendSupport.of_backends("cpu:gloo,cuda:nccl", None)
 _WIRE = attrs.evolve(_WIRE, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -32,7 +31,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class SimGroup(Parted):
+class SimGroup(BaseGroup):
     """Two or more ranks of a simulated world; `as_group()` gives it inside of `simulate`.
 
     What it returns and what it writes in place is as of a `TorchGroup`: results are fresh tensors, and a reduction in
@@ -193,9 +192,9 @@ class SimGroup(Parted):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
-            return OutsideGroup(self.rank, ranks)
+            return NonMemberGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank)
+            return SingleRankGroup(self.rank)
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
     def twin(self) -> Group:
@@ -205,7 +204,7 @@ class SimGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)
-        group._seen(self, mesh, axes)
+        group._share_subgroups(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:
@@ -290,4 +289,4 @@ def _counts(counts: Sequence[int]) -> str:
     return shown if len(counts) <= 16 else f"{shown}+... ({len(counts)} parts)"
 
 
-copyreg.pickle(SimGroup, reduce)
+copyreg.pickle(SimGroup, reduce_group)

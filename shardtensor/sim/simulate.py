@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardtensor.comm import process_group
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.sim.group import SimGroup
 from shardtensor.sim.world import World
@@ -57,7 +57,7 @@ def simulate(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, **kwarg
 def _group_of(world: World, rank: int) -> Group:
     mesh = world.mesh
     if mesh.size == 1:
-        group: Group = LoneGroup(0)
+        group: Group = SingleRankGroup(0)
     else:
         group = SimGroup(world, world.members[rank], mesh.ranks)
     return group.on_mesh(mesh, {}) if len(mesh.axes) > 1 else group

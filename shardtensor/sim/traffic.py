@@ -10,7 +10,7 @@ import attrs
 
 from shardtensor.comm import process_group
 from shardtensor.comm.call_site import call_site
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import LayoutError
 from shardtensor.layout.explain import say_bytes
 from shardtensor.mesh import Mesh, Ranks, read_mesh
@@ -117,7 +117,7 @@ def count_bytes(
         raise LayoutError(f"the mesh has no rank {rank}", {"mesh": axes, "ranks": f"0 to {axes.size - 1}"})
     tally = _Tally(axes)
     if axes.size == 1:
-        group: Group = LoneGroup(rank, device_type=device_type)
+        group: Group = SingleRankGroup(rank, device_type=device_type)
     else:
         group = CountingGroup(rank, axes.ranks, tally.count, device_type)
     if len(axes.axes) > 1:
