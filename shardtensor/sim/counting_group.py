@@ -1,4 +1,4 @@
-"""A `Group` that moves nothing and counts what would move, for worlds of any size."""
+"""A `Group` that sends nothing and counts the bytes, for worlds of any size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 Count = Callable[[str, Ranks, int, int], None]
-"""Takes a collective's name, its group, and the bytes that this rank sends and receives."""
+"""Called with a collective's name, its group, and the bytes that this rank sends and receives."""
 
 
 class CountingGroup(BaseGroup):
-    """One rank's view of a group whose other members are not there: they bring zeros, and to a reduction nothing.
+    """One rank of a group whose other members do not exist.
 
-    Results have the shapes and dtypes of real ones; meta tensors are fine. Bytes are those of the data itself: of
-    what a rank must send and receive when reductions and gathers run as rings, without what a backend adds to uneven
-    parts to make them even.
+    A gather returns zeros for them, and a reduction returns this rank's values. Shapes and dtypes are right; meta
+    tensors can be used. The bytes are those that a rank sends and receives if gathers and reductions are rings,
+    without a backend's padding of uneven parts.
     """
 
     def __init__(self, rank: int, ranks: Ranks, count: Count, device_type: str = "cpu") -> None:
@@ -31,7 +31,7 @@ class CountingGroup(BaseGroup):
         self.rank, self.ranks, self.count, self.device_type = rank, ranks, count, device_type
         self.size = len(ranks)
         self.index = ranks.index(rank)
-        self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
+        self.process_group: Any = self  # `as_group` accepts it
         self.mesh: Mesh | None = None
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -45,7 +45,7 @@ class CountingGroup(BaseGroup):
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         counts = [t.numel()] * self.size if counts is None else counts
-        assert counts[self.index] == t.numel(), "this rank brings other than its count"
+        assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         received = (sum(counts) - t.numel()) * t.element_size()
         self.count("all_gather", self.ranks, _bytes(t) * (self.size - 1), received)
         return self._with_own(t, counts)
@@ -77,7 +77,7 @@ class CountingGroup(BaseGroup):
         recv[src_index] = count
         own = like.new_zeros(count)
         if self.index == src_index:
-            assert parts is not None, "the source brings the parts"
+            assert parts is not None, "the source gives the parts"
             send = [part.numel() for part in parts]
             own = parts[self.index].detach().reshape(-1).to(like.device, like.dtype, copy=True)
         self._count_route("scatter", like, send, recv)
@@ -120,7 +120,7 @@ class CountingGroup(BaseGroup):
         return flat.detach().reshape(-1).narrow(0, sum(counts[: self.index]), counts[self.index])
 
     def _with_own(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Zeros for all members, but this rank's own part in its place."""
+        """Return this rank's elements in their range, and zeros for the other members."""
         whole = own.new_zeros(sum(counts))
         self._own(whole, counts).copy_(own.detach().reshape(-1))
         return whole
