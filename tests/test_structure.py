@@ -24,7 +24,7 @@ LINES = 55_459
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 65
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 123
+OF_ONE_IMPORTER = 121
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 
