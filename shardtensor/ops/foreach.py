@@ -16,7 +16,6 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.ops.lanes import in_lanes
 from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
 from shardtensor.tensor.move import part
@@ -276,7 +275,7 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
         locals_ = [local_of(tensors[i]).detach() for i in places]
         wide = torch.promote_types(kind, torch.float32)  # a bfloat16 norm would be rounded before it is summed
         if foreach:
-            norms = _norms(locals_, ord, wide)
+            norms = list(torch._foreach_norm(locals_, ord, dtype=wide))
         else:
             norms = [torch.linalg.vector_norm(x, ord, dtype=wide) for x in locals_]
         stacks.append((torch.stack(norms).to(device, torch.float64), places))
@@ -289,17 +288,6 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
                 each[i] = norm
         sums = torch.stack(each)
     return sums if abs(ord) == torch.inf or ord == 0 else sums.pow_(ord)
-
-
-def _norms(locals_: list[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    norms = list(locals_)
-
-    def work(places: list[int]) -> None:
-        for i, norm in zip(places, torch._foreach_norm([locals_[i] for i in places], ord, dtype=dtype), strict=True):
-            norms[i] = norm
-
-    in_lanes(locals_, work)
-    return norms
 
 
 def _counts(x: ShardedTensor) -> bool:

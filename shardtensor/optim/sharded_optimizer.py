@@ -18,7 +18,6 @@ from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
-from shardtensor.ops.lanes import step_in_lanes
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
@@ -215,7 +214,7 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        self._runs.step(self.param_groups, lambda: step_in_lanes(self._inner, self._inner_step))
+        self._runs.step(self.param_groups, self._inner_step)
         stepped(self._inner, (held.param for held in self._held.values()))
         return loss
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor.errors import CaptureError
-from shardtensor.ops import lanes
 from shardtensor.optim import cuda_graph, graphs
 
 
@@ -497,24 +496,6 @@ def on_gpus() -> None:
         group = dist.new_group(range(dist.get_world_size()))
         dist.destroy_process_group(group)
         assert not train.is_captured
-
-
-def on_gpus_in_lanes() -> None:
-    usual, lanes.ONE_LAUNCH = lanes.ONE_LAUNCH, 0
-    try:
-        eager, other = Training(), Training()
-        with st.graphed_step(other.step) as train:
-            for i in range(12):
-                assert torch.equal(train(*batch(i)), eager.step(*batch(i)))
-            assert train.is_captured
-            assert_same(eager, other)
-    finally:
-        lanes.ONE_LAUNCH = usual
-
-
-@pytest.mark.gpu
-def test_replays_in_lanes_are_the_steps(gpu_world):
-    gpu_world(on_gpus_in_lanes, 2)
 
 
 @pytest.mark.gpu
