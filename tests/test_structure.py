@@ -22,7 +22,7 @@ PURE = ORDER[: ORDER.index("comm")]
 
 LINES = 55_459
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 65
+DEFINED_TWICE = 63
 LATE_IMPORTS = 29
 OF_ONE_IMPORTER = 121
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
