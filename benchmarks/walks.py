@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,7 @@ from typing import Any
 
 import attrs
 import torch
+from check_speed import LLAMA
 from pretended import WORLD, start
 from report import write
 from torch import nn
@@ -144,8 +147,11 @@ def shard_fully(shard: Callable[..., Any]) -> tuple[Walk, nn.Sequential]:
 
 
 def check() -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        command_line(["check", "llama"])
+    """`shardtensor check` of the packaged plan for Llama-3-8B."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(LLAMA))
+        assert not command_line(["check", "llama", "--world", "8", "--model", str(config)])
 
 
 def main() -> None:

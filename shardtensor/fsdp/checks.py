@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from shardtensor.errors import LayoutError, RuleError
 from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
+from shardtensor.parallel.memory import cannot_change
 from shardtensor.tensor.replacing import drop_weak_references
 
 
@@ -88,11 +88,7 @@ def _check_changeable(entry: Entry) -> None:
         torch.utils.swap_tensors(param, dummy)
         torch.utils.swap_tensors(param, dummy)
     except RuntimeError as error:
-        raise RuleError(
-            f'"{entry.name}" cannot be sharded now: something holds on to its old self',
-            {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(param))},
-            "call fully_shard before the first forward, or drop its results (and compiled modules) first",
-        ) from error
+        raise cannot_change(f'"{entry.name}"', param, error) from error
 
 
 def refuse_transform(unit: Unit) -> None:

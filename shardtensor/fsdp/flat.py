@@ -9,7 +9,7 @@ gradients of all of them are there, which is when they are packed and sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from shardtensor.fsdp.flat_gradients import FlatGradients
 from shardtensor.fsdp.forms import Form
 from shardtensor.fsdp.outside import UNCOMPILED, join
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.versions import written_too_early
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
@@ -296,7 +297,7 @@ class Flat(FlatGradients):
     def check_unchanged(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self.version not in (-1, self.writes):
-            raise written_too_early(entry.name for entry in self.entries)
+            raise written_too_early(self.entries)
 
 
 @torch.inference_mode(False)
@@ -346,15 +347,6 @@ def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if view.dtype != part.dtype:
         view.data = part
     return view
-
-
-def written_too_early(names: Iterable[str]) -> RuleError:
-    """The refusal of a backward whose parameters are no longer those of the forward."""
-    return RuleError(
-        "parameters were written between a forward and its backward",
-        {"parameters": ", ".join([*names][:4])},
-        "call backward before the optimizer steps or values are loaded",
-    )
 
 
 def _parting(cuts: list[int]) -> tuple[list[int], slice]:

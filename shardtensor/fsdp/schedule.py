@@ -12,7 +12,7 @@ import torch
 from shardtensor.comm.untraced import untraced
 from shardtensor.fsdp import memory
 from shardtensor.fsdp.checks import refuse_transform
-from shardtensor.fsdp.flat import Flat, written_too_early
+from shardtensor.fsdp.flat import Flat
 from shardtensor.fsdp.kept import Kept
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.passage import Passage
@@ -22,7 +22,7 @@ from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unit import Unit, units_in
 from shardtensor.fsdp.upkeep import Upkeep, check_place, take_in
 from shardtensor.fsdp.used import Uses, names_of
-from shardtensor.fsdp.versions import next_generation
+from shardtensor.fsdp.versions import next_generation, written_too_early
 
 _nothing: Callable[[], Any] = type(None)
 _version = attrgetter("shard._version")
@@ -322,7 +322,7 @@ class Schedule:
     def before_backward(self, unit: Unit, generation: int) -> None:
         """Have `unit` gathered when its backward is about to begin, of a forward with this generation of values."""
         if generation != self.generation:
-            raise written_too_early(entry.name for flat in unit.flats for entry in flat.entries)
+            raise written_too_early(entry for flat in unit.flats for entry in flat.entries)
         self.touch()
         if not (unit.is_at_hand or unit.skips_backward):
             self._visit(unit)

@@ -9,7 +9,7 @@ backward got there, and at no cost for an operation. The refusal is then said in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from shardtensor.errors import RuleError
 
 if TYPE_CHECKING:
+    from shardtensor.fsdp.entry import Entry
     from shardtensor.fsdp.unit import Unit
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -124,6 +125,15 @@ def explained(error: RuntimeError) -> RuleError | None:
                 " (create_graph=True) need it",
             ],
         )
+    return _written(facts)
+
+
+def written_too_early(entries: Iterable[Entry]) -> RuleError:
+    """The refusal of a backward whose parameters are no longer those of the forward."""
+    return _written({"parameters": ", ".join([entry.name for entry in entries][:4])})
+
+
+def _written(facts: Mapping[str, Any]) -> RuleError:
     return RuleError(
         "parameters were written between a forward and its backward",
         facts,

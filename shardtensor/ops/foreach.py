@@ -241,6 +241,11 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool =
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size):
             groups.setdefault(id(x._group), (x._group, []))[1].append(i)
+    if len(groups) > 1:  # those of the same ranks are one
+        same: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
+        for group, places in groups.values():
+            same.setdefault(tuple(group.ranks), (group, []))[1].extend(places)
+        groups = dict(enumerate(same.values()))
     alone = next(iter(groups.values())) if len(groups) == 1 else None
     if alone is not None and len(alone[1]) == len(tensors):
         sums = _reduce(sums.sum(0, keepdim=True) if together else sums, ord, alone[0])

@@ -6,6 +6,7 @@ Where the contracted letter is cut, the local products are addends and are summe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remember
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule, tensordot_rule
 from shardtensor.rules.propagate import propagate
-from shardtensor.rules.rule import Rule
 from shardtensor.tensor.dispatch import fall_back, implements
 
 
@@ -62,7 +62,7 @@ def einsum(*args: Any) -> torch.Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands)) if isinstance(equation, str) else None
-    result = None if rule is None else run("einsum", rule, operands, _summing(equation, rule, operands))
+    result = None if rule is None else run("einsum", rule, operands, _summing(equation, operands))
     return fall_back(torch.einsum, args, {}) if result is None else result
 
 
@@ -74,31 +74,31 @@ def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall 
     recipe = None if rule is None else propagate(rule, layouts_of(operands))
     if rule is None or recipe is None:
         return None
-    compute = _summing(equation, rule, operands)
+    compute = _summing(equation, operands)
     return local_by(lambda _, *xs: compute(*xs), recipe, operands, range(1, len(args)))
 
 
-def _summing(equation: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The local equation. Under autocast its dtype is that of the whole one: torch tells it by the sizes of dims."""
-    summed = {
-        letter
-        for letters, x in zip(rule.inputs, operands, strict=True)
-        for letter, n in zip(letters, x.shape, strict=True)
-        if n != 1 and letter not in rule.output
-    }
-    multiplies = any(sum(letter in letters for letters in rule.inputs) > 1 for letter in summed)
-    kind = operands[0].device.type
+def _summing(equation: str, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The local equation. Under autocast its dtype is that of the whole one: torch chooses it by the sizes of dims."""
+    kinds = tuple((tuple(min(n, 2) for n in x.shape), x.dtype) for x in operands)
+    device = operands[0].device.type
 
     def compute(*xs: torch.Tensor) -> torch.Tensor:
-        if not torch.is_autocast_enabled(kind):
+        if not torch.is_autocast_enabled(device):
             return torch.einsum(equation, *xs)
-        if multiplies:
-            low = torch.get_autocast_dtype(kind)
-            xs = tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs)
-        with torch.autocast(kind, enabled=False):
-            return torch.einsum(equation, *xs)
+        dtype = _dtype_under_autocast(equation, kinds, torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return torch.einsum(equation, *(x.to(dtype) if x.is_floating_point() else x for x in xs))
 
     return compute
+
+
+@cache
+def _dtype_under_autocast(equation: str, kinds: tuple[tuple[Any, torch.dtype], ...], low: torch.dtype) -> torch.dtype:
+    """The dtype of an equation of operands of these sizes and dtypes: torch's own answer for zeros."""
+    with torch.no_grad(), torch.autocast("cpu", low):
+        zeros = (torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in kinds)
+        return torch.einsum(equation, *zeros).dtype
 
 
 implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))

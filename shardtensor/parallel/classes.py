@@ -98,7 +98,8 @@ def _last_cut(spec: ShardingSpec) -> Cut:
         raise RuleError(
             "parallel cross entropy takes logits that are cut along their last dim and no other",
             {"spec": str(spec)},
-            "name the axes along which targets differ as data_axes" if any(others) else 'write it as "[..., tp]"',
+            'write it as "[..., tp]"'
+            + (", and name the axes along which targets differ as data_axes" if set(others) - {None, ...} else ""),
         )
     if not isinstance(last, Cut):
         raise RuleError("no class is cut by this spec", {"spec": str(spec)}, "use torch's cross_entropy: it is local")

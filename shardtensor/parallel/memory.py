@@ -41,13 +41,18 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     try:
         torch.utils.swap_tensors(tensor, shell)
     except RuntimeError as error:
-        raise RuleError(
-            "the parameter cannot be sharded now: something holds on to its old self",
-            {"torch says": str(error).splitlines()[0]},
-            "shard before the first forward pass, or drop its results (and compiled modules) first",
-        ) from error
+        raise cannot_change("the parameter", tensor, error) from error
     if hooks is not None:
         give_hooks(tensor, hooks)
+
+
+def cannot_change(name: str, tensor: torch.Tensor, error: RuntimeError) -> RuleError:
+    """The refusal to shard a tensor of which torch says that something else needs it as it is."""
+    return RuleError(
+        f"{name} cannot be sharded now: something holds on to its old self",
+        {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(tensor))},
+        "shard before the first forward, or drop what holds it: results of one, compiled modules, weak references",
+    )
 
 
 def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -175,4 +175,4 @@ def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str]) -> 
         flat = axes.spelled(Spec().flat(*placed.stored.axes, unit=placed.stored.unit)).flat_part
         assert flat is not None
         stored.append((name, modules[placed.unit or ""], flat))
-    return Keeping(data, gather_units(module, stored, data))
+    return Keeping(data, gather_units(module, stored))

@@ -80,27 +80,19 @@ def keep_as_before(module: nn.Module) -> None:
     release(module)
 
 
-def gather_units(
-    root: nn.Module, stored: Iterable[tuple[str, str, Flat]], data: Sequence[str]
-) -> tuple[GatherUnit, ...]:
+def gather_units(root: nn.Module, stored: Iterable[tuple[str, str, Flat]]) -> tuple[GatherUnit, ...]:
     """Group stored parameters by their gather unit, inner ones first.
 
     Args:
         stored: the name of each parameter, the path of its unit, and what is kept of it, in the axes of the mesh.
-        data: the axes along which samples differ.
 
     Raises:
-        PlanError: units cannot be gathered so.
+        PlanError: a unit is never called.
     """
     units: dict[str, GatherUnit] = {}
     for name, path, flat in stored:
         unit = units.setdefault(path, GatherUnit(path, flat.axes, {}))
-        if unit.axes != flat.axes:
-            raise PlanError(
-                f"the gather unit {path or 'of the root'} is stored over different axes",
-                {name: f"flat({'*'.join(flat.axes)})", "the others": f"flat({'*'.join(unit.axes)})"},
-                "store them alike, or name other modules after `by`",
-            )
+        assert unit.axes == flat.axes, "resolving the plan has told it"
         unit.grains[name] = flat.unit  # type: ignore[index]
     for unit in units.values():
         owner = root.get_submodule(unit.path)
@@ -108,12 +100,6 @@ def gather_units(
             raise PlanError(
                 f"the gather unit {unit.path or 'of the root'} is never called: it is a {type(owner).__name__}",
                 fix="name modules with a forward after `by`: `by layers.*`",
-            )
-        if not set(unit.axes) <= set(data):
-            raise PlanError(
-                f"parameters are stored over {'*'.join(unit.axes)}, along which samples do not differ",
-                {"data": "*".join(data) or "(none)"},
-                f"write `data {'*'.join(unit.axes)}`, or store them over data axes",
             )
     return tuple(sorted(units.values(), key=lambda unit: -len(unit.path.split(".")) if unit.path else 1))
 

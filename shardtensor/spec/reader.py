@@ -175,10 +175,10 @@ class Reader:
             raise self.fault("E102", token, f"no {kinds} is called `{token}`", f"there are {', '.join(known)}", fix)
         if word.place not in places:
             code = "E204" if word.place == "form" else "E102"
-            raise self.fault(code, token, f"`{word.name}` is not a {kinds}", f"it {STANDS[word.place]}", _example(word))
+            raise self.fault(code, token, f"`{word.name}` is not a {kinds}", f"it {STANDS[word.place]}", example(word))
         if word.is_bare != bare:
             fault = f"`{word.name}` takes no arguments" if word.is_bare else f"`{word.name}` needs arguments"
-            raise self.fault("E102", token, fault, fix=f"write `{word.usage}`")
+            raise self.fault("E102", token, fault, fix="drop the brackets" if word.is_bare else f"write `{word.usage}`")
         return word
 
     def arguments(self, word: Word, call: Node) -> dict[str, Any]:
@@ -196,14 +196,17 @@ class Reader:
             if name not in names:
                 taken = f"`{word.name}` takes {listed(names)}" if names else f"`{word.name}` takes no names"
                 fault = f"`{word.name}` has no argument `{name}`" if name else f"`{word.name}` has too many arguments"
-                raise self.fault("E102", node, fault, taken, nearest(name, names) or f"write `{word.usage}`")
+                place = node.children[0] if is_named else node
+                raise self.fault("E102", place, fault, taken, nearest(name, names) or as_in(word))
             if name in values:
                 raise self.fault("E102", node, f"`{name}` is given twice", fix="keep one")
             values[name] = self.argument(word.params[name], value, word)
         missing = [name for name in names[: word.required] if name not in values]
         if missing or values.get("") == []:
             what = f"`{missing[0]}`" if missing and len(names) > 1 else "arguments"
-            raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=f"write `{word.usage}`")
+            is_known = word.place not in ("style", "function")  # the usage of others has names of parameters in it
+            fix = f"write `{word.usage}`" if is_known else as_in(word)
+            raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=fix)
         return values
 
     def argument(self, kind: str, node: Node, word: Word) -> Any:
@@ -223,7 +226,7 @@ class Reader:
                 return self.axes(node)[0]
             if kind.startswith("number") or data == "call":
                 why = "a spec read alone has no names in scope: its numbers are written out"
-                fix = nearest(names[0], ["row"] if kind == "number or row" else []) or f"write `{word.usage}`"
+                fix = nearest(names[0], ["row"] if kind == "number or row" else []) or as_in(word)
                 fix += f"; several axes are one product: `{word.name}(a*b)`" * (kind == "number or row")
                 raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
         if kind == "numbers" and data == "tuple":
@@ -232,7 +235,7 @@ class Reader:
             return [self.placement(token) for token in node.children]
         if kind == "box" and data == "box":
             return self.box(node)
-        fix = f"write `({self.number(node)},)`" if (kind, data) == ("numbers", "number") else f"write `{word.usage}`"
+        fix = f"write `({self.number(node)},)`" if (kind, data) == ("numbers", "number") else as_in(word)
         raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=fix)
 
     def number(self, node: Node) -> int:
@@ -279,6 +282,12 @@ class Reader:
             return ShardMetadata(offsets, sizes, text)
 
 
-def _example(word: Word) -> str:
+def example(word: Word) -> str:
+    """A way out: a spec with the word in its place."""
     examples = {"modifier": f"`[tp {word.usage}, -]`", "suffix": f"`[tp, -] {word.usage}`", "form": f"`{word.usage}`"}
-    return f"write {examples[word.place]}"
+    return f"write it as in {examples[word.place]}"
+
+
+def as_in(word: Word) -> str:
+    """A way out: how the arguments of a word are given."""
+    return f"write it as in `{word.usage}`"

@@ -104,8 +104,11 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
         at, found, shown = len(source.text.rstrip()), " ", "the end"
     else:
         shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
-    fault = f"expected {listed(words)}, found {shown}" if words else f"{shown} cannot stand here"
     why, fix = _advice(source.text, at, found)
+    if found == "'":
+        found, why, fix = quoted_name(source.text, at, expected)
+        shown = f"`{found}`"
+    fault = f"expected {listed(words)}, found {shown}" if words else f"{shown} cannot stand here"
     return source.error("E001", (at, at + len(found)), fault, why, fix)
 
 
@@ -117,13 +120,20 @@ def _advice(text: str, at: int, found: str) -> tuple[str, str]:
         return f"the `{bracket}` at column {column} is open", f"close it with `{closing}`"
     if found == '"':
         return "a string ends on its line", 'close it with `"`'
-    if found == "'":
-        return "strings stand in double quotes", 'write `"`'
     if text[:at].strip() == "" and found in "({":
         return "the dims of a tensor stand in square brackets", "write them as in `[tp, -]`"
     if found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
         return "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
     return "", ""
+
+
+def quoted_name(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
+    """What stands in single quotes at `at`, why it cannot stand there, and what to write for it."""
+    found = re.compile(r"'([^'\n]*)'").match(text, at)
+    is_name = "NAME" in expected and found is not None and found[1].isidentifier()
+    if "STRING" in expected and not is_name:
+        return found[0] if found else "'", "strings stand in double quotes", f'write `"{found[1] if found else ""}"`'
+    return found[0] if found else "'", "names stand without quotes", f"write `{found[1]}`" if found else "drop it"
 
 
 def open_bracket(text: str) -> int | None:

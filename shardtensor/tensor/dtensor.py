@@ -134,7 +134,7 @@ def _mesh_for(tensor: ShardedTensor) -> Any:
     found = device_mesh_of(group) or _meshes.get(group)
     if found is None:
         mesh = mesh_of(group)
-        if group.process_group is None or group.index < 0:
+        if not isinstance(group.process_group, dist.ProcessGroup) or group.index < 0:  # simulated ranks have none
             raise LayoutError(
                 "this tensor is on no process group that a DeviceMesh could be made of",
                 {"tensor": str(tensor.sharding_spec()), "group": repr(group)},

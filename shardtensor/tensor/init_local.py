@@ -29,7 +29,7 @@ from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of, own_device, placement_of
 from shardtensor.tensor.remote import share
-from shardtensor.tensor.shard import Shard, same_device
+from shardtensor.tensor.shard import Shard, check_metadata, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 Size = tuple[int | None, ...]
@@ -167,24 +167,13 @@ def _check_shard(shard: Shard, rank: int) -> None:
         raise LayoutError(
             "Only torch.contiguous_format memory_format is currently supported!", fix="call contiguous() first"
         )
-    if list(tensor.shape) != list(metadata.shard_sizes):
-        raise LayoutError(
-            "Shard tensor size does not match with metadata.shard_lengths!",
-            {"tensor": _by(tensor.shape), "metadata": _by(metadata.shard_sizes)},
-            "give the metadata the sizes of the tensor",
-        )
+    check_metadata(tensor, metadata)
     placement = metadata.placement
     if placement is None or rank_of(placement) != rank:
         raise LayoutError(
             "Local shard metadata's rank does not match with the rank in its process group!",
             {"this rank": rank, "placement": placement},
             "name this rank in the placement of its shards",
-        )
-    if not same_device(placement.device(), tensor.device):
-        raise LayoutError(
-            "Local shard tensor device does not match with local Shard's placement!",
-            {"tensor": tensor.device, "placement": placement},
-            "move the tensor, or name its device in the placement",
         )
 
 
@@ -340,7 +329,7 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
     raise LayoutError(
         "the global size does not follow from the local shapes",
         {"spec": str(spec), **{f"rank {rank}": _by(shape) for rank, shape in list(shapes.items())[:8]}},
-        "pass the global size after the spec",
+        "pass the global size after the spec; or sizes(...) in the spec where the parts are uneven",
     )
 
 

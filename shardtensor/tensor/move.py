@@ -105,7 +105,20 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.weight, None
+        return _Addend.apply(grad, ctx.weight), None
+
+
+class _Addend(torch.autograd.Function):
+    """This rank's addend of a copy; the gradient of addends is that of their sum, and counts as such."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Counted.apply(grad, ctx.weight), None
 
 
 def _weight(made: Layout, rank: int) -> float:

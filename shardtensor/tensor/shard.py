@@ -37,20 +37,7 @@ class Shard:
     __slots__ = ("_index", "_metadata", "_owner", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, metadata: ShardMetadata) -> None:
-        if list(tensor.size()) != list(metadata.shard_sizes):
-            raise LayoutError(
-                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: "
-                f"{list(tensor.size())}, metadata.shard_lengths: {list(metadata.shard_sizes)}",
-                fix="give the metadata the sizes of the tensor",
-            )
-        placement = metadata.placement
-        if placement is not None and not same_device(placement.device(), tensor.device):
-            raise LayoutError(
-                f"Local shard tensor device does not match with local Shard's placement! "
-                f"Found local shard tensor device: {tensor.device}, "
-                f"local shard metadata placement device: {placement.device()}",
-                fix="move the tensor, or name its device in the placement",
-            )
+        check_metadata(tensor, metadata)
         self._tensor: torch.Tensor | None = tensor
         self._metadata = metadata
         self._owner: ShardedTensor | None = None
@@ -110,3 +97,24 @@ class Shard:
 def same_device(a: torch.device, b: torch.device) -> bool:
     """Whether two devices are one, taking a device without an index as any of its kind."""
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
+
+
+def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
+    """Raise LayoutError where metadata gives a tensor another size, or another device than it has."""
+    if list(tensor.shape) != list(metadata.shard_sizes):
+        raise LayoutError(
+            "Shard tensor size does not match with metadata.shard_lengths!",
+            {"tensor": _by(tensor.shape), "metadata": _by(metadata.shard_sizes)},
+            "give the metadata the sizes of the tensor",
+        )
+    placement = metadata.placement
+    if placement is not None and not same_device(placement.device(), tensor.device):
+        raise LayoutError(
+            "Local shard tensor device does not match with local Shard's placement!",
+            {"tensor": tensor.device, "placement": placement},
+            "move the tensor, or name its device in the placement",
+        )
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

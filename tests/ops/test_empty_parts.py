@@ -122,6 +122,7 @@ KERNELS = [
     ("einsum", lambda x, w: torch.einsum("bk,kn->bn", x, w), [(2, 4), (4, 5)], 0),
     ("einsum over what is cut", lambda x, w: torch.einsum("bk,kn->bn", x, w), [(4, 2), (2, 5)], 1),
     ("einsum that only multiplies", lambda x, w: torch.einsum("bk,bk->bk", x, w), [(2, 4), (2, 4)], 0),
+    ("einsum of three", lambda *xs: torch.einsum("ij,kj,kl->il", *xs), [(2, 3), (1, 3), (1, 2)], 0),
     ("matmul", torch.matmul, [(2, 4), (4, 5)], 0),
     ("conv", lambda x, w: F.conv1d(x, w, padding=1), [(2, 2, 6), (3, 2, 2)], 0),
     ("conv of what is cut", lambda x, w: F.conv1d(x, w, padding=1), [(2, 2, 6), (3, 2, 2)], 1),
@@ -147,7 +148,7 @@ def test_gradients_of_gradients(world, name, call, shapes, dim):
 
 
 @pytest.mark.parametrize("world", ["tp=2", "tp=3"])
-@pytest.mark.parametrize(("name", "call", "shapes", "dim"), KERNELS[:6], ids=[kernel[0] for kernel in KERNELS[:6]])
+@pytest.mark.parametrize(("name", "call", "shapes", "dim"), KERNELS[:7], ids=[kernel[0] for kernel in KERNELS[:7]])
 def test_under_autocast(world, name, call, shapes, dim):
     spec = f"[{', '.join('tp balanced' if d == dim else '-' for d in range(len(shapes[0])))}]"
     inputs = [values(*shape, seed=i).float() for i, shape in enumerate(shapes)]

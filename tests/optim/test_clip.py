@@ -168,3 +168,16 @@ def one_number(many):
 @pytest.mark.parametrize("many", [1, 3])
 def test_ranks_send_one_number_whatever_the_number_of_parameters(world, many):
     assert world(one_number, 3, many=many) == [[(1, torch.float64)]] * 3
+
+
+def one_for_the_same_ranks():
+    mesh = dist.init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    p, q = (shard(torch.zeros(8), spec, process_group=group) for spec, group in (("[tp]", None), ("[dp*tp]", mesh)))
+    p.grad, q.grad = (torch.full((8,), n, device=device()) for n in (3.0, 4.0))
+    before = collectives()
+    assert st.clip_grad_norm_([p, q], 1.0).item() == pytest.approx(200**0.5)
+    assert collectives() == before + 1
+
+
+def test_groups_of_the_same_ranks_take_one_collective(world):
+    world(one_for_the_same_ranks, 4)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import device
-from recorded_ops import RecordedOps
+from harness.recorded_ops import RecordedOps
 from torch import nn
 
 import shardtensor as st

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from design_llama import CONFIG, model, report, with_modules
+from plan.design_llama import CONFIG, model, report, with_modules
 
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 

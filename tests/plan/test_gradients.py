@@ -236,7 +236,7 @@ GOLDENS = {
         """<plan>:10:6: error[E403]: `mlp.fc2` takes values cut along tp, and no module leaves them so
    10 |  in: [..., tp]
       |      ^^^^^^^^^
-  why: it wants `[..., tp]`; the modules that it can hear from leave whole values, or say nothing of their results
+  why: it wants `[..., tp]`; what it can hear from leaves whole values, or says nothing of its results
   fix: cut those that feed it (`colwise(tp)`), or take whole values: `in: replicate -> [..., tp]`""",
     ),
 }
@@ -262,7 +262,7 @@ def test_the_example_of_the_design_is_told_word_for_word():
   why: the output is cut by kvg and copied along its sibling kvr inside tp: the copies may feed different query heads, \
 and then their gradients differ
   fix: `colwise_shared(kvg, copies=kvr, unit=4)` sums over the copies; if every copy gets the same gradient, write the \
-flow with `grad replicate`
+flow with `grad replicate`, and move the `in` of attn down to the layers in it
   note: the flow is `out: [..., ax blocks(blocks) unit(unit)]`, std/styles.shard:7"""
     )
 

@@ -222,7 +222,7 @@ specs/llama.shard:END:6: error[E001]: expected text in quotes or a pattern, foun
 specs/llama.shard:END:12: error[E001]: this `[` is never closed
 {END:5} | fc.weight: [tp
       |            ^
-  fix: write `]`
+  fix: close it with `]`
 """,
     ),
     "E002": (

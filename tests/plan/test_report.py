@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from design_llama import resolved
+from plan.design_llama import resolved
 
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding

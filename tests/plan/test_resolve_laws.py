@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import attrs
-from design_llama import model, resolved
 from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as some
+from plan.design_llama import model, resolved
 
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.mesh import Mesh, read_mesh

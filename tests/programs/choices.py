@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from programs.generate import CHOICES, Writer, is_integral, volume
-from programs.layouts import random_spec
 from programs.program import Var
 
 Choice = tuple[str, tuple[Any, ...], dict[str, Any]] | None
@@ -754,7 +753,7 @@ def randomness(w: Writer) -> Choice:
 def relayout(w: Writer) -> Choice:
     x = w.any()
     shape = tuple(w.value(x).shape)
-    spec = random_spec(w.rng, shape, w.mesh, partial=False)
+    spec = w.spec(shape, partial=False)
     if w.rng.random() < 0.3 and x.name not in w.viewed and x.name not in w.frozen:
         return "reshard_", (x, spec), {}
     return "reshard", (x, spec), {}

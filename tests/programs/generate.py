@@ -27,7 +27,7 @@ CHOICES: list[Callable[[Any], Any]] = []
 
 
 HALVES = 1_000_000
-"""Programs of seeds from here on have tensors of half precision, too."""
+"""Programs of seeds from here on have tensors of half precision, and flat ranges over several axes, too."""
 OF_HALVES: list[Callable[[Any], Any]] = []
 
 
@@ -43,7 +43,7 @@ def generate(seed: int, steps: int | None = None) -> Program:
 
     rng = Random(seed)
     mesh = rng.choices([mesh for mesh, _ in MESHES], [weight for _, weight in MESHES])[0]
-    writer = Writer(rng, mesh)
+    writer = Writer(rng, mesh, joined=seed >= HALVES)
     wanted = rng.randint(2, 8) if steps is None else steps
     state = torch.get_rng_state()
     torch.manual_seed(seed)
@@ -63,8 +63,9 @@ def generate(seed: int, steps: int | None = None) -> Program:
 class Writer:
     """A program in the making: what was written, and the dense value of every variable."""
 
-    def __init__(self, rng: Random, mesh: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, rng: Random, mesh: tuple[tuple[str, int], ...], joined: bool) -> None:
         self.rng = rng
+        self.joined = joined  # whether flat ranges go over several axes; recorded seeds are of programs without
         self.mesh = Mesh((("*", mesh[0][1]),)) if len(mesh) == 1 else Mesh(mesh)
         self.float = rng.choice([torch.float64, torch.float64, torch.float32])
         self.inputs: list[Input] = []
@@ -92,9 +93,7 @@ class Writer:
         spec = (
             ""
             if self.rng.random() < 0.2
-            else random_spec(
-                self.rng, shape, self.mesh, partial=kind in ("int", "positive") and dtype.is_floating_point
-            )
+            else self.spec(shape, partial=kind in ("int", "positive") and dtype.is_floating_point)
         )
         if grad is None:
             grad = self.rng.random() < 0.5
@@ -103,6 +102,10 @@ class Writer:
         self.inputs.append(made)
         self.env[name] = values(made).requires_grad_(grad)
         return Var(name)
+
+    def spec(self, shape: tuple[int, ...], partial: bool) -> str:
+        """A random spec that fits."""
+        return random_spec(self.rng, shape, self.mesh, partial, self.joined)
 
     def value(self, var: Var) -> torch.Tensor:
         return self.env[var.name]

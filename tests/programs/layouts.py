@@ -11,14 +11,16 @@ from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
 
-def random_spec(rng: Random, shape: tuple[int, ...], mesh: Mesh, partial: bool = True) -> str:
-    """A spec that fits, any kind with like chances."""
+def random_spec(rng: Random, shape: tuple[int, ...], mesh: Mesh, partial: bool = True, joined: bool = True) -> str:
+    """A spec that fits, any kind with like chances; `joined`: also flat ranges over several axes."""
     for _ in range(20):
         text = rng.choice(KINDS)(rng, shape, mesh)
         if partial and text and not text.startswith(("chunk", "grid", "enum")) and rng.random() < 0.25:
             text = _partial(rng, text, mesh)
-        if not text:
+        if not text or (not joined and "flat(dp*tp" in text):
             continue
+        if "flat(dp*tp" in text and rng.random() < 0.5:
+            text = text.replace("dp*tp", "tp*dp")
         try:
             bind(parse_spec(text), shape, mesh)
         except (LayoutError, SpecError):
@@ -125,7 +127,7 @@ def _flat(rng: Random, shape: tuple[int, ...], mesh: Mesh) -> str:
         unit = f", sizes=({', '.join(map(str, _parts(rng, total, _size(mesh, tuple(names)))))})"
     else:
         unit = ""
-    return f"flat({', '.join(names)}{unit})"
+    return f"flat({'*'.join(names)}{unit})"
 
 
 def _replicate(rng: Random, shape: tuple[int, ...], mesh: Mesh) -> str:

@@ -64,7 +64,8 @@ def run_many(seeds: list[int]) -> list[tuple[int, Problem | None]]:
 @pytest.mark.worlds("gloo")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_programs_on_real_ranks_are_the_dense_programs(world, size):
-    seeds = [seed for seed in range(ON_GLOO) if generate(seed).size == size]
+    drawn = (*range(ON_GLOO), *range(HALVES, HALVES + ON_GLOO))
+    seeds = [seed for seed in drawn if generate(seed).size == size]
     by_rank = world(run_many, size, timeout_s=120.0, seeds=seeds)
     for found in zip(*by_rank, strict=True):
         problem = verdict([problem for _, problem in found])
@@ -90,6 +91,16 @@ def test_programs_are_of_every_kind():
     functions = {step.func for p in programs for step in p.steps}
     assert {"reshard", "reshard_", "put", "operator.getitem", "torch.cat", "F.linear", "torch.sum"} <= functions
     assert len(functions) > 100
+
+
+def test_programs_of_half_precision_are_so_and_have_empty_parts_and_flat_ranges_over_several_axes():
+    programs = [generate(seed) for seed in range(HALVES, HALVES + 50)]
+    specs = [made.spec for p in programs for made in p.inputs]
+    specs += [step.args[1] for p in programs for step in p.steps if step.func in ("reshard", "reshard_")]
+    assert all(any(order in spec for spec in specs) for order in ("flat(dp*tp", "flat(tp*dp"))
+    assert any("sizes(0" in spec for spec in specs)
+    dtypes = {step.args[1] for p in programs for step in p.steps if step.func == "Tensor.to"}
+    assert {torch.bfloat16, torch.float16} <= dtypes
 
 
 def test_a_wrong_answer_is_found_and_shrunk_to_what_it_needs(monkeypatch):

@@ -80,10 +80,10 @@ def noted(world: int, step) -> list[tuple[str, int, int, int]]:
     return calls
 
 
-def listed(plan, module) -> list[tuple[str, int, int, int]]:
+def listed(plan, module, clipping=False) -> list[tuple[str, int, int, int]]:
     resolved = resolve(plan, model_info(module))
     assert not resolved.errors, resolved.errors[0]
-    return calls_of(step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32"))
+    return calls_of(step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32", clipping=clipping))
 
 
 def calls_of(collectives) -> list[tuple[str, int, int, int]]:
@@ -95,7 +95,7 @@ def calls_of(collectives) -> list[tuple[str, int, int, int]]:
 
 
 def train(plan, make):
-    """Shard a model by a plan; a step is a forward of ids, the loss, and backward."""
+    """Shard a model by a plan; a step is a forward of ids, the loss, backward, and clipping by the global norm."""
 
     def start():
         torch.manual_seed(0)
@@ -105,6 +105,7 @@ def train(plan, make):
         def step():
             logits = model(ids)
             F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+            st.clip_grad_norm_(model.parameters(), 1.0)
             for param in model.parameters():
                 param.grad = None
 
@@ -132,7 +133,7 @@ def test_every_call_of_a_step_is_listed(name):
     plan = load_plan(DECODER, world=world, **params)
     module = Decoder(**sizes)
     ran = noted(world, train(plan, lambda: Decoder(**sizes)))
-    said = listed(plan, module)
+    said = listed(plan, module, clipping=True)
     assert Counter(said) == Counter(ran)
 
 
@@ -400,7 +401,7 @@ def test_every_call_of_stored_units_is_listed(name):
     world, params, sizes = STACKS[name]
     plan = load_plan(STORED, world=world, **params)
     ran = noted(world, train(plan, lambda: Stack(**sizes)))
-    assert Counter(listed(plan, Stack(**sizes))) == Counter(ran)
+    assert Counter(listed(plan, Stack(**sizes), clipping=True)) == Counter(ran)
 
 
 LOOSE = """shard 1
@@ -435,13 +436,13 @@ head: replicate
 def test_products_that_sum_for_themselves_are_listed(whole):
     plan = load_plan(LOOSE, world=4, whole=whole)
     ran = noted(4, train(plan, Decoder))
-    assert Counter(listed(plan, Decoder())) == Counter(ran)
+    assert Counter(listed(plan, Decoder(), clipping=True)) == Counter(ran)
 
 
 def test_the_order_is_that_of_the_run_where_the_model_is_in_order():
     plan = load_plan(STORED.replace("store **", "# store **"), world=4, tp=4)
     ran = noted(4, train(plan, Stack))
     resolved = resolve(plan, model_info(Stack()))
-    found = step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32")
-    assert [each.phase for each in found] == ["forward", "backward"]
+    found = step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32", clipping=True)
+    assert [each.phase for each in found] == ["forward", "backward", "optimizer"]
     assert calls_of(found) == ran

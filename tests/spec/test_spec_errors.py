@@ -37,11 +37,11 @@ MESSAGES = [
       |    ^
 """,
     """
-<spec>:1:2: error[E001]: expected a name, `...` or `-`, found `'`
+<spec>:1:2: error[E001]: expected a name, `...` or `-`, found `'tp'`
     1 | ['tp', -]
-      |  ^
-  why: strings stand in double quotes
-  fix: write `"`
+      |  ^^^^
+  why: names stand without quotes
+  fix: write `tp`
 """,
     """
 <spec>:1:26: error[E001]: expected a number, `]` or a string, found `"`
@@ -83,7 +83,7 @@ MESSAGES = [
     1 | [tp, -] unit(128)
       |         ^^^^
   why: it stands after an axis, inside the square brackets
-  fix: write `[tp unit(128), -]`
+  fix: write it as in `[tp unit(128), -]`
 """,
     """
 <spec>:1:5: error[E102]: `unit` needs arguments
@@ -102,7 +102,7 @@ MESSAGES = [
     1 | [tp unit(hd)]
       |          ^^
   why: a spec read alone has no names in scope: its numbers are written out
-  fix: write `unit(128)`
+  fix: write it as in `unit(128)`
 """,
     """
 <spec>:1:5: error[E102]: unit needs to be at least 1, found 0
@@ -165,7 +165,7 @@ MESSAGES = [
     """
 <spec>:1:10: error[E102]: `flat` has no argument `unti`
     1 | flat(dp, unti=3)
-      |          ^^^^^^
+      |          ^^^^
   why: `flat` takes axes, unit or sizes
   fix: did you mean `unit`?
 """,
@@ -180,7 +180,7 @@ MESSAGES = [
     1 | flat(dp, ep)
       |          ^^
   why: a spec read alone has no names in scope: its numbers are written out
-  fix: write `flat(dp)`; several axes are one product: `flat(a*b)`
+  fix: write it as in `flat(dp)`; several axes are one product: `flat(a*b)`
 """,
     """
 <spec>:1:1: error[E102]: the coordinate needs to be at least 0, found -1
@@ -198,7 +198,7 @@ MESSAGES = [
     1 | [tp] chunk(dim=0, placements=["rank:0"])
       |      ^^^^^
   why: it begins a spec
-  fix: write `chunk(dim=0, placements=["rank:0-3/cuda:0-3"])`
+  fix: write it as in `chunk(dim=0, placements=["rank:0-3/cuda:0-3"])`
 """,
     """
 <spec>:1:37: error[E204]: a device form has no suffixes
@@ -210,7 +210,7 @@ MESSAGES = [
     """
 <spec>:1:14: error[E102]: `chunk` has no argument `placement`
     1 | chunk(dim=0, placement=["rank:0"])
-      |              ^^^^^^^^^^^^^^^^^^^^
+      |              ^^^^^^^^^
   why: `chunk` takes dim, placements or sizes
   fix: did you mean `placements`?
 """,

@@ -466,7 +466,7 @@ TENSOR_FAULTS = {
         "  rank 0  2 x 3\n"
         "  rank 1  1 x 3\n"
         "  rank 2  2 x 3\n"
-        "  fix     pass the global size after the spec",
+        "  fix     pass the global size after the spec; or sizes(...) in the spec where the parts are uneven",
     ),
     "transposed": (
         "LayoutError",

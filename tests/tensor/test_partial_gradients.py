@@ -60,9 +60,13 @@ def test_gradients_through_any_two_layouts(world):
             close(g.detach(), 8 * w.detach())
             close(gg, 128 * w.detach())
             (g,) = torch.autograd.grad((y * y * y).sum(), w, create_graph=True)
-            (gg,) = torch.autograd.grad(g.sum(), w)
+            (gg,) = torch.autograd.grad(g.sum(), w, create_graph=True)
             close(g.detach(), 24 * w.detach() ** 2)
-            close(gg, 48 * w.detach())
+            close(gg.detach(), 48 * w.detach())
+            (ggg,) = torch.autograd.grad((gg * gg).sum(), w, create_graph=True)
+            close(ggg.detach(), 2 * 48 * 48 * w.detach())
+            (gggg,) = torch.autograd.grad((ggg * w).sum(), w)
+            close(gggg, 4 * 48 * 48 * w.detach())
 
     st.simulate(world, body)
 

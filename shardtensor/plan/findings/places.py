@@ -24,6 +24,15 @@ def pattern_place(line: Line) -> Origin | None:
     return line.pattern_origin or line.origin
 
 
+def name_place(line: Line) -> Origin | None:
+    """Where the name stands that a line gives what it says to (``in mask: replicate``); else what it says."""
+    said = line.origin
+    if said is None:
+        return None
+    found = re.search(rf"\b({re.escape(line.name)})\s*:\s*$", said.source.text[: said.span[0]])
+    return said if found is None else Origin(said.source, found.span(1))
+
+
 _BLOCK = re.compile(r"^[ \t]*(?:(?:optional|override)[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork, natural
 from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import Modules, Names, around, is_below
+from shardtensor.plan.flows.modules import REPLICATE, Modules, Names, around, is_below
 from shardtensor.plan.flows.parts import Index, Parts, addends_in, block_of, features
 from shardtensor.plan.line import Line
 from shardtensor.spec.nodes import Spec
@@ -261,7 +261,7 @@ class Givers:
             )  # fmt: skip
         cut = named(cut_axes(flow.after))
         fix = f"say who takes it: `in: {said.after}` there, or such an `out` on the module around; or gather it: "
-        fix += f"`out: {said.before} -> replicate`"
+        fix += f"`out: {'' if said.before == REPLICATE.before else f'{as_written(said.before)} -> '}replicate`"
         if set(cuts(flow.after)) == {-1} and "cross_entropy" not in fix:
             fix += "; for logits: `use cross_entropy()`"
         return Finding(
@@ -280,14 +280,13 @@ class Givers:
                 cut = self._parts(flow.before)
                 if cut and not self._is_given(path, cut, name):
                     line = stated.line("in", name)
-                    yield self._refused(path, cut, str(stated.passing.ins[name][0].before), line)
+                    yield self._refused(path, cut, stated.passing.ins[name][0].before, line)
         for path, layer in self._modules.layers.items():
             cut = features(layer.cut("weight", "in")) if layer.kind.name == "linear" else frozenset()
             is_said = bool(layer.stated.ins) or path in self._broken or not layer.has_flow
             if path and cut and not is_said and not self._is_given(path, cut):
                 line = layer.params["weight"].line
-                text = str(natural(tuple(layer.cut("weight", "in"))).after)
-                yield self._refused(path, cut, text, line)
+                yield self._refused(path, cut, natural(tuple(layer.cut("weight", "in"))).after, line)
 
     def _is_given(self, path: str, cut: Parts, name: str = "") -> bool:
         gives = self._gives_anywhere if name else self._gives  # arguments by name may come from afar
@@ -327,13 +326,18 @@ class Givers:
             style_note(origin, "flow"), path,
         )  # fmt: skip
 
-    def _refused(self, path: str, cut: Parts, text: str, line: Line | None) -> Finding:
+    def _refused(self, path: str, cut: Parts, wanted: Spec, line: Line | None) -> Finding:
         origin = origin_of(line)
         axes = self._modules.named(axis for axis in self._modules.axes.mesh.names if axis in dict(cut))
+        fix = f"cut those that feed it (`colwise({axes})`), or take whole values: `in: replicate -> {wanted}`"
+        sources = [self._meetings.streams[axis] for axis in sorted(dict(cut)) if axis in self._meetings.streams]
+        if sources and last_cut(wanted) is None:
+            said = next(flow for flow, _ in self._modules.stated[sources[0]].passing.outs.values())
+            fix = f"take them as `{sources[0]}` leaves them, cut as `{said.after}`"
         return Finding(
             "E403", f"`{path}` takes values cut along {axes}, and no module leaves them so", origin,
-            f"it wants `{text}`; the modules that it can hear from leave whole values, or say nothing of their results",
-            f"cut those that feed it (`colwise({axes})`), or take whole values: `in: replicate -> {text}`",
+            f"it wants `{wanted}`; what it can hear from leaves whole values, or says nothing of its results",
+            fix,
             style_note(origin, "flow"), path,
         )  # fmt: skip
 

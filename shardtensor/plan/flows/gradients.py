@@ -194,11 +194,11 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
                         f"write `out: {as_written(stated.passing.outs[name][0].before)} -> replicate`",
                     )  # fmt: skip
                 steps(flow, side, addends)
-                twice = [axis for axis in flow.addends if axis in cut_axes(flow.after)]
+                twice = modules.named([axis for axis in flow.addends if axis in cut_axes(flow.after)])
                 if twice:
                     raise Contradiction(
-                        "E401", side, f"the gradient along {twice[0]} is declared an addend, and is none",
-                        f"the value is cut along {twice[0]}: so is its gradient", f"leave {twice[0]} out of `grad`",
+                        "E401", side, f"the gradient along {twice} is declared an addend, and is none",
+                        f"the value is cut along {twice}: so is its gradient", f"leave {twice} out of `grad`",
                     )  # fmt: skip
             except Contradiction as found:
                 notes = style_note(origin, "flow")

@@ -194,7 +194,7 @@ def _norm(layer: Layer) -> LayerWork:
     came = _the_one_in(layer) or REPLICATE
     leaves = layer.stated.out or Flow(came.after, came.after)
     if partial_axes(came.after):
-        axes = "*".join(partial_axes(came.after))
+        axes = layer.named(partial_axes(came.after))
         raise Contradiction(
             "E404", "in", f"addends along {axes} reach a norm",
             "a norm is not linear: the norms of addends do not add up to the norm of their sum",
@@ -270,19 +270,21 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
         return
     met, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
     if last_cut(met) is not None and last_cut(other) != last_cut(met):
+        said = layer.said(side).partition(" grad ")[0].split(" -> ")
         raise Contradiction(
             "E402", side, "what is cut in blocks cannot be cut or joined on the way",
             f"the weight is `{layer.params['weight'].spec}`: a rank has a stretch of each block, not of the whole",
-            f"let the value pass as it is: `{side}: {met}`",
+            f"let the value pass as it is: `{side}: {said[0 if side == 'out' else -1]}`",
         )  # fmt: skip
 
 
 def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
     """Refuse addends along an axis that cuts the value or the weight: those gradients are parts, never addends."""
-    for axis in leaves.addends:
-        if axis in own or axis in cut_axes(leaves.after):
-            what = "the result is cut" if axis in cut_axes(leaves.after) else "the weight is cut"
+    for what, cut in (("result", cut_axes(leaves.after)), ("weight", own)):
+        axes = layer.named([axis for axis in leaves.addends if axis in cut])
+        if axes:
             raise Contradiction(
-                "E401", "out", f"the gradient of this output along {axis} is declared an addend, and is none",
-                f"{what} along {axis}: summing would add gradients of different parts", f"leave {axis} out of `grad`",
+                "E401", "out", f"the gradient of this output along {axes} is declared an addend, and is none",
+                f"the {what} is cut along {axes}: summing would add gradients of different parts",
+                f"leave {axes} out of `grad`",
             )  # fmt: skip

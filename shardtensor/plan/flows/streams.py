@@ -200,7 +200,8 @@ class Streams:
             origin,
             f"they expect `{after}`, as `{source}` leaves it: each rank's whole would be taken for a part of a longer "
             "one",
-            f"write `out: {as_written(said.before)} -> {after}`", style_note(origin, "flow"), path,
+            f"write `out: {after if said.before == after else f'{as_written(said.before)} -> {after}'}`",
+            style_note(origin, "flow"), path,
         )  # fmt: skip
 
     def _source(self, axis: str) -> tuple[str, object]:

@@ -47,7 +47,7 @@ class Sums:
                     inside = [axis for axis in cut if axis in factors]
                     if copies and inside:
                         line = stated.line("out", name)
-                        yield _unknown_siblings(path, whole, inside, copies, line)
+                        yield _unknown_siblings(path, modules.nearest_in(path), whole, inside, copies, line)
 
     def _copies_among_addends(self) -> Iterator[Finding]:
         modules = self._modules
@@ -62,11 +62,14 @@ class Sums:
                 what = f"addends along {modules.named(own)}" if own else "copies"
                 how = "passes ShardedTensors, whose gradients are complete" if not layer.has_flow else f"brings {what}"
                 line = layer.stated.line("out") or layer.params["weight"].line
+                alone = "" if set(own) & set(addends) else "give it an `in` of its own, or "
+                if not layer.has_flow:
+                    alone = "say how its values leave, in an `out`, or "
                 yield Finding(
                     "E401", f"copies meet addends at the `in` of {path or 'the module'}", origin_of(line),
                     f"{layer.path} {how}, the others bring addends along {modules.named(addends)}, which `in` sums: "
                     f"what is no addend would be counted {modules.times(addends)} times",
-                    "give it an `in` of its own, or move `in` down to those that are cut alike",
+                    f"{alone}move `in` down to those that are cut alike",
                     style_note(origin_of(line), "flow") if layer.has_flow else (), layer.path,
                 )  # fmt: skip
 
@@ -170,17 +173,20 @@ class Sums:
         return found
 
 
-def _unknown_siblings(path: str, whole: str, inside: list[str], copies: list[str], line: Line | None) -> Finding:
+def _unknown_siblings(
+    path: str, around_it: str | None, whole: str, inside: list[str], copies: list[str], line: Line | None
+) -> Finding:
     cut, copied = "*".join(inside), "*".join(copies)
     origin = origin_of(line)
     call = re.fullmatch(r"colwise\(\s*([^,)]+)(.*)\)", origin.text, re.DOTALL) if origin is not None else None
     sums = f"`grad partial({copied})` after the flow sums over the copies"
     if call is not None and "blocks" not in call[2]:
         sums = f"`colwise_shared({call[1].strip()}, copies={copied}{call[2]})` sums over the copies"
+    alone = "" if around_it is None else f", and move the `in` of {around_it or 'the module'} down to the layers in it"
     return Finding(
         "E401", f"the gradient of this output along {copied} is not known", origin,
         f"the output is cut by {cut} and copied along its sibling {copied} inside {whole}: the copies may feed "
         "different query heads, and then their gradients differ",
-        f"{sums}; if every copy gets the same gradient, write the flow with `grad replicate`",
+        f"{sums}; if every copy gets the same gradient, write the flow with `grad replicate`{alone}",
         style_note(origin, "flow"), path,
     )  # fmt: skip

@@ -145,7 +145,7 @@ class Unsaid:
             quote = "" if modules.resolved.plan.sources else '"'  # rules in Python
             cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
             fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
-            if addends:
+            if addends and not beside:
                 fix += "; or move `in` to the modules that are cut, so that this one is not inside"
             name = copied[0].tensor.name
             yield Finding(

@@ -23,6 +23,7 @@ from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 class Case:
     """One misfit: the spec as far as it was read, the tensor, and the numbers that its error carries."""
 
+    code: str
     spec: ShardingSpec
     info: TensorInfo
     dims: tuple[str, ...] | None
@@ -31,6 +32,13 @@ class Case:
     about: Mapping[str, Any]
     message: str
     facts: Mapping[str, str]
+
+    def refused(self, fault: str, why: str, fix: str, *notes: str) -> Finding:
+        """The finding."""
+        line = self.line
+        return Finding(
+            self.code, fault, line.origin, why, fix, (*style_note(line.origin, "layout"), *notes), self.info.name
+        )
 
     @property
     def shape(self) -> str:
@@ -57,10 +65,6 @@ class Case:
         return f"`{self.dims[number]}`" if self.dims is not None else str(number)
 
 
-Told = tuple[str, str, str, tuple[str, ...]]
-"""Fault, why, fix, notes."""
-
-
 def misfit(
     error: LayoutError | SpecError,
     spec: ShardingSpec,
@@ -74,10 +78,7 @@ def misfit(
     facts = dict(re.match(r"  (\S+) +(.*)", row).groups() for row in rows if re.match(r"  \S+ ", row))  # type: ignore[union-attr,misc]
     about = error.about if isinstance(error, LayoutError) else {}
     code = error.code or "E202"
-    case = Case(spec, info, dims, line, plan, about, fault, facts)
-    fault, why, fix, notes = _TELL.get(code, _plainly)(case)
-    notes = (*style_note(line.origin, "layout"), *notes)
-    return Finding(code, fault, line.origin, why, fix, notes, info.name)
+    return _TELL.get(code, _plainly)(Case(code, spec, info, dims, line, plan, about, fault, facts))
 
 
 def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> str:
@@ -100,20 +101,22 @@ def axes_text(plan: Plan) -> str:
     return ", and ".join([f"the mesh of this plan has the axes {', '.join(names)}", *made])
 
 
-def _plainly(case: Case) -> Told:
+def _plainly(case: Case) -> Finding:
     why = "; ".join([case.shape, *(f"{key} {value}" for key, value in case.facts.items() if key in ("both", "volume"))])
-    return case.message, why, next((case.facts[key] for key in ("fix", "either") if key in case.facts), ""), ()
+    return case.refused(
+        case.message, why, next((case.facts[key] for key in ("fix", "either") if key in case.facts), "")
+    )
 
 
-def _unknown_axis(case: Case) -> Told:
+def _unknown_axis(case: Case) -> Finding:
     name = case.about.get("name")
     if name is None:
         return _plainly(case)
     near = nearest(name, case.plan.axes.names)
-    return case.message, axes_text(case.plan), near or f"use one of {', '.join(case.plan.axes.names)}", ()
+    return case.refused(case.message, axes_text(case.plan), near or f"use one of {', '.join(case.plan.axes.names)}")
 
 
-def _dim_count(case: Case) -> Told:
+def _dim_count(case: Case) -> Finding:
     given = case.about.get("given", case.about.get("least"))
     ndim = len(case.info.shape)
     if given is None or not isinstance(case.spec, Spec):
@@ -129,25 +132,26 @@ def _dim_count(case: Case) -> Told:
         is_last = 0 < cut == given - 1 == ndim - 1
         some = (..., kept[cut]) if is_last else (*kept[: cut + 1], ...)
         fix += f"; `{Spec.of(some)}` fits any number of dims"
-    return fault, case.shape, fix, ()
+    return case.refused(fault, case.shape, fix)
 
 
-def _dim_name(case: Case) -> Told:
+def _dim_name(case: Case) -> Finding:
     if case.dims is None:
         named = ", ".join(name for name, _ in case.spec.named) if isinstance(case.spec, Spec) else ""
         why = f"{case.shape}; names come from the type of its layer, or from `dims` lines"
         fix = "write the cut by position, such as `[tp, -]`; or add a line `dims PATTERN (out = ..., in = ...)`"
-        return f"the layout names the dim `{named}`, and the dims of this tensor have no known names", why, fix, ()
+        fault = f"the layout names the dim `{named}`, and the dims of this tensor have no known names"
+        return case.refused(fault, why, fix)
     name = case.about["name"]
     near = nearest(name, case.dims) or f"its dims are {listed([f'`{dim}`' for dim in case.dims])}"
-    return f"this tensor has no dim called `{name}`", case.shape, near, ()
+    return case.refused(f"this tensor has no dim called `{name}`", case.shape, near)
 
 
-def _twice(case: Case) -> Told:
-    return case.message, case.facts.get("why", ""), case.facts.get("fix", ""), ()
+def _twice(case: Case) -> Finding:
+    return case.refused(case.message, case.facts.get("why", ""), case.facts.get("fix", ""))
 
 
-def _uneven(case: Case) -> Told:
+def _uneven(case: Case) -> Finding:
     if "cut" not in case.about:
         return _plainly(case)
     length, count, unit = case.about["length"], case.about["count"], case.cut.unit
@@ -166,7 +170,7 @@ def _uneven(case: Case) -> Told:
         single = {"heads": "head"}.get(_unit_word(case, units), "unit")
         notes = (f"to cut inside a {single} on purpose, drop `{re.sub(r'=', ' = ', re.sub(r' ', '', written[0]))}`",)
     fault = f"{what} cannot be split evenly over {case.axes}"
-    return fault, "; ".join([case.shape, *facts]), _even_fix(case, units), notes
+    return case.refused(fault, "; ".join([case.shape, *facts]), _even_fix(case, units), *notes)
 
 
 def _even_fix(case: Case, units: int) -> str:
@@ -207,7 +211,7 @@ def _unit_word(case: Case, units: int) -> str:
     return "heads" if units in heads else "units"
 
 
-def _blocks(case: Case) -> Told:
+def _blocks(case: Case) -> Finding:
     shares, length = case.about["shares"], case.about["length"]
     equal = len(set(shares)) == 1
     blocks = f"{len(shares)} equal blocks" if equal else f"blocks in the proportion {' : '.join(map(str, shares))}"
@@ -215,25 +219,24 @@ def _blocks(case: Case) -> Told:
     why = f"{case.shape}; {length} % {total} = {length % total}" + (
         "" if equal else f", and {total} is what the shares add up to"
     )
-    return (
+    return case.refused(
         f"dim {case.dim} of {length} elements is not {blocks}",
         why,
         f"the number of blocks has to divide {length}"
         if equal
         else f"give shares that add up to a divisor of {length}",
-        (),
     )
 
 
-def _unit(case: Case) -> Told:
+def _unit(case: Case) -> Finding:
     length, unit = case.about["length"], case.cut.unit
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
     common = math.gcd(length, unit)
     fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
-    return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix, ()
+    return case.refused(f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix)
 
 
-def _sizes(case: Case) -> Told:
+def _sizes(case: Case) -> Finding:
     if "cut" not in case.about or "clash" in case.about:
         return _plainly(case)
     cut, count = case.cut, case.about["count"]
@@ -248,22 +251,23 @@ def _sizes(case: Case) -> Told:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
     why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
     unit = f", multiples of {cut.unit}," * (cut.unit > 1)
-    return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}", ()
+    return case.refused(fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}")
 
 
-def _rank(case: Case) -> Told:
+def _rank(case: Case) -> Finding:
     rank, world = case.about.get("rank"), case.plan.axes.mesh.size
     if rank is None:
         return _plainly(case)
     fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
-    return f"rank {rank} is outside the world of {_many(world, 'rank')}", f"ranks count from 0; {case.shape}", fix, ()
+    fault = f"rank {rank} is outside the world of {_many(world, 'rank')}"
+    return case.refused(fault, f"ranks count from 0; {case.shape}", fix)
 
 
 def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-_TELL: dict[str, Callable[[Case], Told]] = {
+_TELL: dict[str, Callable[[Case], Finding]] = {
     "E201": _unknown_axis,
     "E202": _dim_count,
     "E203": _dim_name,

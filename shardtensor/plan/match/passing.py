@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import name_place
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.binding import Binder
@@ -90,7 +91,7 @@ def _missing(line: Line, path: str, info: ModuleInfo | None) -> Finding | None:
         known, has = sorted(info.counts), "has"
     why = f"{path or 'the module'} is a {info.class_name}, and {has} {', '.join(known) or 'none'}"
     fix = nearest(line.name, known) or "correct the name, or drop the line"
-    return Finding("E303", fault, line.origin, why, fix, (), path)
+    return Finding("E303", fault, name_place(line), why, fix, (), path)
 
 
 def _uneven(line: Line, path: str, count: int, binder: Binder) -> Finding | None:

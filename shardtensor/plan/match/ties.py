@@ -159,7 +159,7 @@ def untied(model: Model, placed: Mapping[str, Placed]) -> list[Finding]:
                     f"`{two}` and `{one}` are one tensor with two layouts",
                     line.origin if line else None,
                     f"the plan says {says[0]} and {says[1]}",
-                    f"write `tie {two} = {one}`",
+                    f"add the line `tie {two} = {one}`",
                     (),
                     two,
                 )

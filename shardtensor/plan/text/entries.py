@@ -176,14 +176,16 @@ class Body:
         flow = Flow(before, after[0] if after else before, addends, bool(grads))
         flow = self.entries.flows.setdefault(flow, flow)
         if wrong := set(evaluator.scope.leaves(flow_axes(flow))) & set(self.entries.data()):
-            raise evaluator.fault("E204", node, *data_axis_fault(sorted(wrong)))
+            fault, why, fix = data_axis_fault(sorted(wrong))
+            raise evaluator.fault("E204", node, fault, why, fix)
         return flow
 
     def _addends(self, grad: Node) -> tuple[str, ...]:
         spec = _value_layout(self.evaluator, grad)
         if cuts(spec):
             why = "a flow says along which axes the gradient that comes back is an addend"
-            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, "write `grad partial(tp)`")
+            fix = f"write `partial({'*'.join(cut_axes(spec))})`"
+            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, fix)
         try:
             return partial_axes(spec)
         except PlanError:

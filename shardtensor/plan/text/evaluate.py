@@ -17,7 +17,7 @@ from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.diagnostics import Source, nearest
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.spec.reader import Use
+from shardtensor.spec.reader import Use, as_in, example
 from shardtensor.spec.words import WORDS, Word, words_for
 
 BARE_WORDS = ("row", "sum", "avg", "max", "min")
@@ -97,7 +97,8 @@ class Evaluator(Expressions):
             return self._config_key(node, rest)
         if rest:
             why = "only `config` has keys"
-            raise self.fault("E103", node, f"`{first}` has no key `{rest[0]}`", why, f"write `config.{'.'.join(rest)}`")
+            fix = f"write `config.{'.'.join(rest)}`" if rest[0] in self.scope.config else ""
+            raise self.fault("E103", node, f"`{first}` has no key `{rest[0]}`", why, fix)
         if first == "replicate":
             return super().head(node)
         if first == "world":
@@ -118,8 +119,8 @@ class Evaluator(Expressions):
             return self.fault("E103", node, f"`{name}` is used above its definition", fix="define it further up")
         if name in self.scope.styles:
             style = self.scope.styles[name]
-            usage = style.word.usage if style else f"{name}(...)"
-            return self.fault("E102", node, f"the style `{name}` needs its arguments", fix=f"write `{usage}`")
+            fix = as_in(style.word) if style else ""
+            return self.fault("E102", node, f"the style `{name}` needs its arguments", fix=fix)
         known = [*self.scope.names, *RESERVED]
         names = sorted(self.scope.names)
         why = f"names in scope: {', '.join(names[:20])}" if names else "no name is defined"
@@ -127,7 +128,7 @@ class Evaluator(Expressions):
         if name in self.scope.config:
             fix = f"write `config.{name}`"
         elif name in WORDS:
-            fix = f"write `{WORDS[name].usage}`"
+            fix = example(WORDS[name])
         return self.fault("E103", node, f"nothing is called `{name}`", why, fix)
 
     def _config_key(self, node: Node, keys: list[str]) -> Any:
@@ -204,10 +205,10 @@ class Evaluator(Expressions):
         forms = words_for("form", "suffix")
         fix = nearest(name, [*styles, *FUNCTIONS, ONE_OF, *forms])
         kind, why = "style", f"styles in scope: {', '.join(styles)}"
-        if name in self.scope.below:
-            fix = "define it further up"
-        elif name in self.scope.names:
+        if name in self.scope.names:
             fix = f"`{name}` takes no arguments"
+        elif name in self.scope.below:
+            fix = "define it further up"
         elif any(f"`{word}`" in fix for word in (*FUNCTIONS, ONE_OF)):
             kind, why = "function", f"there are {', '.join((*FUNCTIONS, ONE_OF))}"
         elif any(f"`{word}`" in fix for word in forms):
@@ -231,9 +232,9 @@ class Evaluator(Expressions):
             value = self.value(node)
             if isinstance(value, str):
                 return value
-            raise self.fault("E102", node, f"`{word.name}` needs a word here", fix=f"write `{word.usage}`")
+            raise self.fault("E102", node, f"`{word.name}` needs a word here", fix=as_in(word))
         if kind == "numbers" and not is_kind(node, "tuple"):
-            raise self.fault("E102", node, f"`{word.name}` needs numbers in brackets here", fix=f"write `{word.usage}`")
+            raise self.fault("E102", node, f"`{word.name}` needs numbers in brackets here", fix=as_in(word))
         return super().argument(kind, node, word)
 
     def _axis_tokens(self, node: Node, word: Word) -> list[Token]:
@@ -243,8 +244,8 @@ class Evaluator(Expressions):
         for child in words:
             inner = child.children[0] if is_kind(child, "spec") and len(child.children) == 1 else None
             if not is_kind(inner, "word") or len(inner.children) > 1 or set(signs) - {"*"}:  # type: ignore[union-attr]
-                fix = f"write `{word.usage}`"
-                raise self.fault("E102", node, f"`{word.name}` needs an axis, or a product as in `tp*dp`", fix=fix)
+                fault = f"`{word.name}` needs an axis, or a product as in `tp*dp`"
+                raise self.fault("E102", node, fault, fix=as_in(word))
             tokens.append(inner.children[0])  # type: ignore[union-attr]
         return tokens
 

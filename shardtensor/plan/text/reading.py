@@ -201,10 +201,11 @@ class PlanReader:
 
     def _include(self, node: Node) -> None:
         token, *args = node.children
-        given = {}
+        given, places = {}, {}
         for arg in args:
             name, value = arg.children
             given[str(name)] = (self.evaluator.value(value), self.origin(arg))
+            places[str(name)] = self.origin(name)
 
         def refused(fault: str, why: str, fix: str) -> SpecError:
             return self.fault("E003", token, fault, why, fix)
@@ -232,10 +233,10 @@ class PlanReader:
         self.definitions.included_with.append(given)
         self._read_file(file, self.origin(token))
         self.definitions.included_with.pop()
-        for name, (value, origin) in given.items():
+        for name, (value, _) in given.items():
             binding = self.scope.names.get(name)
             if (binding is None or not binding.is_param) and self.scope.is_whole:
-                self.definitions.unknown_param(name, value, origin)
+                self.definitions.unknown_param(name, value, places[name])
 
     # ---------- numbers ----------
 

@@ -65,26 +65,26 @@ class Files:
             "there is no such plan", facts, nearest(str(path), known) or "give the path of a file", code="E003"
         )
 
-    def include(self, name: str, file: File, origin: Any) -> File:
+    def include(self, name: str, file: File, refused: Any) -> File:
         """Open a file that another includes: relative to that one, then a packaged one.
 
         Args:
-            origin: makes the error at the place of the include, from a fault, a reason and a way out.
+            refused: makes the error at the place of the include, from a fault, a reason and a way out.
         """
         folders = [folder for folder in (file.folder, PACKAGED) if folder is not None]
         for folder in folders:
             if "\0" not in name and _is_file(folder / name):
                 if len(self.opened) >= MAX_FILES:
-                    raise origin(f"a plan includes at most {MAX_FILES} files", "", "")
+                    raise refused(f"a plan includes at most {MAX_FILES} files", "", "")
                 try:
                     return self._opened(folder / name, _label(folder / name))
                 except (UnicodeDecodeError, OSError):
-                    raise origin(f"`{name}` cannot be read as text", "", "") from None
-        known = [str(at.relative_to(folder)) for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
+                    raise refused(f"`{name}` cannot be read as text", "", "") from None
+        known = [f'"{at.relative_to(folder)}"' for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
         looked = (
             f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
         )
-        raise origin(f"`{name}` is not there", looked, nearest(name, known))
+        raise refused(f"`{name}` is not there", looked, nearest(f'"{name}"', known))
 
     def _opened(self, path: Path, label: str) -> File:
         key = str(path.resolve())

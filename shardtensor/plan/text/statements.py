@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import attrs
+from lark import Token
 
 from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.line import Dims, Store, Tie, Unmatched
@@ -60,15 +61,17 @@ class TensorStatements:
         def number(found: re.Match[str]) -> str:
             if found[1].isdigit():
                 return found[0]
+            start = span(glob)[0] + (glob.children[0].type == "STRING")
+            name = Token("NAME", found[1], start + found.start(1), end_pos=start + found.end(1))
             binding = self.plan.scope.names.get(found[1])
             if binding is None or binding.value is POISON:
                 if binding is None and self.plan.scope.is_whole:
                     why = f"`<{found[1]}>` stands for as many numbers as `{found[1]}` says"
                     fix = nearest(found[1], self.plan.scope.names) or f"write `let {found[1]} = config...` further up"
-                    raise self.plan.fault("E103", glob, f"nothing is called `{found[1]}`", why, fix)
+                    raise self.plan.fault("E103", name, f"nothing is called `{found[1]}`", why, fix)
                 raise Poisoned
             if isinstance(binding.value, bool) or not isinstance(binding.value, int) or binding.value < 0:
-                raise self.plan.fault("E107", glob, f"`{found[1]}` is {kind_of(binding.value)}, and counts nothing")
+                raise self.plan.fault("E107", name, f"`{found[1]}` is {kind_of(binding.value)}, and counts nothing")
             return f"<{binding.value}>"
 
         return re.sub(r"<([A-Za-z0-9_]+)>", number, pattern)

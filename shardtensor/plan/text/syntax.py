@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
 from shardtensor.spec.parser_cache import parser_by
-from shardtensor.spec.syntax import IN_WORDS, check_depth, grammar, open_bracket, parse_with
+from shardtensor.spec.syntax import IN_WORDS, check_depth, grammar, open_bracket, parse_with, quoted_name
 
 if TYPE_CHECKING:
     from lark import Lark, Token, Tree
@@ -126,7 +126,9 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
     opened = open_bracket(text[:at])
     if opened is not None and "\n" in text[opened:at] and kind in ("", "$END", "COLON", "EQUAL", "GLOB", "LBRACE"):
         bracket, closing = text[opened], {"[": "]", "(": ")"}[text[opened]]
-        return source.error("E001", (opened, opened + 1), f"this `{bracket}` is never closed", fix=f"write `{closing}`")
+        return source.error(
+            "E001", (opened, opened + 1), f"this `{bracket}` is never closed", fix=f"close it with `{closing}`"
+        )
     if kind in ("$END", "_NL"):
         shown = "the end" if kind == "$END" else "the end of the line"
         at = len(text[:at].rstrip()) if kind == "$END" else at
@@ -151,7 +153,8 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
     elif head in KEYWORDS and found[:1] in (":", "{"):
         why, fix = f"`{head}` begins a statement", f'a pattern that is a keyword stands in quotes: `"{head}"`'
     elif found == "'":
-        fix = 'text stands in double quotes: `"`'
+        found, why, fix = quoted_name(text, at, expected)
+        shown = f"`{found}`"
     elif found == '"':
         why, fix = "text in quotes ends on its line", 'close it with `"`'
     elif head.endswith("{"):

@@ -63,13 +63,20 @@ class DataTraffic:
         yield from self._averages()
 
     def clipping(self) -> Iterator[Collective]:
-        """The norm of all gradients: squares of what each rank counts, summed over all ranks."""
-        size = self._mesh.size
-        if size > 1:
-            names = self._shown(self._mesh.names)
-            yield all_reduce(
-                "optimizer", names, size, 1, BYTES["float64"], dtype="float64", where="", why="the norm of gradients"
-            )
+        """The norm of all gradients: for each group of ranks they lie on, one number, of what each rank counts."""
+        size, names, data = self._mesh.size, self._mesh.names, self._modules.leaves(self._modules.data)
+        groups: dict[Names, None] = {}
+        for placed in own_tensors(self._resolved):
+            is_whole = placed.layout.is_whole_on_all(size)
+            if placed.tensor.requires_grad and not (is_whole and placed.stored is None):
+                axes = data if is_whole else names
+                groups[tuple(axis for axis in names if axis in axes and self._sizes[axis] > 1)] = None
+        for axes in groups:
+            if axes:
+                yield all_reduce(
+                    "optimizer", self._shown(axes), self._size(axes), 1, BYTES["float64"],
+                    dtype="float64", where="", why="the norm of gradients",
+                )  # fmt: skip
 
     def _gathers(self, units: Sequence[GatherUnit], phase: str) -> Iterator[Collective]:
         for flats in _messages(units):
