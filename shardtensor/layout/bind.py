@@ -223,11 +223,7 @@ def _ranks_at(mesh: Mesh, axis: int, index: int) -> Ranks:
 
 
 def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tuple[int, ...]:
-    """Return the ranks that the placements name.
-
-    Raises:
-        LayoutError: a placement names no rank, or a rank outside of the mesh.
-    """
+    """Return the ranks that the placements name; raise LayoutError if one is not in the mesh."""
     ranks = spec.placements.ranks
     if isinstance(ranks, range):
         missing = next((rank for rank in (ranks[0], ranks[-1]) if rank not in mesh.ranks), None)

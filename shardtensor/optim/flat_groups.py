@@ -28,8 +28,7 @@ ELEMENTWISE = frozenset(
         optim.SGD,
     }
 )
-"""Classes whose update of an element depends only on that element. A subclass may not be elementwise, so it is not
-among them."""
+"""Classes whose update of an element depends only on that element; not their subclasses, which may differ."""
 
 
 class FlatGroup:

@@ -94,12 +94,8 @@ def optim_state_dict_to_load(
         ({1: {'momentum_buffer': tensor([1.])}}, [0, 1])
     """
     names, aliases = _names_in(model)
-    records = {
-        names[id(p)]: ParamRecord.of(names[id(p)], p)
-        for g in optimizer.param_groups
-        for p in g["params"]
-        if id(p) in names
-    }
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    records = {names[id(p)]: ParamRecord.of(names[id(p)], p) for p in params if id(p) in names}
     found: dict[Any, dict[str, Any]] = {}
     options: list[dict[str, Any]] = []
     fault: ShardTensorError | None = None

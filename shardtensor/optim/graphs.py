@@ -30,8 +30,7 @@ def graphed_step(
     are bit for bit those of `step` with the same optimizer and such a learning rate.
 
     After another hyperparameter was changed, a state dict was loaded, or parameters were moved, resharded or added, the
-    next call runs `step` itself and the one after it captures again. If one of these changes before each call, nothing
-    is ever replayed.
+    next call runs `step` itself and the one after it captures again. Changes before each call prevent all replays.
 
     Without a CUDA device all calls run `step` itself.
 
@@ -40,8 +39,7 @@ def graphed_step(
             which no gradient is used by a later call. It must not read tensors on the host, and its Python code runs
             only in the capture. All values that change between calls must be in its arguments: tensors, in nested
             lists, tuples and dicts, with the same shapes, dtypes and layouts each time. Step schedulers outside of it.
-        warmup: how many calls run `step` itself before the capture, at least one: optimizers make their state, NCCL
-            connects.
+        warmup: calls before the capture, at least one: optimizers make their state, NCCL connects.
         clone_outputs: return new tensors from each call. False returns the graph's, which the next call overwrites.
         device: of the step; the current CUDA device if there is one.
 

@@ -82,7 +82,7 @@ class ParamRecord:
         return self.param._local if isinstance(self.param, ShardedTensor) else self.param
 
 
-def changed_records(records: Iterable[ParamRecord]) -> list[ParamRecord]:
+def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
     """Return the records whose parameter has another leaf, layout, device or dtype now; takes 0.2 microseconds each."""
     found = []
     for h in records:

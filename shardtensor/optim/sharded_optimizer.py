@@ -1,9 +1,8 @@
 """`ShardedOptimizer`: any torch optimizer over named parameters, sharded and plain.
 
 Users see sharded parameters in ``param_groups`` and ``state``. Inside, elementwise classes step local tensors, at the
-speed of plain tensors and without communication; local tensors that are adjacent in memory, as in fully sharded
-modules, are stepped as one. All other classes step the ShardedTensors themselves, so that norms and matrix products are
-global.
+speed of plain tensors and without communication; those that are adjacent in memory, as in fully sharded modules, are
+stepped as one. All other classes step the ShardedTensors themselves, so that norms and matrix products are global.
 """
 
 from __future__ import annotations
@@ -19,16 +18,9 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.facts import describe_group, describe_options
+from shardtensor.optim.facts import options_text, params_text
 from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
-from shardtensor.optim.named_params import (
-    ParamRecord,
-    StalenessCheck,
-    changed_records,
-    read_groups,
-    read_pairs,
-    stale_error,
-)
+from shardtensor.optim.named_params import ParamRecord, StalenessCheck, changed, read_groups, read_pairs, stale_error
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
@@ -86,7 +78,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._records: dict[int, ParamRecord] = {}
         self._aliases: dict[str, str] = {}
         named, fault = self._add_records(groups)
-        self._agree("ShardedOptimizer", groups, describe_options(optimizer_class, args, kwargs), fault)
+        self._agree("ShardedOptimizer", groups, options_text(optimizer_class, args, kwargs), fault)
         self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
@@ -156,7 +148,7 @@ class ShardedOptimizer(optim.Optimizer):
         ranks = self._groups_of_ranks()
         if fault is not None and not ranks:
             raise fault
-        facts = {"options": options, "parameters": "\n".join(map(describe_group, groups))} if ranks else {}
+        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))} if ranks else {}
         for group in ranks:
             agree(group, call, facts, fault)
 
@@ -179,7 +171,7 @@ class ShardedOptimizer(optim.Optimizer):
             again = sorted(name for name in self._aliases.keys() - aliases.keys())
             if again and fault is None:
                 fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
-            self._agree("add_param_group", [group], describe_options(None, (), options), fault)
+            self._agree("add_param_group", [group], options_text(None, (), options), fault)
             stepped = self._inner_params(params)
             self._flat_groups.split_all()
             self._inner.add_param_group({**options, "params": stepped})
@@ -234,7 +226,7 @@ class ShardedOptimizer(optim.Optimizer):
         """Update leaves and state to the parameters as they are now."""
         if self._staleness is not None:
             self._staleness.check()
-        found = changed_records(self._records.values())
+        found = changed(self._records.values())
         if not found:
             return
         unfit = [record.name for record in found if not (record.now.is_leaf or self.defaults.get("differentiable"))]
@@ -363,9 +355,7 @@ class ShardedOptimizer(optim.Optimizer):
                         continue
                     values = state.pop(record.name)
                     if self._on_leaves:
-                        taken[record.leaf] = {
-                            key: local_value(value, record, key, group) for key, value in values.items()
-                        }
+                        taken[record.leaf] = {k: local_value(value, record, k, group) for k, value in values.items()}
                     else:
                         taken[param] = {key: copied_value(value, record, key) for key, value in values.items()}
         inner.state.clear()

@@ -137,9 +137,9 @@ class ParamState(MutableMapping[Any, Any]):
 
     def __setitem__(self, param: Any, value: Any) -> None:
         record = self._records.get(id(param))
-        self._state[self._key(param)] = (
-            value if record is None else {k: local_value(v, record, k, {}) for k, v in value.items()}
-        )
+        if record is not None:
+            value = {key: local_value(each, record, key, {}) for key, each in value.items()}
+        self._state[self._key(param)] = value
 
     def __delitem__(self, param: Any) -> None:
         del self._state[self._key(param)]

@@ -27,7 +27,7 @@ NOT_FOLLOWED = {
 
 
 def met(*calls: Callable[[Any], Any], timeout_s: float = 10.0) -> None:
-    """Ranks that are threads run a function each, which is given what makes a rendezvous of some; raise the first error."""
+    """Ranks that are threads run a function each, given a function that makes a rendezvous; raise the first error."""
     store = dist.HashStore()
     errors: list[BaseException] = []
 

@@ -15,12 +15,12 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CaptureError, StaleParameterError
 from shardtensor.mesh import Mesh
-from shardtensor.optim.facts import describe_group, describe_options
+from shardtensor.optim.facts import options_text, params_text
 from shardtensor.optim.graphed_optimizers import GraphedOptimizer
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
-    changed_records,
+    changed,
     named_params_with_sharded_tensor,
     read_groups,
     read_pairs,
@@ -100,22 +100,22 @@ def test_a_change_of_anything_that_state_was_made_for_is_seen():
         ]
 
     for plain, sharded in (held(), held()):
-        assert changed_records([plain, sharded]) == [] and plain.now is plain.leaf is plain.param
+        assert changed([plain, sharded]) == [] and plain.now is plain.leaf is plain.param
         assert sharded.now is sharded.leaf is sharded.param._local
     plain, sharded = held()
     plain.param.data = plain.param.data.double()
-    assert changed_records([plain, sharded]) == [plain]
+    assert changed([plain, sharded]) == [plain]
     plain.device = torch.device("meta")
     plain.dtype = torch.float64
-    assert changed_records([plain]) == [plain]
+    assert changed([plain]) == [plain]
     sharded.param._local = sharded.param._local.detach().clone()
-    assert changed_records([sharded]) == [sharded]
+    assert changed([sharded]) == [sharded]
     _, sharded = held()
     sharded.param._layout = copy.copy(sharded.param._layout)
-    assert changed_records([sharded]) == [sharded]
+    assert changed([sharded]) == [sharded]
     _, sharded = held()
     sharded.dtype = torch.float64
-    assert changed_records([sharded]) == [sharded]
+    assert changed([sharded]) == [sharded]
 
 
 def test_a_copy_of_what_is_held_is_of_the_copied_parameter():
@@ -194,15 +194,15 @@ def test_options_as_text_tell_apart_what_ranks_must_agree_on():
         (torch.optim.Adam, (), {"betas": (0.9, 0.99)}),
         (torch.optim.Adam, (), {"params": object()}),
     ]
-    texts = [describe_options(*each) for each in options]
+    texts = [options_text(*each) for each in options]
     assert len(set(texts)) == len(texts)
     assert texts[4] == "SGD(lr=0.1, nesterov=True)" and texts[5] == "SGD(tensor () torch.float32)"
     assert texts[7] == "Adam(betas=(0.9, 0.95))" and texts[9] == "Adam(params=object)"
-    assert describe_options(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
-    assert describe_options(None, (), {"lr": None}) == "(lr=None)"
+    assert options_text(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
+    assert options_text(None, (), {"lr": None}) == "(lr=None)"
     pairs = [("w", torch.ones(2, 3)), ("b", torch.ones(3).double())]
-    assert describe_group({"params": pairs}) == "w (2, 3) torch.float32\nb (3,) torch.float64"
-    assert describe_group({"params": []}) == "(none)"
+    assert params_text({"params": pairs}) == "w (2, 3) torch.float32\nb (3,) torch.float64"
+    assert params_text({"params": []}) == "(none)"
 
 
 # -- inputs of a graphed step ------------------------------------------------------------------------------------------
