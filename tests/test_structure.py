@@ -22,9 +22,9 @@ PURE = ORDER[: ORDER.index("comm")]
 
 LINES = 55_399
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 63
+DEFINED_TWICE = 62
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 121
+OF_ONE_IMPORTER = 119
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

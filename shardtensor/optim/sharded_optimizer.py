@@ -18,9 +18,17 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.facts import options_text, params_text
 from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
-from shardtensor.optim.named_params import ParamRecord, StalenessCheck, changed, read_groups, read_pairs, stale_error
+from shardtensor.optim.named_params import (
+    ParamRecord,
+    StalenessCheck,
+    changed,
+    options_text,
+    params_text,
+    read_groups,
+    read_pairs,
+    stale_error,
+)
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from typing import Any
 
 import torch
 
+from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import DisagreementError, RuleError
 from shardtensor.mesh import Mesh, Ranks
 from shardtensor.sim.channel import Call, Channel, Slot
-from shardtensor.sim.faults import RankStopped, deadlock, different_calls, unmatched_counts
 from shardtensor.sim.group_names import name_group
 from shardtensor.sim.process_state import ProcessState
+
+_ORDER = "make the same calls in the same order on every rank of the group"
+
+
+class RankStopped(BaseException):
+    """Ends a rank that waits for a rank that has failed. User code should not catch it."""
 
 
 class Member:
@@ -188,11 +194,11 @@ class World:
             return slot
         if other is not None and slot.calls[other].signature != call.signature:  # type: ignore[union-attr]
             pair = sorted([ranks[other], member.rank])
-            self._fail(slot, different_calls(self.name(ranks), self._calls_of(slot, pair)))
+            self._fail(slot, _different_calls(self.name(ranks), self._calls_of(slot, pair)))
         elif not slot.left:
             fault = call.check(slot.all_calls()) if call.check is not None else ""
             if fault:
-                self._fail(slot, unmatched_counts(fault, self.name(ranks), self._calls_of(slot, list(ranks))))
+                self._fail(slot, _unmatched_counts(fault, self.name(ranks), self._calls_of(slot, list(ranks))))
             else:
                 slot.combine()
         else:
@@ -226,11 +232,11 @@ class World:
             slot.fault = RankStopped
             return
         waits = {rank: self._wait_text(rank, slot) for rank in slot.channel.ranks if slot.has(rank)}
-        self._fail(slot, deadlock(waits, [member.rank for member in ended]))
+        self._fail(slot, _deadlock(waits, [member.rank for member in ended]))
 
     def _break_deadlock(self) -> None:
         waiting = {member.rank: member.waits for member in self.members if member.waits is not None}
-        text = deadlock({rank: self._wait_text(rank, slot) for rank, slot in waiting.items()}, [])
+        text = _deadlock({rank: self._wait_text(rank, slot) for rank, slot in waiting.items()}, [])
         for slot in waiting.values():
             self._fail(slot, text)
 
@@ -255,3 +261,33 @@ class World:
         if ranks not in self._names:
             self._names[ranks] = name_group(self.mesh, ranks)
         return self._names[ranks]
+
+
+def _describe_call(call: Call, group: str, site: str) -> str:
+    """Return a call with its group, and on a second line the place in the user's code."""
+    return f"{call} over {group}\n  {site}"
+
+
+def _different_calls(group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
+    """Return the error text for two ranks whose calls do not match."""
+    (first, (one, _)), (second, (other, _)) = calls.items()
+    what = "collectives" if one.name != other.name else f"calls of {one.name}"
+    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
+    return str(
+        DisagreementError(f"ranks {first} and {second} are in different {what}; nothing was moved", facts, _ORDER)
+    )
+
+
+def _unmatched_counts(fault: str, group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
+    """Return the error text for calls of one collective whose counts do not match."""
+    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
+    return str(DisagreementError(f"{fault}; nothing was moved", facts, _ORDER))
+
+
+def _deadlock(waits: Mapping[int, str], finished: Sequence[int]) -> str:
+    """Return the error text for ranks that wait for each other, or for ranks that have returned."""
+    facts = {f"rank {rank}": text for rank, text in waits.items()}
+    if finished:
+        facts[name_ranks(finished)] = "returned" if len(finished) == 1 else "have returned"
+    whom = "a rank that has returned" if finished else "each other"
+    return str(DisagreementError(f"deadlock: {name_ranks(list(waits))} would wait for {whom} for ever", facts, _ORDER))

@@ -15,13 +15,14 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CaptureError, StaleParameterError
 from shardtensor.mesh import Mesh
-from shardtensor.optim.facts import options_text, params_text
 from shardtensor.optim.graphed_optimizers import GraphedOptimizer
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
     changed,
     named_params_with_sharded_tensor,
+    options_text,
+    params_text,
     read_groups,
     read_pairs,
 )
