@@ -296,4 +296,4 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     if op in ("max", "min") and dtype.is_complex:
         raise RuleError(f"{dtype} values have no {op}", fix="reduce their absolute values")
     if op in ("max", "min") and dtype == torch.uint64:
-        raise RuleError(f"no backend orders {dtype} values", fix="convert to torch.int64")
+        raise RuleError(f"no backend has {op} of {dtype} values", fix="convert to torch.int64")

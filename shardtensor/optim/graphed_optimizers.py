@@ -80,7 +80,7 @@ class GraphedOptimizers:
                 yield
             if counts != {key: known.state_count() for key, known in self._known.items()}:
                 raise CaptureError(
-                    "an optimizer made new state while the step was captured; every replay would make it anew",
+                    "an optimizer made new state while the step was captured; every replay would make it again",
                     fix="a larger warmup=, in which every parameter has a gradient and every optimizer steps",
                 )
             if any(grad is None and leaf.grad is not None for leaf, grad in before):
@@ -233,12 +233,12 @@ def _check_can_be_captured(optimizer: optim.Optimizer, group: Mapping[str, Any])
     elif ways:
         found = ", ".join(f"{key}={group[key]}" for key in ("fused", "capturable") if key in group)
         raise CaptureError(
-            f"{name}, as it was made, steps with numbers of the host, which a CUDA graph repeats for ever",
+            f"{name} with these options reads numbers on the host, so every replay would repeat those of the capture",
             {"found": found},
             ways,
         )
     elif type(optimizer).__module__.startswith("torch.optim"):
         raise CaptureError(
-            f"{name} decides on the host how it steps, so no CUDA graph can hold it",
+            f"{name} computes its step on the host, so a CUDA graph cannot contain it",
             fix="call its step() after the graphed step, or use AdamW(..., fused=True)",
         )

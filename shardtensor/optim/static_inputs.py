@@ -100,7 +100,7 @@ def _unlike(what: str, captured: Any, found: Any) -> CaptureError:
     if not isinstance(captured, str):
         captured, found = (f"{x} tensors" if isinstance(x, int) else x for x in (captured, found))
     return CaptureError(
-        f"{what} of a graphed step: not what was captured; nothing has run",
+        f"{what} of a graphed step: not as in the capture; nothing has run",
         {"captured": captured, "found": found},
         [
             "call the step itself, without a graph, for a batch of another shape",

@@ -223,7 +223,7 @@ def test_inputs_like_the_captured_ones_are_taken_and_no_others():
             inputs = StaticInputs((torch.ones(1), {"x": first}), {"y": 3}, CPU)
             call = (torch.zeros(1), {"x": second}), {"y": 3}
             if i != j:
-                with pytest.raises(CaptureError, match=r"(input 1|arguments) of a graphed step: not what was captured"):
+                with pytest.raises(CaptureError, match=r"(input 1|arguments) of a graphed step: not as in the capture"):
                     inputs.fill(*call)
                 continue
             inputs.fill(*call)
