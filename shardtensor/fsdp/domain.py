@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.comm.group import Group, seen_on
+from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import Mesh
@@ -93,4 +93,4 @@ def _named(text: str) -> Group:
         )
     team = world.axis(*names)
     axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
-    return seen_on(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
+    return group_on_mesh(team, Mesh(axes, team.ranks)) if len(names) > 1 else team

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.comm.copy_engines import Lease, lease
+from shardtensor.comm.copy_engines import GatherBuffer as Lease
+from shardtensor.comm.copy_engines import gather_buffer as lease
 from shardtensor.fsdp.convoy import Convoy, travelling
 from shardtensor.fsdp.unit import Unit
 
