@@ -10,7 +10,7 @@
     │   └── ShardCountError    (NotImplementedError)  a rank holds no shard, or several, where one is asked for
     ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
     │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives
-    ├── AbsentRankError        (RuntimeError)    ranks did not come to a collective, or were lost in it
+    ├── AbsentRankError        (RuntimeError)    ranks did not join a collective, or were lost in it
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
     ├── PlanError              (TypeError, KeyError, RuntimeError)  a sharding plan contradicts itself or its module
     ├── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
@@ -134,7 +134,7 @@ class CallMismatchError(DisagreementError, RuntimeError):
 
 
 class AbsentRankError(ShardTensorError, RuntimeError):
-    """Ranks did not come to a collective within the timeout of their group, or ended during it."""
+    """Ranks did not join a collective within the timeout of their group, or ended during it."""
 
 
 class MissingParameterError(ShardTensorError, AttributeError):

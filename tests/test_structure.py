@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 55_207
+LINES = 55_169
 IN_CIRCLES = {"tensor": 12}
-DEFINED_TWICE = 65
+DEFINED_TWICE = 61
 LATE_IMPORTS = 27
-OF_ONE_IMPORTER = 116
+OF_ONE_IMPORTER = 111
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

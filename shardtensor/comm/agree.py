@@ -1,8 +1,7 @@
-"""Ranks agree before data moves, or all raise the same error.
+"""A check that all ranks make the same call: either it returns on all of them, or all raise the same error.
 
-A check before a collective must give one verdict everywhere: a rank that raises alone leaves the others waiting.
-`agree` compares what the ranks are about to do in one exchange of 33 bytes, and carries a fault that one rank found
-to all of them.
+If one rank alone raises before a collective, the others wait for it. `agree` compares the calls of all ranks in one
+exchange of 33 bytes, and sends an error that one rank found to all of them.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import DisagreementError, ShardTensorError
 from shardtensor.mesh import ranks_text
 
-_SHOWN_VALUES = 8  # different values printed of one fact
-_SHOWN_FACTS = 8  # facts printed that differ
+_SHOWN_VALUES = 8  # how many values of a fact an error prints
+_SHOWN_FACTS = 8  # how many facts that differ it prints
 _Report = tuple[str, dict[str, str], tuple[list[str], str] | None]
 
 
 def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorError | None = None) -> None:
-    """Return when all ranks make this call with equal facts, at the cost of one small exchange.
+    """Return if all ranks make this call with equal facts; costs one small exchange.
 
-    Every member of the group calls it, before any data moves, also the ranks that found a fault: they bring it
-    instead of raising it. In a world of one it raises the fault.
+    Every member of the group calls it, before any data moves. A rank that found a fault passes it as `fault` instead
+    of raising it. In a group of one `agree` raises the fault.
 
     Args:
         group: the ranks that must agree.
-        call: what is being done, in the user's words: ``shard_parameter("fc.weight")``.
+        call: the user's call, for messages: ``shard_parameter("fc.weight")``.
         facts: what must be equal on every rank, by name: specs, shapes, dtypes, options as text.
-        fault: what this rank found wrong, or None.
+        fault: the error that this rank would raise, or None.
 
     Raises:
-        ShardTensorError: on every rank, with one type and text: `fault` where one rank brought it.
+        ShardTensorError: on every rank, with the type of `fault` and one text, if a rank passed a fault.
         DisagreementError: on every rank, with one text that says which ranks hold which value of which fact.
 
     Example:
@@ -55,7 +54,7 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
 
 
 def _shared_fault(group: Group, reports: Sequence[_Report]) -> ShardTensorError | None:
-    """The error that carries the faults of some ranks to all, or None when no rank found one."""
+    """Return the error with the faults of all ranks, or None if there are none."""
     found = {rank: report for rank, report in zip(group.ranks, reports, strict=True) if report[2] is not None}
     if not found:
         return None
@@ -86,7 +85,7 @@ def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError
     }
     differing = {name: _table(values) for name, values in held.items() if len(values) > 1}
     left = len(differing) - _SHOWN_FACTS
-    if left > 0:  # of a plan for a thousand layers the first will do
+    if left > 0:  # a plan for a thousand layers may differ in all of them
         differing = dict(list(differing.items())[:_SHOWN_FACTS])
     shown = [*differing, *([f"{left} more"] if left > 0 else [])]
     what = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
@@ -101,7 +100,7 @@ def _type_names(error: BaseException) -> list[str]:
 
 
 def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Which ranks hold each value, in the order in which values are first met."""
+    """Return the ranks that hold each value, in the order of their first ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -109,7 +108,7 @@ def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _table(values: Mapping[str, Sequence[int]]) -> str:
-    """One line for each value: which ranks hold it, and it."""
+    """Return one line for each value: the ranks that hold it, and the value."""
     rows = [(name_ranks(ranks), value) for value, ranks in list(values.items())[:_SHOWN_VALUES]]
     width = max(len(who) for who, _ in rows)
     indent = "\n" + " " * (width + 2)
@@ -120,7 +119,7 @@ def _table(values: Mapping[str, Sequence[int]]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks with runs folded.
+    """Return the names of ranks, with ranges of consecutive ones.
 
     Example:
         >>> name_ranks([0, 1, 2, 5]), name_ranks([3])

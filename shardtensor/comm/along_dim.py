@@ -1,6 +1,7 @@
-"""All-gather and reduce-scatter along any dim of tensors of which each member of a group has a stretch.
+"""All-gather and reduce-scatter along any dim, of tensors of which each member of a group holds a slice of the dim.
 
-Each has a form with gradients (on `collectives`) and, for functions that write their own backward, one without.
+`all_gather` and `reduce_scatter` have gradients (by `collectives`); their forms with ``_no_grad`` have none, for
+autograd Functions that write their own backward.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 
 
-class Stretches(NamedTuple):
-    """A dim, from either end, and how it is cut among the members of a group.
+class DimSizes(NamedTuple):
+    """A dim, and the size of each group member's slice of it.
 
     Attributes:
-        dim: counted from the front, or from the end where negative.
-        sizes: the stretch of each member; None where they follow from the length.
-        balanced: stretches may differ by one; else all are equal, or it is an error.
+        dim: counted from the front, or from the end if negative.
+        sizes: the size of each member's slice; None if they follow from the length.
+        balanced: sizes may differ by one; else a length that cannot be divided evenly is an error.
     """
 
     dim: int
     sizes: tuple[int, ...] | None = None
     balanced: bool = False
 
-    def of_whole(self, x: torch.Tensor, group: Group) -> Sequence[int]:
-        """The stretch of each member of what `x` has whole."""
+    def of_full(self, x: torch.Tensor, group: Group) -> Sequence[int]:
+        """Return the size of each member's slice, where `x` has the full dim."""
         if self.sizes is not None:
             return self.sizes
         each, left = divmod(x.shape[self.dim], group.size)
@@ -43,12 +44,8 @@ class Stretches(NamedTuple):
             )
         return [each + (i < left) for i in range(group.size)]
 
-    def are_in_order(self, shape: torch.Size) -> bool:
-        """Whether equal stretches of this shape, or of which it is made, lie in memory one after the other."""
-        return self.sizes is None and not self.balanced and (self.dim == 0 or (self.dim == 1 and shape[0] == 1))
-
-    def of_own(self, x: torch.Tensor, group: Group) -> Sequence[int]:
-        """The stretch of each member, of which `x` is this one's; balanced ones are asked for in a small exchange."""
+    def of_local(self, x: torch.Tensor, group: Group) -> Sequence[int]:
+        """Return the size of each member's slice, where `x` is this member's; balanced sizes need a small exchange."""
         if self.sizes is not None:
             return self.sizes
         own = x.shape[self.dim]
@@ -56,115 +53,124 @@ class Stretches(NamedTuple):
             return [own] * group.size
         return [int.from_bytes(size, "little") for size in group.exchange(own.to_bytes(8, "little"))]
 
+    def are_contiguous(self, shape: torch.Size) -> bool:
+        """Whether the slices of a tensor of this shape, full or local, are consecutive in memory and of equal size."""
+        return self.sizes is None and not self.balanced and (self.dim == 0 or (self.dim == 1 and shape[0] == 1))
 
-def gathered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-    """The stretches of all members, joined; no gradient. All members call it."""
-    dim, shape = stretches.dim, x.shape
-    if stretches.are_in_order(shape):  # the usual case, at least cost
+
+def all_gather_no_grad(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+    """Return the concatenation of all members' slices along the dim. All members call it."""
+    dim, shape = sizes.dim, x.shape
+    if sizes.are_contiguous(shape):  # the usual case, without copies
         return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
-    return _joined(x, stretches, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
+    return _all_gather(x, sizes, group, lambda first, counts: group.all_gather(first.reshape(-1), counts))
 
 
-def gather(x: torch.Tensor, stretches: Stretches, group: Group, sums: bool = False) -> torch.Tensor:
-    """`gathered` with gradients: the result's own stretch or, where work on it is split (`sums`), the summed one."""
+def all_gather(x: torch.Tensor, sizes: DimSizes, group: Group, sum_gradient: bool = False) -> torch.Tensor:
+    """`all_gather_no_grad` with a gradient: this member's slice of the result's gradient.
+
+    With `sum_gradient`, for work that is split over the group, the gradients of all members are summed first.
+    """
     if not _differentiates(x, group):
-        return gathered(x, stretches, group)
-    if sums:
-        known = stretches._replace(sizes=tuple(stretches.of_own(x, group))) if stretches.balanced else stretches
-        return _do_gather_sum_gradient(x, known, group)  # the way back asks nobody for sizes
-    return _joined(x, stretches, group, lambda first, counts: collectives.all_gather(first, counts, group))
+        return all_gather_no_grad(x, sizes, group)
+    if sum_gradient:
+        if sizes.balanced:  # exchange the sizes once: backward needs them too
+            sizes = sizes._replace(sizes=tuple(sizes.of_local(x, group)))
+        return _do_all_gather_sum_gradient(x, sizes, group)
+    return _all_gather(x, sizes, group, lambda first, counts: collectives.all_gather(first, counts, group))
 
 
-def take(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-    """This member's stretch of what all have; the gradients of all are gathered."""
-    return _part(x, stretches, group, lambda first, counts: collectives.take(first, counts, group))
+def local_slice(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+    """Return this member's slice of `x`, which is equal on all members; backward gathers the gradients of all."""
+    return _slice(x, sizes, group, lambda first, counts: collectives.local_slice(first, counts, group))
 
 
-def reduce_scatter(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-    """This member's stretch of the sum of `x` over the members; the gradients of all are gathered."""
+def reduce_scatter(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+    """Return this member's slice of the sum of `x` over the group; backward gathers the gradients of all."""
     if not _differentiates(x, group):
-        return scattered(x, stretches, group)
-    known = stretches._replace(sizes=tuple(stretches.of_whole(x, group))) if stretches.balanced else stretches
-    return _do_scatter_sum(x, known, group)
+        return reduce_scatter_no_grad(x, sizes, group)
+    if sizes.balanced:
+        sizes = sizes._replace(sizes=tuple(sizes.of_full(x, group)))
+    return _do_reduce_scatter(x, sizes, group)
 
 
-def scattered(x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-    """`reduce_scatter` without a gradient."""
-    dim, shape = stretches.dim, x.shape
-    if stretches.are_in_order(shape) and not shape[dim] % group.size:
+def reduce_scatter_no_grad(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+    """Return this member's slice of the sum of `x` over the group. All members call it."""
+    dim, shape = sizes.dim, x.shape
+    if sizes.are_contiguous(shape) and not shape[dim] % group.size:
         return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
-    return _part(x, stretches, group, lambda first, counts: group.reduce_scatter(first, _unless_even(counts)))
+    return _slice(x, sizes, group, lambda first, counts: group.reduce_scatter(first, _unless_even(counts)))
 
 
-class Scattering:
-    """`scattered`, started: other work may be done before `wait`."""
+class PendingReduceScatter:
+    """A started `reduce_scatter_no_grad`; `wait` returns the result."""
 
-    def __init__(self, x: torch.Tensor, stretches: Stretches, group: Group) -> None:
-        sizes = stretches.of_whole(x, group)
-        first, counts = _in_front(x, stretches, sizes)
-        self.stretches, self.shape = stretches, (sizes[group.index], *first.shape[1:])
+    def __init__(self, x: torch.Tensor, sizes: DimSizes, group: Group) -> None:
+        each = sizes.of_full(x, group)
+        first, counts = _move_to_front(x, sizes.dim, each)
+        self.dim, self.shape = sizes.dim, (each[group.index], *first.shape[1:])
         self.pending = group.reduce_scatter_async(first, _unless_even(counts))
 
     def wait(self) -> torch.Tensor:
-        return _last(self.pending.wait().view(self.shape), self.stretches)
+        return _move_back(self.pending.wait().view(self.shape), self.dim)
 
 
-def _in_front(x: torch.Tensor, stretches: Stretches, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """`x` with the dim of the stretches in front, and the elements of each stretch."""
-    first = (x if stretches.dim == 0 else x.movedim(stretches.dim, 0)).contiguous()
+def _move_to_front(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """Return `x` with `dim` in front, contiguous, and the number of elements of each slice."""
+    first = (x if dim == 0 else x.movedim(dim, 0)).contiguous()
     rest = first.shape[1:].numel()
     return first, [size * rest for size in sizes]
 
 
-def _last(x: torch.Tensor, stretches: Stretches) -> torch.Tensor:
-    return x if stretches.dim == 0 else x.movedim(0, stretches.dim).contiguous()
+def _move_back(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x if dim == 0 else x.movedim(0, dim).contiguous()
 
 
 def _unless_even(counts: list[int]) -> list[int] | None:
     return None if min(counts) == max(counts) else counts
 
 
-def _joined(
-    x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
+def _all_gather(
+    x: torch.Tensor, sizes: DimSizes, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
-    sizes = stretches.of_own(x, group)
-    first, counts = _in_front(x, stretches, sizes)
-    whole = call(first, counts).view(sum(sizes), *first.shape[1:])
-    return whole if stretches.dim == 0 else whole.movedim(0, stretches.dim)
+    each = sizes.of_local(x, group)
+    first, counts = _move_to_front(x, sizes.dim, each)
+    full = call(first, counts).view(sum(each), *first.shape[1:])
+    return full if sizes.dim == 0 else full.movedim(0, sizes.dim)
 
 
-def _part(
-    x: torch.Tensor, stretches: Stretches, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
+def _slice(
+    x: torch.Tensor, sizes: DimSizes, group: Group, call: Callable[[torch.Tensor, list[int]], torch.Tensor]
 ) -> torch.Tensor:
-    sizes = stretches.of_whole(x, group)
-    first, counts = _in_front(x, stretches, sizes)
-    return _last(call(first, counts).view(sizes[group.index], *first.shape[1:]), stretches)
+    each = sizes.of_full(x, group)
+    first, counts = _move_to_front(x, sizes.dim, each)
+    return _move_back(call(first, counts).view(each[group.index], *first.shape[1:]), sizes.dim)
 
 
 def _differentiates(x: torch.Tensor, group: Group) -> bool:
     return group.size > 1 and collectives.differentiates(x)
 
 
-class _GatherSumGradient(torch.autograd.Function):
+class _AllGatherSumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-        ctx.stretches, ctx.group = stretches, group
-        return alias(gathered(x, stretches, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter(grad, ctx.stretches, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stretches: Stretches, group: Group) -> torch.Tensor:
-        ctx.stretches, ctx.group = stretches, group
-        return alias(scattered(x, stretches, group))
+    def forward(ctx: Any, x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return alias(all_gather_no_grad(x, sizes, group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather(grad, ctx.stretches, ctx.group, sums=True), None, None
+        return reduce_scatter(grad, ctx.sizes, ctx.group), None, None
 
 
-_do_gather_sum_gradient, _do_scatter_sum = caller(_GatherSumGradient), caller(_ScatterSum)
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return alias(reduce_scatter_no_grad(x, sizes, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(grad, ctx.sizes, ctx.group, sum_gradient=True), None, None
+
+
+_do_all_gather_sum_gradient, _do_reduce_scatter = caller(_AllGatherSumGradient), caller(_ReduceScatter)

@@ -1,4 +1,4 @@
-"""Where in the user's code a collective was called, for messages and reports."""
+"""The line of the user's code that called a collective, for messages and reports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OWN = ("shardtensor.", "torch.", "contextlib.", "threading.")
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Say the first line outside of this library and torch, and the module whose forward it is part of.
+    """Return the innermost line outside of this library and torch, and the module whose forward it is part of.
 
     Args:
-        frame: where to start looking outwards; the caller's when None.
+        frame: the frame to start from; the caller's if None.
 
     Returns:
         ``train.py:12 in step, at layers.3.down`` or, outside of any module's forward, ``train.py:12 in step``.
@@ -28,8 +28,8 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def user_call(frame: FrameType) -> str:
-    """The function of this library that the user's code called, such as ``full_tensor``, or the torch function that
-    came here; empty when the user is not on the stack."""
+    """Return the name of the function of this library that the user's code called, such as ``full_tensor``, or of the
+    dispatched torch function; empty if no frame of the user's is on the stack."""
     name = ""
     while f"{frame.f_globals.get('__name__')}.".startswith(OWN):
         if frame.f_code.co_name == "__torch_function__":
@@ -43,8 +43,9 @@ def user_call(frame: FrameType) -> str:
 
 
 def module_path(frame: FrameType | None) -> str:
-    """The dotted name of the innermost `nn.Module` that is being called, seen from the outermost; its class's for one
-    alone; empty when none is. Takes microseconds for every frame: not for a path that is hot."""
+    """Return the dotted name of the innermost `nn.Module` whose forward runs, within the outermost one; its class's
+    name if it is the outermost; empty if there is none. Takes microseconds for each frame: not for hot paths."""
+
     calls = []
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CALLS:

@@ -1,24 +1,23 @@
 """Collectives with gradients, each beside its adjoint.
 
-The convention: a plain tensor is a *copy*, equal on every rank, and its gradient is a copy too; a *partial* has a
-different value on every rank and stands for their sum, and so does a tensor whose gradients are partial; a *part* is
-this rank's own piece of the elements. Each pair below is closed: either is the other's backward, so gradients of
-gradients come out right.
+A *replicated* tensor is equal on every rank, and so is its gradient. A *partial* tensor has a different value on each
+rank, and its value is their sum. A *shard* is this rank's range of the elements. In each pair below one function is
+the backward of the other, so gradients of gradients are right.
 
-    ======================  ==================  =========================  ==================
-    forward                 from -> to          backward                   pair
-    ======================  ==================  =========================  ==================
-    sum_gradient            copy -> partial     all_reduce                 *f* and *g*
-    all_reduce              partial -> copy     sum_gradient
-    take                    copy -> part        all_gather
-    all_gather              part -> copy        take
-    all_gather_sum_gradient part -> partial     reduce_scatter             sequence parallelism
-    reduce_scatter          partial -> part     all_gather_sum_gradient
-    all_to_all              part -> part        all_to_all, the way back
-    ======================  ==================  =========================  ==================
+    ======================= ======================== ========================= ====================
+    forward                 from -> to               backward                  use
+    ======================= ======================== ========================= ====================
+    sum_gradient            replicated -> partial    all_reduce                *f* and *g*
+    all_reduce              partial -> replicated    sum_gradient
+    local_slice             replicated -> shard      all_gather
+    all_gather              shard -> replicated      local_slice
+    all_gather_sum_gradient shard -> partial         reduce_scatter            sequence parallelism
+    reduce_scatter          partial -> shard         all_gather_sum_gradient
+    all_to_all              shard -> shard           all_to_all
+    ======================= ======================== ========================= ====================
 
-Every member of the group calls them, in the same order, and runs the backward of as many; where nothing asks for a
-gradient no graph is made. In a group of one each returns its argument. Counts are elements of each member.
+Every member of the group calls them, in the same order, and runs their backwards. Without a gradient to compute they
+make no graph. In a group of one each returns its argument. Counts are the elements of each member.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ Counts = Sequence[int]
 
 
 def differentiates(x: torch.Tensor) -> bool:
-    """Whether autograd records what is done with `x`.
+    """Whether autograd records operations on `x`.
 
     Raises:
-        RuleError: forward mode is active, whose tangents would be lost: on all ranks, whatever they hold.
+        RuleError: forward mode is active: a collective would lose its tangents. All ranks raise.
     """
     refuse_forward_mode()
     return x.requires_grad and torch.is_grad_enabled()
 
 
-# -- copy and partial ------------------------------------------------------------------------------------------------
+# -- replicated and partial ------------------------------------------------------------------------------------------
 
 
 def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return `x`; sum its gradient over the group. Put where a copy meets work that is split over the ranks.
+    """Return `x`; sum its gradient over the group. Call it on the input of work that is split over the ranks.
 
     Args:
         x: any shape, equal on every rank.
-        group: the ranks among which the work is split.
+        group: the ranks that share the work.
 
     Returns:
-        `x`, for use by this rank's share of the work; `all_reduce` is the adjoint. A leaf's gradient is summed in its
+        `x`, for this rank's share of the work; `all_reduce` is the adjoint. The gradient of a leaf is summed in its
         ``grad_dtype``, that of a fully sharded parameter in the ``reduce_dtype``.
 
     References:
@@ -68,14 +67,14 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of `x` over the group, in a new tensor; leave its gradient as it is.
+    """Return the sum of `x` over the group, in a new tensor; backward passes the gradient on unchanged.
 
     Args:
         x: any shape, this rank's term of the sum.
         group: the ranks that hold the terms.
 
     Returns:
-        the sum, in the shape of `x`, equal on every rank; `sum_gradient` is the adjoint.
+        the sum, of the shape of `x`, equal on every rank; `sum_gradient` is the adjoint.
     """
     if group.size == 1:
         return x
@@ -83,7 +82,7 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`all_reduce` of what nobody else uses, such as a product: the sum takes its memory, and nothing is copied."""
+    """`all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
     if group.size == 1:
         return x
     if differentiates(x):
@@ -96,10 +95,10 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def alias(result: torch.Tensor) -> torch.Tensor:
-    """The same bytes in another tensor, for the graph to hang on.
+    """Return another tensor with the same memory, for an autograd Function to return.
 
-    A backend's thread may let go of what it moved a moment after the wait for it is over; were that the very tensor
-    that the graph gives out, the graph, and every parameter in it, would live on as long.
+    A backend's thread may hold the tensor of a collective for a moment after the wait. If autograd attached the graph
+    to that tensor, the graph and every parameter in it would live as long.
     """
     return result if torch.compiler.is_compiling() else result.detach()
 
@@ -117,11 +116,11 @@ class _SumGradient(Function):
 
 
 def dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
-    """What a Function's backward is to add the gradients of its first input up in: it may be wider than the input."""
+    """Return the dtype in which a backward sums the gradient of its first input; it may be wider than the input's."""
     if dtype.itemsize > 2 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return dtype
     node, number = ctx.next_functions[0]
-    if hasattr(node, "variable"):  # a leaf's
+    if hasattr(node, "variable"):  # the input is a leaf
         return getattr(node.variable, "grad_dtype", None) or dtype
     found: torch.dtype = node._input_metadata[number].dtype
     return found
@@ -145,50 +144,50 @@ class _AllReduceFresh(_AllReduce):
         return alias(group.all_reduce(x.detach().contiguous()))
 
 
-# -- copy and part ---------------------------------------------------------------------------------------------------
+# -- replicated and shard --------------------------------------------------------------------------------------------
 
 
-def take(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return this rank's range of the elements of `x`, flat. Sends nothing forward, gathers the gradients backward.
+def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
+    """Return this rank's range of the elements of `x`, flat. Forward sends nothing; backward gathers the gradients.
 
     Args:
         x: any shape, equal on every rank, of ``sum(counts)`` elements in row-major order.
         counts: elements of each member.
-        group: the ranks that take a part each.
+        group: the ranks that use a range each.
 
     Returns:
-        ``counts[group.index]`` elements, a view where `x` is contiguous; `all_gather` is the adjoint.
+        ``counts[group.index]`` elements, a view if `x` is contiguous; `all_gather` is the adjoint.
     """
     if group.size == 1:
         return x.reshape(-1)
-    return _do_take(x, counts, group) if differentiates(x) else _part(x, counts, group.index)
+    return _do_local_slice(x, counts, group) if differentiates(x) else _slice(x, counts, group.index)
 
 
 def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return the elements of all members, flat, in group order; the gradient of `x` is its range of the result's.
+    """Return the elements of all members, flat, in group order; backward returns this rank's range of the gradient.
 
     Args:
         x: any shape, of ``counts[group.index]`` elements.
-        counts: elements of each member; zeros and unequal ones are fine.
-        group: the ranks that bring a part each.
+        counts: elements of each member; they may differ, and may be zero.
+        group: the ranks that hold the shards.
 
     Returns:
-        ``sum(counts)`` elements, equal on every rank; `take` is the adjoint.
+        ``sum(counts)`` elements, equal on every rank; `local_slice` is the adjoint.
     """
     if group.size == 1:
         return x.reshape(-1)
     return _do_all_gather(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
 
 
-def _part(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
+def _slice(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
     return x.reshape(-1).narrow(0, sum(counts[:index]), counts[index])
 
 
-class _Take(Function):
+class _LocalSlice(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
         ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return _part(x, counts, group.index)
+        return _slice(x, counts, group.index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -203,29 +202,29 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return take(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return local_slice(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
 def whole_gradient(grad: Any) -> torch.Tensor:
-    """The gradient of a plain result, for which a program may give a ShardedTensor: ``y.backward(sharded)``.
+    """Return a gradient as a plain tensor: a program may call ``y.backward(sharded)`` for a plain `y`.
 
-    Torch hands it over as it is. A collective of its slices would not be the same on all ranks.
+    The members of a group must compute with the same values, so a ShardedTensor is gathered.
     """
     return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
-# -- part and partial ------------------------------------------------------------------------------------------------
+# -- shard and partial -----------------------------------------------------------------------------------------------
 
 
 def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """`all_gather` for work that is split over the ranks: the gradients of all ranks are summed and scattered.
+    """`all_gather` for work that is split over the ranks: backward reduce-scatters the gradients.
 
-    The same as `sum_gradient` of `all_gather`, at half the backward's traffic.
+    It computes `sum_gradient` of `all_gather`, with half the traffic in backward.
 
     Args:
         x: any shape, of ``counts[group.index]`` elements.
         counts: elements of each member.
-        group: the ranks that bring a part each and split the work.
+        group: the ranks that hold the shards and share the work.
 
     Returns:
         ``sum(counts)`` elements, flat; `reduce_scatter` is the adjoint.
@@ -236,7 +235,7 @@ def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> to
 
 
 def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Sum `x` over the group and return this rank's range of the sum, flat; gather the gradients backward.
+    """Sum `x` over the group and return this rank's range of the sum, flat; backward gathers the gradients.
 
     Args:
         x: any shape, of ``sum(counts)`` elements: this rank's term of the sum.
@@ -268,20 +267,20 @@ class _ReduceScatter(Function):
         return all_gather_sum_gradient(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
 
 
-# -- part and part ---------------------------------------------------------------------------------------------------
+# -- shard and shard -------------------------------------------------------------------------------------------------
 
 
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
-    """Send consecutive ranges of `x` to the members; return what they sent here, flat, in group order.
+    """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order.
 
     Args:
         x: any shape, of ``sum(send_counts)`` elements.
-        send_counts: elements that go to each member.
-        recv_counts: elements that come from each member.
-        group: the ranks that exchange.
+        send_counts: elements sent to each member.
+        recv_counts: elements received from each member.
+        group: the ranks that exchange ranges.
 
     Returns:
-        ``sum(recv_counts)`` elements; the adjoint sends each of them back.
+        ``sum(recv_counts)`` elements; backward sends the gradient of each back.
     """
     if group.size == 1:
         return x.reshape(-1)
@@ -304,6 +303,6 @@ class _AllToAll(Function):
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
 _do_all_reduce_fresh = caller(_AllReduceFresh)
-_do_take, _do_all_gather = caller(_Take), caller(_AllGather)
+_do_local_slice, _do_all_gather = caller(_LocalSlice), caller(_AllGather)
 _do_all_gather_sum_gradient, _do_reduce_scatter = caller(_AllGatherSumGradient), caller(_ReduceScatter)
 _do_all_to_all = caller(_AllToAll)

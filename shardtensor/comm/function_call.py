@@ -1,4 +1,4 @@
-"""Calls of autograd Functions on plain tensors, without what torch's Python does around them."""
+"""Fast calls of autograd Functions on plain tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardtensor.errors import RuleError
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for plain tensors at 3 microseconds instead of 5.
+    """Return ``function.apply`` for plain tensors, in 3 microseconds instead of 5.
 
-    Under torch.compile, and inside the transforms of torch.func, it is ``function.apply``. Arguments are never
-    ShardedTensors here.
+    It skips the checks of torch's Python layer, except under torch.compile and inside the transforms of torch.func.
+    Arguments must not be ShardedTensors.
     """
     plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -28,12 +28,9 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def refuse_forward_mode() -> None:
-    """Raise where forward-mode differentiation is active: a collective does not carry tangents.
+    """Raise if forward-mode differentiation is active: a collective does not send tangents.
 
     All ranks enter and leave the mode together, so all of them raise, before anything is sent.
-
-    Raises:
-        RuleError: it is active.
     """
     if forward_ad._current_level >= 0:
         raise RuleError(

@@ -1,8 +1,8 @@
-"""What a group of ranks can do, and the world of one.
+"""The interface of a group of ranks, and the groups of one rank and of other ranks.
 
-Everything right of this folder talks to other ranks only through `Group`, so that torch.distributed, the simulator
-and a counter of bytes can stand in for one another. All methods but the questions are collective: every member
-calls them, in the same order. They move values and know nothing of autograd; `collectives` adds the gradients.
+Other folders communicate only through `Group`, which torch.distributed, the simulator and a counter of bytes
+implement. Its methods are collective: every member calls them, in the same order. They have no gradients;
+`collectives` adds these.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
-from shardtensor.mesh import Mesh, Ranks
+from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 
 
 class Pending(Protocol):
-    """A collective that has been started."""
+    """A started collective."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, once it is there (on cuda: once the current stream would see it)."""
+        """Wait until the collective is done (on cuda: make the current stream wait), and return the result."""
 
 
 @runtime_checkable
 class Group(Protocol):
     """Ranks that call collectives together.
 
-    Tensors may be of any dtype, device and strides; results stand on the device of the tensor given. `counts` holds
-    a number of elements for each member, in group order; None means that all bring as many.
+    Tensors may have any dtype, device and strides; results are on the device of the argument. `counts` holds a number
+    of elements for each member, in group order; None means that all have the same number.
 
     Attributes:
         size: number of members.
         rank: global rank of this process.
         ranks: global ranks of the members, in group order.
         index: this process's place in `ranks`; -1 when it is not a member.
-        device_type: where tensors are moved without a detour: ``"cuda"`` or ``"cpu"``.
+        device_type: ``"cuda"`` or ``"cpu"``: the device whose tensors the backend sends without a copy.
         process_group: the torch process group, or None.
-        mesh: the grid over the group's ranks when it came from a DeviceMesh of two or more axes, else None.
+        mesh: the mesh of the group's ranks if it was made from a DeviceMesh of two or more axes, else None.
     """
 
     size: int
@@ -53,29 +53,29 @@ class Group(Protocol):
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
 
-        Use what is returned: in a compiled graph it is another tensor of the same values.
+        Use the returned tensor: in a compiled graph it is another tensor with the same values.
         """
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
-        """Start `all_reduce`; `t` must be left alone until ``wait()`` returns it."""
+        """Start `all_reduce`; do not use `t` before ``wait()`` returns it."""
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        """Return every member's elements as one flat tensor, in group order (may be `t` itself in a world of one)."""
+        """Return every member's elements as one flat tensor, in group order (a view of `t` in a group of one)."""
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        """Sum `flat` over the group and return this member's range of it, flat; `counts` cuts it up."""
+        """Sum `flat` over the group and return this member's range of it, flat, of ``counts[index]`` elements."""
 
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Start `reduce_scatter`; `flat` must be left alone until ``wait()`` returns this member's range."""
+        """Start `reduce_scatter`; do not use `flat` before ``wait()`` returns this member's range."""
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Start to gather everyone's flat `part`, all of one size, into the flat `out`, which may hold `part`.
+        """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain `part`.
 
-        On cuda it runs in the current stream. Nothing is counted as a write into `out`.
+        On cuda it runs in the current stream. The version counter of `out` does not change.
         """
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        """Start to sum the flat `flat` and write this member's equal range of it into the flat `out`.
+        """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat `out`.
 
         On cuda it runs in the current stream, and `out` may be that range of `flat`.
         """
@@ -87,9 +87,9 @@ class Group(Protocol):
         recv_counts: Sequence[int],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Send consecutive ranges of `flat` to the members and return what they sent here, flat, in group order.
+        """Send consecutive ranges of `flat` to the members and return the ranges received, flat, in group order.
 
-        `out`, a flat tensor of the dtype of `flat` that shares nothing with it, takes it where given.
+        The result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`.
         """
 
     def scatter(
@@ -101,38 +101,39 @@ class Group(Protocol):
         """
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
-        """Overwrite `t` with the source's and return it; all bring as many elements."""
+        """Overwrite `t` with the source's `t` and return it; all have the same number of elements."""
 
     def exchange(self, blob: bytes) -> list[bytes]:
-        """Return every member's blob; all must be of one length."""
+        """Return every member's blob; all must have the same length."""
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Return every member's value, pickled on the way. For the texts of errors, not for data."""
+        """Return every member's value; sends pickles. For the texts of errors, not for data."""
 
     def barrier(self) -> None:
         """Return when every member has called it."""
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """Return the group of some members, by global rank. Its members call it; others may, and get index -1."""
+        """Return the group of some members, by global rank. Its members call it; others may, and get a group of index
+        -1."""
 
     def twin(self) -> Group:
-        """Return a group of the same ranks whose collectives can run beside this one's; all its members call it.
+        """Return a group of the same ranks with a communicator of its own; all its members call it.
 
-        Each of the two meets in an order of its own. On cuda the twin has a communicator of its own, and the members
-        still call both groups' collectives in one order where one waits for another.
+        Collectives of the two groups can run at the same time, and each group has its own order of calls. On cuda the
+        members must still call the collectives of both groups in one order if one waits for another.
         """
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        """Return this group seen as a grid; sends nothing. `axes` are the groups along some axes, if made already."""
+        """Return a view of this group with a mesh; sends nothing. `axes` are groups along some axes that exist."""
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
 
 
-def team_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
-    """Return the ranks that differ from this one along these axes only; a group without a mesh is one axis of any name.
+def group_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
+    """Return the group of the ranks that differ from this one only along these axes; `group` itself without a mesh.
 
-    Sends nothing, but that the first use of some axes together makes their group.
+    The first call for some axes makes their group, so all its members call it; later calls send nothing.
 
     Raises:
         LayoutError: (or `error`) the mesh has no such axis.
@@ -141,22 +142,22 @@ def team_along(group: Group, names: Iterable[str], error: type[ShardTensorError]
         return group
     wanted = tuple(names)
     group.mesh.refuse_unknown(wanted, error)
-    return group.axis(*(name for name in group.mesh.names if name in wanted))  # one group for each set of axes
+    return group.axis(*(name for name in group.mesh.names if name in wanted))  # in mesh order: one group for each set
 
 
-def seen_on(group: Group, mesh: Mesh) -> Group:
-    """Return a group seen as a grid; one object for each grid of a group. Sends nothing.
+def group_on_mesh(group: Group, mesh: Mesh) -> Group:
+    """Return the view of a group with this mesh; equal meshes give the same object. Sends nothing.
 
-    Groups along axes that the two grids share are shared.
+    Views of one group use the same subgroups.
     """
-    known: dict[Mesh, Group] = vars(group).setdefault("_seen_on", {})
+    known: dict[Mesh, Group] = vars(group).setdefault("_on_meshes", {})
     if mesh not in known:
         known[mesh] = group.on_mesh(mesh, {})
     return known[mesh]
 
 
-class LoneGroup:
-    """A world of one: nothing is sent, and every collective returns what it was given."""
+class SingleRankGroup:
+    """A group of one rank: collectives send nothing and return their argument."""
 
     size = 1
     index = 0
@@ -202,7 +203,7 @@ class LoneGroup:
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
     ) -> torch.Tensor:
-        assert parts is not None, "the source brings the parts"
+        assert parts is not None, "the source gives the parts"
         return parts[0].reshape(-1).to(like.device, like.dtype)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
@@ -218,26 +219,51 @@ class LoneGroup:
         return None
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        assert list(ranks) == [self.rank], "a world of one has one subgroup"
+        assert list(ranks) == [self.rank], "a group of one rank has one subgroup"
         return self.axis()
 
     def twin(self) -> Group:
         return self
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        alone = LoneGroup(self.rank, self.process_group, self.device_type)
+        alone = SingleRankGroup(self.rank, self.process_group, self.device_type)
         alone.mesh = mesh
         return alone
 
     def axis(self, *names: str) -> Group:
-        return self if self.mesh is None else LoneGroup(self.rank, self.process_group, self.device_type)
+        return self if self.mesh is None else SingleRankGroup(self.rank, self.process_group, self.device_type)
 
     def __repr__(self) -> str:
-        return f"LoneGroup(rank={self.rank})"
+        return f"SingleRankGroup(rank={self.rank})"
+
+
+class NonMemberGroup:
+    """A group that this process is not a member of: it has ranks, and its collectives raise."""
+
+    index = -1
+    device_type = "cpu"
+    process_group = None
+    mesh: Mesh | None = None
+
+    def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
+        self.rank = rank
+        self.ranks: Ranks = as_ranks(ranks)
+        self.size = len(self.ranks)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        members = f" of ranks {list(self.ranks)}" if len(self.ranks) else ""
+        raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
+
+    all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
+    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
+    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = twin = _refuse
+
+    def __repr__(self) -> str:
+        return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"
 
 
 class Done:
-    """A `Pending` that had nothing to wait for."""
+    """A `Pending` that is finished."""
 
     __slots__ = ("result",)
 
@@ -249,19 +275,19 @@ class Done:
 
 
 def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Give `out` the values as a backend writes them, without counting a version; nothing where it holds them."""
+    """Copy `values` into `out` as a backend does: the version counter stays. No copy if they are the same memory."""
     if out.data_ptr() != values.data_ptr():
         out.data.copy_(values)
     return out
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Refuse a reduction that has no meaning for the dtype, as torch's own reductions do.
+    """Raise if the reduction is undefined for the dtype, as torch's own reductions do.
 
-    Bools add up as "any" and multiply as "all".
+    A sum of bools is "any", a product "all".
 
     Raises:
-        RuleError: averages of integers, and an order (max, min) of complex numbers.
+        RuleError: an average of integers, or max or min of complex numbers.
     """
     if op not in REDUCTIONS:
         raise RuleError(f'no reduction is called "{op}"', {"reductions": ", ".join(REDUCTIONS)})
@@ -270,4 +296,4 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     if op in ("max", "min") and dtype.is_complex:
         raise RuleError(f"{dtype} values have no {op}", fix="reduce their absolute values")
     if op in ("max", "min") and dtype == torch.uint64:
-        raise RuleError(f"no backend orders {dtype} values", fix="convert to torch.int64")
+        raise RuleError(f"no backend has {op} of {dtype} values", fix="convert to torch.int64")

@@ -1,15 +1,16 @@
-"""The calls that move data through a torch process group, and the only names that torch versions disagree on.
+"""Collectives on a torch process group.
 
 torch 2.13 renamed ``_allgather_base`` to ``all_gather_single`` and ``_reduce_scatter_base`` to
-``reduce_scatter_single`` (the functional ones likewise) and deprecates the old names. Eager calls go to the process
-group itself, at a quarter of the host cost of a functional collective; under ``torch.compile`` the functional
-collective is what a graph can hold. Both show as collectives in a profile.
+``reduce_scatter_single`` (the functional ones likewise) and deprecates the old names. Eager code calls the process
+group itself, at a quarter of the host cost of a functional collective; under ``torch.compile`` a graph needs the
+functional collective. Both are shown as collectives in a profile.
 
-Tensors here are contiguous, of a dtype and on a device that the backend takes.
+Tensors here are contiguous, with a dtype and a device that the backend supports.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,10 +24,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardtensor.comm.lost import told
-from shardtensor.errors import RuleError
+from shardtensor.comm.agree import name_ranks
+from shardtensor.comm.call_site import call_site, user_call
+from shardtensor.errors import AbsentRankError, RuleError
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # 0 in all but traces, counters and the like: 50 ns
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # takes 50 ns; 0 unless a trace or a counter is active
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
 # Names, not unbound methods: a process group may be written in Python.
 _GATHER_NAME = "all_gather_single" if _NEW_NAMES else "_allgather_base"
@@ -49,8 +51,8 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-# Made once: an options object costs as much as the host side of a call. With asyncOp NCCL runs beside the current
-# stream and wait() joins the two; without it NCCL runs in that stream.
+# Made once: an options object costs as much as the host side of a call. With asyncOp NCCL runs in a stream of its own,
+# and wait() makes the current stream wait for it; without it NCCL runs in the current stream.
 _REDUCE = {name: _options(dist.AllreduceOptions, reduceOp=op) for name, op in _REDUCE_OPS.items()}
 _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True) for name, op in _REDUCE_OPS.items()}
 _GATHER = _options(AllgatherOptions)
@@ -62,28 +64,28 @@ _FUNCTIONAL_NAMES = {"prod": "product"}
 
 
 def _wait(work: Any) -> None:
-    if work is not None:  # NCCL in the current stream has nothing to wait for
+    if work is not None:  # None from NCCL in the current stream
         work.wait()
 
 
 def _refuse_recording() -> None:
-    """Refuse to be recorded call by call, as `make_fx` does: the graph would never wait for what it started.
+    """Raise under `make_fx`, which records the start of a collective and not the wait for it.
 
     Raises:
-        RuleError: such a recorder is at work.
+        RuleError: `make_fx` records.
     """
     if get_proxy_mode() is not None:
         raise RuleError(
-            "a collective was met by make_fx, or an export through it, which would record its start and not its end",
+            "make_fx, or an export through it, records the start of a collective and not its end",
             fix=["torch.compile(module) records both", "unshard_module(module) first"],
         )
 
 
 def _graph_result(result: torch.Tensor) -> torch.Tensor:
-    """A new tensor for what a functional collective returned.
+    """Copy the result of a functional collective.
 
-    torch 2.11 loses the gradient, silently, of an autograd Function that returns a collective's result itself or a
-    tensor it was copied into. The compiler folds this copy into what uses it.
+    torch 2.11 silently loses the gradient of an autograd Function that returns a collective's result itself, or a
+    tensor that it was copied into. The compiler fuses this copy with the next operation.
     """
     return result.clone()
 
@@ -99,7 +101,7 @@ def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
     try:
         _wait(process_group.allreduce([t], _REDUCE[op]))
     except RuntimeError as error:
-        raise _told(error, "all_reduce", t, process_group) from error
+        raise _explained(error, "all_reduce", t, process_group) from error
     return t
 
 
@@ -111,7 +113,7 @@ def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
 
 
 def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
-    """Return every member's flat `t`, all of one size, one after the other."""
+    """Return the concatenation of every member's flat `t`; all have one size."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_gather(t, 0, process_group))
     if _dispatch_modes():
@@ -120,12 +122,12 @@ def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
     try:
         _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
     except RuntimeError as error:
-        raise _told(error, "all_gather", t, process_group) from error
+        raise _explained(error, "all_gather", t, process_group) from error
     return out
 
 
 def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
-    """Return this member's equal part of the sum of `flat`."""
+    """Return this member's range of the sum of `flat`; all have one size."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
     if _dispatch_modes():
@@ -134,12 +136,12 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     try:
         _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
     except RuntimeError as error:
-        raise _told(error, "reduce_scatter", flat, process_group) from error
+        raise _explained(error, "reduce_scatter", flat, process_group) from error
     return out
 
 
 def reduce_scatter_async(process_group: Any, flat: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Start `reduce_scatter`; return torch's handle, for `finish`, and where the result will be."""
+    """Start `reduce_scatter`; return torch's handle, for `finish`, and the tensor that receives the result."""
     out = flat.new_empty(flat.numel() // process_group.size())
     return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER_ASYNC), out
 
@@ -165,7 +167,7 @@ def all_to_all(
     send_counts: Sequence[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exchange consecutive ranges of `flat`, into `out` where it is given; counts are elements."""
+    """Exchange consecutive ranges of `flat`, into `out` if given; counts are elements."""
     sizes = list(recv_counts), list(send_counts)
     if torch.compiler.is_compiling():
         result = _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
@@ -176,34 +178,54 @@ def all_to_all(
     try:
         _wait(process_group.alltoall_base(out, flat, *sizes, _ALL_TO_ALL))
     except RuntimeError as error:
-        raise _told(error, "all_to_all", flat, process_group) from error
+        raise _explained(error, "all_to_all", flat, process_group) from error
     return out
 
 
 def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     """Start overwriting `t` with the source's; return torch's handle, for `finish`."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = src_index, 0  # a bare number is not taken by every backend
+    options.rootRank, options.rootTensor = src_index, 0  # not every backend accepts a bare number
     return process_group.broadcast([t], options)
 
 
 def finish(work: Any, operation: str, t: torch.Tensor, process_group: Any) -> None:
-    """Wait for a collective that was started on `t`."""
+    """Wait for a collective started on `t`."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise _told(error, operation, t, process_group) from error
+        raise _explained(error, operation, t, process_group) from error
 
 
-def _told(error: RuntimeError, operation: str, t: torch.Tensor, process_group: Any) -> RuntimeError:
-    return told(error, operation, t, dist.get_process_group_ranks(process_group))
+# In errors of gloo and NCCL about missing ranks.
+_SIGNS = (
+    *("Timed out waiting", "timeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("Connection refused", "remote process exited", "communicator was aborted"),
+)
+
+
+def _explained(error: RuntimeError, operation: str, t: torch.Tensor, process_group: Any) -> RuntimeError:
+    """Return an error that names the user's call and the ranks if a backend's error is about missing ranks."""
+    text = str(error)
+    if isinstance(error, AbsentRankError) or not any(sign in text for sign in _SIGNS):
+        return error
+    frame = sys._getframe(1)
+    return AbsentRankError(
+        f"{user_call(frame) or operation}: other ranks of the group did not join, or were lost",
+        {
+            "call": f"{operation} of {t.numel()} {str(t.dtype).removeprefix('torch.')}\n{call_site(frame)}",
+            "ranks": name_ranks(dist.get_process_group_ranks(process_group)).removeprefix("ranks "),
+            "backend": text,
+        },
+        "call it on every rank of the group; SHARDTENSOR_CHECK=collectives tells which ranks are where",
+    )
 
 
 _made: Counter[tuple[int, ...]] = Counter()
 
 
 def timeout_of(process_group: Any) -> float:
-    """The seconds after which a process group gives up on a collective; torch's default where it does not say."""
+    """Return the timeout of a process group in seconds; torch's default if its backend has none."""
     for kind in ("cuda", "cpu"):
         try:
             return process_group._get_backend(torch.device(kind)).options._timeout.total_seconds()
@@ -215,10 +237,10 @@ def timeout_of(process_group: Any) -> float:
 def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None) -> Any:
     """Make a process group of `ranks`, ascending global ranks; only they call it.
 
-    torch names such a group with a number that counts other groups too, and that ranks with other memberships count
-    differently (pytorch/pytorch#189073); ranks that look for each other under different names wait for ever. So for
-    this call the name is made of the ranks and of how many groups of these same ranks there were. Ranks that are
-    threads of one process share that count and torch's module, so there torch names it.
+    torch names such a group by a counter of all groups that this process has made (pytorch/pytorch#189073). Ranks that
+    are members of different groups count differently, and ranks that use different names for one group wait for ever.
+    So this call makes the name from the ranks and the number of earlier groups of the same ranks. Ranks that are
+    threads of one process share both counters, so there torch's name is right.
     """
     if dist.get_backend() == "threaded":
         return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""From what torch users hold (a process group, a DeviceMesh, nothing) to a `Group`."""
+"""`as_group`: the `Group` of a process group, a DeviceMesh or None."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from shardtensor.comm.backend_support import BackendSupport
 from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
-from shardtensor.comm.group import Group, LoneGroup
-from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
+from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup
+from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.comm.untraced import untraced
-from shardtensor.comm.wire import Wire
 from shardtensor.mesh import Mesh
 
 _groups: dict[Any, Group] = {}  # by process group, which hashes by identity
 _mesh_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id: meshes of two worlds may be equal
-_alone = LoneGroup()
+_single = SingleRankGroup()
 _current: ContextVar[Any] = ContextVar("process group of load_with_process_group", default=None)
-simulated: ContextVar[Group | None] = ContextVar("the world that this thread is a simulated rank of", default=None)
+simulated: ContextVar[Group | None] = ContextVar("the world in which this thread is a simulated rank", default=None)
 
 
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """Make `process_group` stand for None in `as_group`, so that tensors unpickled inside belong to it."""
+    """Make `as_group(None)` return the group of `process_group`; tensors unpickled inside get that group."""
     if _current.get() is not None:
         raise RuntimeError("load_with_process_group is already active: leave the first block before the second")
     token = _current.set(process_group)
@@ -42,16 +42,17 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 def as_group(where: Any = None) -> Group:
     """Return the `Group` of a process group, a DeviceMesh, or None. Sends nothing; O(1) after the first call.
 
-    A DeviceMesh of one axis gives that axis's group; of more, a group of all its ranks whose ``mesh`` has the axes,
-    named as in torch or ``dim_0, dim_1, ...``, and whose ``axis(name)`` gives the group along one of them. Where those
-    ranks are not the whole world, the first call makes a process group, so all of them make it.
+    For a DeviceMesh of one axis it returns the group of that axis. For more axes it returns a group of all the mesh's
+    ranks, whose ``mesh`` has the axes, named as in torch or ``dim_0, dim_1, ...``, and whose ``axis(name)`` is the
+    group along one of them. If these ranks are not the whole world, the first call makes a process group, so all of
+    them must make it.
 
     Args:
-        where: None means the group of `load_with_process_group` inside of it, then the ranks of `simulate` inside
-            of that, then the default group, and without any a world of one. A `Group` is returned as it is.
+        where: None means the first of these that there is: the group of `load_with_process_group`, the ranks of
+            `simulate`, the default process group, a group of one rank. A `Group` is returned unchanged.
 
     Returns:
-        the group; one of index -1 where this process is not a member.
+        the group; its index is -1 if this process is not a member.
 
     Raises:
         TypeError: for any other object.
@@ -59,7 +60,7 @@ def as_group(where: Any = None) -> Group:
     if where is None:
         where = _current_process_group()
         if where is None:
-            return simulated.get() or _alone
+            return simulated.get() or _single
     found = _groups.get(where) if isinstance(where, dist.ProcessGroup) else None
     return found if found is not None else _find_group(where)
 
@@ -74,7 +75,7 @@ def _current_process_group() -> Any:
 
 
 def world_place() -> tuple[int, int] | None:
-    """This process's global rank and the number of ranks; None where no default group exists."""
+    """Return this process's global rank and the number of ranks; None without a default process group."""
     world = simulated.get()
     if world is not None:
         return world.rank, world.size
@@ -83,11 +84,11 @@ def world_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-@untraced("a group is looked up, or made, once: make the first sharded tensor outside of the graph")
+@untraced("making a group cannot be compiled: make the first sharded tensor outside of the graph")
 def _find_group(where: Any) -> Group:
     if isinstance(where, dist.ProcessGroup):
         forget_destroyed()
-        group: Group = _connected(where) if where.size() > 1 else _alone_in(where)
+        group: Group = _torch_group(where) if where.size() > 1 else _single_rank_group(where)
         _groups[where] = group
         return group
     if isinstance(where, dist.DeviceMesh):
@@ -101,28 +102,28 @@ def _find_group(where: Any) -> Group:
     if isinstance(where, Group):
         return where
     if where is dist.GroupMember.NON_GROUP_MEMBER or where == dist.GroupMember.NON_GROUP_MEMBER:
-        return _outside(dist.get_rank())
+        return _non_member_group(dist.get_rank())
     raise TypeError(
         f"a process group, a DeviceMesh or None says which ranks take part; this is a {type(where).__name__}"
     )
 
 
 def device_mesh_of(group: Group) -> Any:
-    """The DeviceMesh that `as_group` was given for this group, if it still exists, else None."""
+    """Return the DeviceMesh from which `as_group` made this group, if it still exists, else None."""
     meshes = (mesh() for mesh, known in _mesh_groups.values() if known is group)
     return next((mesh for mesh in meshes if mesh is not None), None)
 
 
-@lru_cache(maxsize=256)  # there may be a thread for each rank
-def _outside(rank: int) -> Group:
-    """The one group that stands for all that torch calls NON_GROUP_MEMBER: tensors on it can be put side by side."""
-    return OutsideGroup(rank)
+@lru_cache(maxsize=256)  # ranks may be threads of one process
+def _non_member_group(rank: int) -> Group:
+    """Return the group of NON_GROUP_MEMBER: the same object each time, so that operations accept its tensors."""
+    return NonMemberGroup(rank)
 
 
 def forget_destroyed() -> None:
-    """Let go of the groups that torch has destroyed, which ends their threads and closes their sockets.
+    """Drop the references to groups that torch has destroyed, which ends their threads and closes their sockets.
 
-    Happens by itself whenever a new group is met.
+    `as_group` calls it whenever it makes a group.
     """
     for process_group in [known for known in _groups if known not in _world.pg_map]:
         del _groups[process_group]
@@ -134,26 +135,26 @@ def forget_destroyed() -> None:
 def _group_of_mesh(device_mesh: Any) -> Group:
     ranks = device_mesh.mesh.flatten().tolist()
     if dist.get_rank() not in ranks:
-        return OutsideGroup(dist.get_rank(), ranks)
+        return NonMemberGroup(dist.get_rank(), ranks)
     if device_mesh.ndim == 1:
-        # In a gloo world with GPUs torch makes a second group of the same ranks for a mesh, for the sake of NCCL.
+        # In a gloo world with GPUs torch makes a second group of the same ranks for a mesh, with NCCL.
         world = as_group(dist.group.WORLD)
         is_world = device_mesh.device_type == world.device_type == "cpu" and ranks == list(world.ranks)
         return world if is_world else as_group(device_mesh.get_group())
     names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(device_mesh.ndim))
     mesh = Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)), ranks)
-    whole = as_group(dist.group.WORLD).subgroup(ranks)
+    group = as_group(dist.group.WORLD).subgroup(ranks)
     axes: dict[tuple[str, ...], Group] = {(name,): as_group(device_mesh.get_group(i)) for i, name in enumerate(names)}
-    return whole.on_mesh(mesh, axes)
+    return group.on_mesh(mesh, axes)
 
 
-def _connected(process_group: Any) -> Group:
+def _torch_group(process_group: Any) -> Group:
     group = TorchGroup(process_group)
-    if not are_collectives_checked() or dist.get_backend(process_group) == "fake":  # where ranks are only pretended
+    if not are_collectives_checked() or dist.get_backend(process_group) == "fake":  # there are no other processes
         return group
     return CheckedGroup.over(group)
 
 
-def _alone_in(process_group: Any) -> LoneGroup:
-    wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
-    return LoneGroup(dist.get_rank(), process_group, wire.device_type)
+def _single_rank_group(process_group: Any) -> SingleRankGroup:
+    support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
+    return SingleRankGroup(dist.get_rank(), process_group, support.device_type)

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm import primitives
-from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
-from shardtensor.comm.parted import Parted
-from shardtensor.comm.wire import Wire
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.base_group import BaseGroup
+from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
-class TorchGroup(Parted):
-    """A group of two or more ranks that torch.distributed connects; make one with `as_group`.
+class TorchGroup(BaseGroup):
+    """A torch process group of two or more ranks; make one with `as_group`.
 
-    Group order is that of the torch process group. What a backend cannot take as it is (a device, a dtype, strides)
-    goes through `wire`, settled when the group is made; the usual tensor pays one look-up in a set.
+    Group order is that of the process group. Tensors whose device, dtype or strides the backend does not support are
+    converted as `support` says; the usual tensor costs one look-up in a set.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -34,54 +34,56 @@ class TorchGroup(Parted):
         self.rank: int = self.ranks[self.index]
         self.mesh: Mesh | None = None
         self._twin: TorchGroup | None = None
-        self.wire = Wire.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
-        self.device_type = self.wire.device_type
+        self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
+        self.device_type = self.support.device_type
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        if (t.is_cuda, t.dtype, op) in self.wire.reduced_as_is and t.is_contiguous():
+        if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return primitives.all_reduce(self.process_group, t, op)
         check_reduction(op, t.dtype)
         if op == "prod" and t.dtype.is_complex:  # no backend multiplies complex numbers
             t.detach().copy_(self.all_gather(t).view(self.size, *t.shape).prod(0))
             return t
-        sent = primitives.all_reduce(self.process_group, self.wire.to_reduce(t), op if op in self.wire.ops else "sum")
+        sent = primitives.all_reduce(
+            self.process_group, self.support.to_reduce(t), op if op in self.support.ops else "sum"
+        )
         result = self._finish_reduce(sent, t, op)
         return result if torch.compiler.is_compiling() else t
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
             return Done(self.all_reduce(t, op))
-        if (t.is_cuda, t.dtype, op) in self.wire.reduced_as_is and t.is_contiguous():
+        if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return Started(primitives.all_reduce_async(self.process_group, t, op), t, self.process_group)
         check_reduction(op, t.dtype)
-        sent = self.wire.to_reduce(t)
-        work = primitives.all_reduce_async(self.process_group, sent, op if op in self.wire.ops else "sum")
+        sent = self.support.to_reduce(t)
+        work = primitives.all_reduce_async(self.process_group, sent, op if op in self.support.ops else "sum")
         return Started(work, t, self.process_group, lambda: self._finish_reduce(sent, t, op))
 
     def _finish_reduce(self, sent: torch.Tensor, t: torch.Tensor, op: str) -> torch.Tensor:
-        if op not in self.wire.ops:
-            sent.div_(self.size)  # an average, by a backend that only adds up
-        result = self.wire.from_reduce(sent, t).view(t.shape)
+        if op not in self.support.ops:
+            sent.div_(self.size)  # an average, by a backend that has only sums
+        result = self.support.from_reduce(sent, t).view(t.shape)
         t.detach().copy_(result)
         return result
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        if counts is None and (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous():
+        if counts is None and (flat.is_cuda, flat.dtype, "sum") in self.support.reduced_as_is and flat.is_contiguous():
             assert flat.numel() % self.size == 0, "an uneven split needs its counts"
             return primitives.reduce_scatter(self.process_group, flat.view(-1))
         check_reduction("sum", flat.dtype)
-        sent = self.wire.to_reduce(flat)
+        sent = self.support.to_reduce(flat)
         assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
         assert counts is None or sum(counts) == flat.numel(), "counts must add up to the elements given"
         widest, total = _widest(counts, flat.numel(), self.size, 2 if flat.dtype.is_complex else 1)
         if widest * self.size == total:
-            return self.wire.from_reduce(primitives.reduce_scatter(self.process_group, sent), flat)
+            return self.support.from_reduce(primitives.reduce_scatter(self.process_group, sent), flat)
         assert counts is not None
         ends = list(accumulate(counts, initial=0))
         mine = slice(ends[self.index], ends[self.index + 1])
-        if widest * self.size > 2 * total:  # padding would more than double the data: one whole sum is less
+        if widest * self.size > 2 * total:  # padding would more than double the data: all_reduce sends less
             summed = self.all_reduce(flat.detach().reshape(-1).clone())
             return summed[mine].clone()
         scale = total // flat.numel()
@@ -89,51 +91,51 @@ class TorchGroup(Parted):
         for i, part in enumerate(sent.split([count * scale for count in counts])):
             padded[i * widest : i * widest + part.numel()] = part
         out = primitives.reduce_scatter(self.process_group, padded)
-        return self.wire.from_reduce(out[: counts[self.index] * scale].clone(), flat)
+        return self.support.from_reduce(out[: counts[self.index] * scale].clone(), flat)
 
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        as_is = (flat.is_cuda, flat.dtype, "sum") in self.wire.reduced_as_is and flat.is_contiguous()
+        as_is = (flat.is_cuda, flat.dtype, "sum") in self.support.reduced_as_is and flat.is_contiguous()
         if counts is not None or not as_is or torch.compiler.is_compiling():
             return super().reduce_scatter_async(flat, counts)
         work, out = primitives.reduce_scatter_async(self.process_group, flat.detach().view(-1))
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
 
-    # -- moves --------------------------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        if counts is None and (t.is_cuda, t.dtype) in self.wire.moved_as_is and t.is_contiguous():
+        if counts is None and (t.is_cuda, t.dtype) in self.support.moved_as_is and t.is_contiguous():
             return primitives.all_gather(self.process_group, t.view(-1))
-        sent = self.wire.to_move(t)
-        assert counts is None or counts[self.index] == t.numel(), "this rank brings other than its count"
-        scale = self.wire.elements_per_item(t.dtype)
+        sent = self.support.to_move(t)
+        assert counts is None or counts[self.index] == t.numel(), "this rank's count is not its number of elements"
+        scale = self.support.elements_per_item(t.dtype)
         widest, total = _widest(counts, t.numel() * self.size, self.size, scale)
         if widest * self.size == total:
-            return self.wire.from_move(primitives.all_gather(self.process_group, sent), t)
+            return self.support.from_move(primitives.all_gather(self.process_group, sent), t)
         assert counts is not None
         sizes = [count * scale for count in counts]
         if widest * self.size > 2 * total and not torch.compiler.is_compiling():  # padding would double the data
             out = sent.new_empty(total)
-            pieces = out.split(sizes)
-            pieces[self.index].copy_(sent)
-            works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(pieces) if sizes[i]]
+            parts = out.split(sizes)
+            parts[self.index].copy_(sent)
+            works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(parts) if sizes[i]]
             for work in works:
                 primitives.finish(work, "all_gather", sent, self.process_group)
-            return self.wire.from_move(out, t)
+            return self.support.from_move(out, t)
         padded = sent.new_zeros(widest)
         padded[: sent.numel()] = sent
         rows = primitives.all_gather(self.process_group, padded).view(self.size, widest)
-        # Joined again, not sliced: the result owns exactly its bytes.
+        # A concatenation, not a slice of the padded buffer, which the result would keep alive.
         out = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-        return self.wire.from_move(out, t)
+        return self.support.from_move(out, t)
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
-        if (part.is_cuda, part.dtype) not in self.wire.moved_as_is:
+        if (part.is_cuda, part.dtype) not in self.support.moved_as_is:
             return super().all_gather_into(out, part)
         work = primitives.all_gather_into(self.process_group, out, part)
         return Started(work, out, self.process_group, call="all_gather", source=part)
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        if (flat.is_cuda, flat.dtype, "sum") not in self.wire.reduced_as_is:
+        if (flat.is_cuda, flat.dtype, "sum") not in self.support.reduced_as_is:
             return super().reduce_scatter_into(out, flat)
         work = primitives.reduce_scatter_into(self.process_group, out, flat)
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
@@ -146,38 +148,38 @@ class TorchGroup(Parted):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
-        assert out is None or out.dtype == flat.dtype, "what is exchanged keeps its dtype"
-        sent = self.wire.to_move(flat)
-        scale = self.wire.elements_per_item(flat.dtype)
+        assert out is None or out.dtype == flat.dtype, "`out` has the dtype of `flat`"
+        sent = self.support.to_move(flat)
+        scale = self.support.elements_per_item(flat.dtype)
         if scale != 1:
             send_counts = [count * scale for count in send_counts]
             recv_counts = [count * scale for count in recv_counts]
-        goes_straight = out is not None and (out.is_cuda, out.dtype) in self.wire.moved_as_is
-        got = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts, out if goes_straight else None)
-        if goes_straight:
-            return got
-        result = self.wire.from_move(got, flat)
+        is_direct = out is not None and (out.is_cuda, out.dtype) in self.support.moved_as_is
+        received = primitives.all_to_all(self.process_group, sent, recv_counts, send_counts, out if is_direct else None)
+        if is_direct:
+            return received
+        result = self.support.from_move(received, flat)
         return result if out is None else out.copy_(result)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
     ) -> torch.Tensor:
-        # All-to-all with one sender: the only call that takes parts of unequal sizes on every backend.
+        # All-to-all with one sender: the only call that supports parts of unequal sizes on every backend.
         send, recv = [0] * self.size, [0] * self.size
         recv[src_index] = count
         if self.index != src_index:
             return self.all_to_all(like.new_empty(0), send, recv)
-        assert parts is not None, "the source brings the parts"
+        assert parts is not None, "the source gives the parts"
         assert len(parts) == self.size, "one part for each member"
         flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
         return self.all_to_all(flat, [part.numel() for part in parts], recv)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
-        sent = self.wire.to_move(t)
+        sent = self.support.to_move(t)
         work = primitives.broadcast_async(self.process_group, sent, src_index)
         primitives.finish(work, "broadcast", sent, self.process_group)
         if sent.data_ptr() != t.data_ptr():
-            t.detach().copy_(self.wire.from_move(sent, t).view(t.shape))
+            t.detach().copy_(self.support.from_move(sent, t).view(t.shape))
         return t
 
     # -- small exchanges ----------------------------------------------------------------------------------------
@@ -202,17 +204,17 @@ class TorchGroup(Parted):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
-            return OutsideGroup(self.rank, ranks)
+            return NonMemberGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank, device_type=self.device_type)
+            return SingleRankGroup(self.rank, device_type=self.device_type)
         if len(ranks) == self.size:
             return self
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
     def twin(self) -> Group:
         ranks = tuple(self.ranks)
-        is_real = set(self.wire.backends.values()) <= {"gloo", "nccl"}  # others pretend, or are threads of one process
-        if not is_real or list(ranks) != sorted(ranks):  # torch orders a new group
+        is_real = set(self.support.backends.values()) <= {"gloo", "nccl"}  # others run in one process
+        if not is_real or list(ranks) != sorted(ranks):  # torch sorts the ranks of a new group
             return self
         if self._twin is None:
             self._twin = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
@@ -220,42 +222,19 @@ class TorchGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)
-        group._seen(self, mesh, axes)
+        group._share_subgroups(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:
-        return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.wire.backends})"
-
-
-class OutsideGroup:
-    """A group that this process is not a member of: it can be asked who is in it, and takes part in nothing."""
-
-    index = -1
-    device_type = "cpu"
-    process_group = None
-    mesh: Mesh | None = None
-
-    def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
-        self.rank = rank
-        self.ranks: Ranks = as_ranks(ranks)
-        self.size = len(self.ranks)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        members = f" of ranks {list(self.ranks)}" if len(self.ranks) else ""
-        raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
-
-    all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
-    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
-    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = twin = _refuse
-
-    def __repr__(self) -> str:
-        return f"OutsideGroup(rank={self.rank}, ranks={self.ranks})"
+        return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.support.backends})"
 
 
 class Started:
-    """A collective that torch runs; `finish` brings the result to the tensor given, where the wire took a copy.
+    """A collective that torch runs.
 
-    `source` is what it reads, kept until the wait.
+    Args:
+        finish: called after the wait; it copies the result into `t` if a converted tensor was sent.
+        source: the tensor that the collective reads, kept alive until the wait.
     """
 
     __slots__ = ("call", "finish", "process_group", "source", "t", "work")
@@ -282,7 +261,7 @@ class Started:
 
 
 def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> tuple[int, int]:
-    """The largest part and the sum of all, in elements on the wire."""
+    """Return the largest count and the sum of all, in elements as they are sent."""
     if counts is None:
         return numel // size * scale, numel * scale
     assert len(counts) == size, "one count for each member"

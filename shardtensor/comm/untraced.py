@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves as it is: functions at which a graph breaks, and below which it does not look."""
+"""Functions that `torch.compile` does not trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(reason: str) -> Callable[[Function], Function]:
-    """Keep a function, and all that it calls, out of graphs: `torch.compiler.disable`, but a call costs nothing more.
+    """Break the graph at a function and trace nothing that it calls: `torch.compiler.disable` without cost per call.
 
     Args:
-        reason: what ``fullgraph=True`` is refused with, with the way out.
+        reason: the error text under ``fullgraph=True``, with the way out.
 
     Example:
-        >>> @untraced("it counts its calls: compile what stands before it")
+        >>> @untraced("it counts its calls: compile the code before it")
         ... def counted(x):
         ...     calls.append(x)
         ...     return x

@@ -1,4 +1,4 @@
-"""Workers of torch.distributed.rpc: which rank a name means. Costs nothing where no placement names a worker."""
+"""Ranks of placements that name a worker of torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def rpc_is_up() -> bool:
 
 
 def rank_of(placement: Placement) -> int | None:
-    """Return the global rank that a placement names, itself or by its worker; None when it names neither.
+    """Return the global rank that a placement names, as a number or by its worker; None if it names neither.
 
     Raises:
         RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
-        LayoutError: (a ValueError) there is no worker of that name.
+        LayoutError: (a ValueError) no worker has that name.
 
     Example:
         >>> from shardtensor.spec.placement import parse_placement
@@ -49,5 +49,6 @@ def rank_of(placement: Placement) -> int | None:
 
 
 def rank_seen(placement: Placement) -> int | None:
-    """Return the rank that `rank_of` last found for the placement's worker, also when RPC has been shut down since."""
+    """Return the rank that `rank_of` last returned for the placement's worker, even if RPC has been shut down since."""
+
     return placement.rank() if placement.worker is None else _seen.get(placement.worker)

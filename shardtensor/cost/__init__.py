@@ -1,1 +1,1 @@
-"""What moving bytes and computing cost, in seconds, on a machine that a profile describes. No torch."""
+"""The time of collectives and of arithmetic, on a machine that a profile describes. Without torch."""

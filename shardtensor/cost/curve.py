@@ -1,4 +1,4 @@
-"""`Curve`: how long one kind of collective takes, by the bytes that a rank receives."""
+"""`Curve`: the time of one kind of collective, by the bytes that a rank receives."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def _floats(values: Sequence[float]) -> tuple[float, ...]:
 
 @attrs.frozen
 class Curve:
-    """Measured points of one collective among `group_size` ranks, and what lies between and beyond them.
+    """Measured points of one collective among `group_size` ranks, with interpolation.
 
-    Between two points time grows as a power of the bytes; below the first it stays (latency), beyond the last it goes
-    on with the slope of the last two (bandwidth).
+    Between two points the time is a power of the bytes. Below the first point it is constant (latency); above the last
+    it is linear, with the slope of the last two points (bandwidth).
 
     Args:
-        group_size: the ranks that were measured; of nodes, for a curve between nodes.
-        hop_s: what each further step of the algorithm adds.
-        received_bytes: that one rank receives, growing.
-        seconds: for each of them.
+        group_size: the number of ranks that were measured; of nodes, for a curve between nodes.
+        hop_s: the seconds that each further step of the algorithm adds.
+        received_bytes: the bytes that one rank receives at each point, in ascending order.
+        seconds: the time of each point.
 
     Example:
         >>> curve = Curve(4, 1e-6, (1 << 10, 1 << 20), (10e-6, 40e-6))
@@ -48,12 +48,12 @@ class Curve:
             or min(*self.received_bytes, *self.seconds, math.inf) <= 0
         ):
             raise LayoutError(
-                "a curve has a time for each of growing numbers of bytes, all above 0",
+                "a curve needs ascending numbers of bytes and a time for each, all above 0",
                 {"received_bytes": list(self.received_bytes), "seconds": list(self.seconds)},
             )
 
     def at(self, received_bytes: float) -> float:
-        """Seconds when a rank receives so many bytes, among `group_size` ranks."""
+        """Return the seconds for this many bytes, among `group_size` ranks."""
         sizes, seconds = self.received_bytes, self.seconds
         place = bisect_right(sizes, received_bytes)
         if place == 0:
@@ -67,10 +67,10 @@ class Curve:
         return seconds[-1] + (received_bytes - sizes[-1]) * slope
 
     def scaled(self, received_bytes: float, hops: float) -> float:
-        """The same when the algorithm takes so many steps more, or fewer."""
+        """Return `at` with the time of `hops` more steps of the algorithm; fewer if negative."""
         base = self.at(received_bytes)
         return max(base / 2, base + hops * self.hop_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """As a profile's file has it."""
+        """Return the curve as a profile's file stores it."""
         return attrs.asdict(self)

@@ -1,4 +1,4 @@
-"""`Profile`: a kind of machine, as numbers; the ones that come with the package, and those of a user's own file."""
+"""`Profile`: the speed and memory of a kind of machine, from the package or from a file of the user's."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from shardtensor.cost.curve import Curve
 from shardtensor.errors import LayoutError
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-"""The collectives that a profile has a curve of."""
+"""The collectives for which a profile has curves."""
 
 _PACKAGED = Path(__file__).parent / "profiles"
 
 
 @attrs.frozen
 class Profile:
-    """What communication and arithmetic cost on one kind of machine.
+    """The speed of communication and arithmetic on one kind of machine.
 
     Attributes:
         name: of the machine.
-        about: where the numbers come from.
-        ranks_per_node: ranks that are linked as in `within`.
+        about: the source of the numbers.
+        ranks_per_node: the number of ranks connected by the links of `within`.
         memory_bytes: of one device.
-        memory_bytes_per_s: read and written by one device.
-        flops_per_s: of large matrix products on one device, by dtype.
-        efficiency: the part of that which the products of a training step reach.
-        within: a curve for each kind of collective among ranks of one node.
-        between: the same among nodes, one rank of each; bytes are those through the links of one rank.
+        memory_bytes_per_s: memory bandwidth of one device.
+        flops_per_s: of large matmuls on one device, by dtype.
+        efficiency: the fraction of `flops_per_s` that the matmuls of a training step reach.
+        within: a curve for each kind of collective among the ranks of one node.
+        between: a curve for each kind among nodes, one rank of each; its bytes pass through the links of one rank.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Profile:
     between: Mapping[str, Curve]
 
     def flops(self, dtype: str) -> float:
-        """FLOPs a second that products of this dtype reach in a step; of an unknown dtype, the slowest."""
+        """Return the FLOP/s that matmuls of this dtype reach in a step; an unknown dtype has those of the slowest."""
         return self.flops_per_s.get(dtype, min(self.flops_per_s.values())) * self.efficiency
 
     def as_text(self) -> str:
-        """As its file says it; `read_profile` reads it."""
-        said = attrs.asdict(self, recurse=False)
+        """Return the text of its file, which `read_profile` reads."""
+        fields = attrs.asdict(self, recurse=False)
         for link in ("within", "between"):
-            said[link] = {kind: curve.as_dict() for kind, curve in said[link].items()}
-        return json.dumps(said, indent=2) + "\n"
+            fields[link] = {kind: curve.as_dict() for kind, curve in fields[link].items()}
+        return json.dumps(fields, indent=2) + "\n"
 
 
 def profile_names() -> tuple[str, ...]:
-    """The profiles that come with the package.
+    """Return the names of the profiles in the package.
 
     Example:
         >>> profile_names()
@@ -69,13 +69,13 @@ def profile_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def read_profile(name: str | Path) -> Profile:
-    """Return the profile of a name, or that of a file which ``shardtensor plan --calibrate`` wrote.
+    """Return the profile with this name, or from a file that ``shardtensor plan --calibrate`` wrote.
 
     Args:
         name: one of `profile_names`, or the path of a JSON file.
 
     Raises:
-        LayoutError: (a ValueError) there is none, or the file is none; says what is missing.
+        LayoutError: (a ValueError) there is no such profile, or the file is not one.
 
     Example:
         >>> profile = read_profile("h100")
@@ -100,10 +100,10 @@ def read_profile(name: str | Path) -> Profile:
         ) from None
 
 
-def _from(said: Mapping[str, Any]) -> Profile:
-    unknown = set(said) - {field.name for field in attrs.fields(Profile)}
+def _from(fields: Mapping[str, Any]) -> Profile:
+    unknown = set(fields) - {field.name for field in attrs.fields(Profile)}
     if unknown:
         raise ValueError(f"unknown key {', '.join(sorted(unknown))}")
-    links = {link: {kind: Curve(**said[link][kind]) for kind in KINDS} for link in ("within", "between")}
-    values = {field.name: said[field.name] for field in attrs.fields(Profile)}
+    links = {link: {kind: Curve(**fields[link][kind]) for kind in KINDS} for link in ("within", "between")}
+    values = {field.name: fields[field.name] for field in attrs.fields(Profile)}
     return Profile(**{**values, **links})

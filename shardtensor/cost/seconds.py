@@ -1,10 +1,9 @@
-"""How long a collective takes: by the bytes that one rank receives, the size of its group and where its ranks are.
+"""The time of a collective, by the bytes that one rank receives, the group's size, and the nodes of its ranks.
 
-Bytes are those of the algorithm of least traffic, as in `layout.steps`: of a tensor of S bytes among n ranks an
-all-reduce brings each rank 2 (n - 1) / n S, an all-gather, a reduce-scatter and an all-to-all (n - 1) / n S. Rings are
-assumed, and no arithmetic in switches. Among ranks of several nodes a ring enters each node by the links of all its k
-ranks, each with 1 / k of the bytes; the slower of the two kinds of link decides. Latency among nodes grows as in
-trees.
+Bytes are those of ring algorithms, without arithmetic in switches, as in `layout.steps`: for a tensor of S bytes among
+n ranks each rank receives 2 (n - 1) / n S bytes in an all-reduce, and (n - 1) / n S in an all-gather, a reduce-scatter
+or an all-to-all. A ring over several nodes enters each node through the links of all its k ranks, each with 1 / k of
+the bytes; the slower kind of link determines the time. Latency between nodes grows as in trees.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FREE = ("slice", "split", "narrow", "")
 
 
 def received_share(kind: str, group_size: int) -> float:
-    """The bytes that a rank receives, for each byte of the tensor that goes in or comes out whole.
+    """Return the bytes that a rank receives for each byte of the full tensor.
 
     Example:
         >>> received_share("all_reduce", 4), received_share("all_gather", 4)
@@ -42,16 +41,16 @@ def received_share(kind: str, group_size: int) -> float:
 
 
 def seconds(kind: str, received_bytes: float, group_size: int, profile: Profile, per_node: int | None = None) -> float:
-    """Estimate how long one collective takes when nothing else is going on.
+    """Estimate the time of one collective on an idle machine.
 
     Args:
-        kind: a collective, or a step of a reshard; those that send nothing cost nothing.
+        kind: a collective, or a step of a reshard; steps that send nothing take no time.
         received_bytes: by one rank.
-        group_size: ranks that take part.
-        per_node: how many of them share a node (see `ranks_in_node`); None: as many as go into one.
+        group_size: the number of ranks of the group.
+        per_node: how many of them share a node (see `ranks_in_node`); None: as many as a node has.
 
     Raises:
-        LayoutError: (a ValueError) there is no collective of that name.
+        LayoutError: (a ValueError) no collective has this name.
 
     Example:
         >>> from shardtensor.cost.profile import read_profile
@@ -89,11 +88,11 @@ def _within(kind: str, received_bytes: float, group_size: int, profile: Profile)
 
 @lru_cache(maxsize=4096)
 def ranks_in_node(sizes: Sequence[int], axes: Sequence[int], ranks_per_node: int) -> int:
-    """How many ranks of a group along some axes of a row-major mesh share a node.
+    """Return how many ranks of a group along some axes of a row-major mesh share a node.
 
     Args:
-        sizes: of all axes of the mesh, which starts at the first rank of a node.
-        axes: the numbers of those that the group lies along.
+        sizes: of all axes of the mesh, whose first rank is the first of a node.
+        axes: the numbers of the axes of the group.
 
     Example:
         >>> ranks_in_node((16, 8), (1,), 8), ranks_in_node((16, 8), (0,), 8), ranks_in_node((16, 4), (0,), 8)

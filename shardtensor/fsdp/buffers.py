@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from shardtensor.comm.copy_engines import Lease, lease
+from shardtensor.comm.copy_engines import GatherBuffer, gather_buffer
 from shardtensor.comm.group import Pending
 from shardtensor.fsdp.state import SHARDED, FSDPState
 from shardtensor.plan.match.units import convoys
@@ -112,10 +112,10 @@ _LINE = 512  # bytes; where a group begins in memory
 class Buffer:
     """Memory for one gathered unit at a time."""
 
-    def __init__(self, leased: Lease) -> None:
+    def __init__(self, gathered: GatherBuffer) -> None:
         self.holder: FSDPState | None = None
-        self.lease = leased
-        self._storage = leased.memory.untyped_storage()
+        self.lease = gathered
+        self._storage = gathered.memory.untyped_storage()
         self._users = 0
 
     def seal(self) -> None:
@@ -160,19 +160,19 @@ def assign_buffers(states: Sequence[FSDPState]) -> None:
 
 def _assign(sharers: Sequence[Sequence[FSDPState]], first: FSDPState) -> None:
     sizes = [max(map(_size, each), default=0) for each in sharers]
-    leased = lease(first.data_mesh.shard, sum(sizes), first.device)
+    gathered = gather_buffer(first.data_mesh.shard, sum(sizes), first.device)
     buffers = []
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
-        buffers.append(Buffer(leased))
+        buffers.append(Buffer(gathered))
         for state in each:
             state.buffer = buffers[-1]
             place = start
             for group in state.param_groups:
                 group.coalesced = None
                 if group.data_mesh.shard is first.data_mesh.shard:
-                    group.gathers_by = leased.group
-                group.use_buffer(leased.memory[place:])
+                    group.gathers_by = gathered.group
+                group.use_buffer(gathered.memory[place:])
                 group.make_views()
                 place += _up(group.whole_bytes)
         start += size
@@ -181,7 +181,7 @@ def _assign(sharers: Sequence[Sequence[FSDPState]], first: FSDPState) -> None:
 
 
 def _assign_coalesced(coalesced: CoalescedGather) -> None:
-    leased = Lease(coalesced.param_groups[0].data_mesh.shard, coalesced.memory)
+    gathered = GatherBuffer(coalesced.param_groups[0].data_mesh.shard, coalesced.memory)
     place = 0
     for group in coalesced.param_groups:
         group.coalesced, group.gathers_by = coalesced, group.data_mesh.shard
@@ -189,7 +189,7 @@ def _assign_coalesced(coalesced: CoalescedGather) -> None:
         place += group.whole_bytes
     coalesced.param_groups[0].make_views()
     for state in coalesced.states:
-        state.buffer = Buffer(leased)
+        state.buffer = Buffer(gathered)
     for state in coalesced.states:
         state.buffer.seal()
 

@@ -16,7 +16,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.group import Group, seen_on
+from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import CutLayout, has_equal_parts
@@ -108,7 +108,7 @@ def _named(text: str) -> Group:
         )
     team = world.axis(*names)
     axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
-    return seen_on(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
+    return group_on_mesh(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
 
 
 @attrs.frozen(eq=False)

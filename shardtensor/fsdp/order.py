@@ -2,8 +2,8 @@
 
 While an order is recorded ranks compare at each unit which one comes next, before it is gathered: collectives of
 different units would wait for each other, or mix values. Later passes send nothing. A rank that skips a unit gathers it
-when it goes past it, and brings no gradients. One that comes to a unit which is not in what is left of the order meets
-the others at the store of the process groups, where nobody else waits: if all came to it, the pass goes on.
+when it goes past it, and brings no gradients. One that comes to a unit which is not in what is left of the order waits
+for the others at a rendezvous in the store: if all come to it, the pass goes on.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from zlib import crc32
 
 from shardtensor.comm.agree import name_ranks, ranks_by_value
 from shardtensor.comm.group import Group
-from shardtensor.comm.meeting import Meeting, meeting_of
 from shardtensor.comm.primitives import timeout_of
+from shardtensor.comm.rendezvous import Rendezvous, rendezvous_of
 from shardtensor.errors import AbsentRankError, CallMismatchError
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.state import FSDPState, states_in
 
 _NUMBER = Struct("<i")
 _GRACE_S = 10.0  # between the ranks that a timeout ends
-_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that all of them name a meeting alike
+_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that all of them name a rendezvous alike
 
 WAYS_OUT = (
     "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
@@ -48,7 +48,7 @@ class ExecutionOrder:
         self._order: list[int] = []
         self._next = 0
         self.is_recording = self.has_left_order = False
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         ranks = tuple(group.ranks)
         _made[ranks] += 1
         self._purpose = f"fully_shard {_made[ranks]}"
@@ -86,7 +86,7 @@ class ExecutionOrder:
         if unit in order[here:]:
             self._next = order.index(unit, here) + 1
             return order[here : self._next]
-        self._meet(f"{self._name()}: gathers {self._title(unit)}, which is not next in the recorded order")
+        self._wait_for_all(f"{self._name()}: gathers {self._title(unit)}, which is not next in the recorded order")
         self._orders[self._kind] = None  # the next pass of this kind records
         self.is_recording = self.has_left_order = True
         self._order = [unit]
@@ -149,7 +149,7 @@ class ExecutionOrder:
             list(WAYS_OUT),
         )
 
-    def _meet(self, place: str, others_time_out: bool = True) -> None:
+    def _wait_for_all(self, place: str, others_time_out: bool = True) -> None:
         """Return where all ranks come here with the same `place`.
 
         Args:
@@ -158,17 +158,17 @@ class ExecutionOrder:
         Raises:
             CallMismatchError, AbsentRankError: on all ranks, with one text.
         """
-        if not self._can_meet():  # one rank alone, or simulated: there a collective that does not fit is an error
+        if not self._has_rendezvous():  # one rank alone, or simulated: there a collective that does not fit is an error
             self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
             return
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         patience_s = timeout_of(self._group.process_group) if others_time_out else 0.0
-        self._meeting.timeout_s = patience_s + _GRACE_S
-        self._meeting.meet("fully_shard", place)
+        self._rendezvous.timeout_s = patience_s + _GRACE_S
+        self._rendezvous.wait("fully_shard", place)
 
-    def _can_meet(self) -> bool:
-        self._meeting = self._meeting or meeting_of(self._group, self._purpose)
-        return self._meeting is not None
+    def _has_rendezvous(self) -> bool:
+        self._rendezvous = self._rendezvous or rendezvous_of(self._group, self._purpose)
+        return self._rendezvous is not None
 
     def explain(self, unit: int | None = None) -> None:
         """Return where the ranks do not wait in different places. Called when a collective timed out.
@@ -180,14 +180,14 @@ class ExecutionOrder:
         Raises:
             CallMismatchError: on all ranks, with one text.
         """
-        if not self._can_meet():
+        if not self._has_rendezvous():
             return
-        assert self._meeting is not None
-        if unit is None and not self._meeting.is_awaited():
+        assert self._rendezvous is not None
+        if unit is None and not self._rendezvous.is_awaited():
             return
         place = "the last step" if unit is None else f"{self._name()}: waits for the other ranks at {self._title(unit)}"
         try:
-            self._meet(place, others_time_out=False)
+            self._wait_for_all(place, others_time_out=False)
         except AbsentRankError:
             return
 

@@ -1,1 +1,1 @@
-"""Who holds what of a tensor: a spec bound to ranks and a shape. Integers only."""
+"""Layouts: which rank holds which elements of a tensor. Integers only."""

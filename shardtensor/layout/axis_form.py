@@ -1,4 +1,4 @@
-"""A layout said as a spec in mesh axes: the way back from `bind`."""
+"""The spec of a layout in mesh axes: the inverse of `bind`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardtensor.spec.nodes import Cut, Replicate, Spec
 
 
 def axis_form(layout: CutLayout | FlatLayout) -> Spec:
-    """Return the spec in mesh axes of a layout. Axes without a name are called ``axis0``, ``axis1``, ...
+    """Return the spec of a layout in mesh axes. Axes without a name are called ``axis0``, ``axis1``, ...
 
-    Where pieces are of sizes that no word says, they are written out. Blocks that are cut in other ways than evenly
-    or `balanced` are said as `balanced` ones: bind the spec to see whether it says the same.
+    Shard sizes that no modifier describes are written out. Blocks that are cut neither evenly nor `balanced` become
+    `balanced`, so bind the spec to check that it gives the same layout.
 
     Example:
         >>> from shardtensor import Mesh, parse_spec

@@ -1,4 +1,4 @@
-"""Bind a spec to a mesh and a shape. What a spec can get wrong about them is found here, before any data moves."""
+"""Bind a spec to a mesh and a shape, and raise if they do not fit, before any data moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box
-from shardtensor.layout.cutting import dim_cuts, does_not_fit, pieces_of, sum_to
+from shardtensor.layout.cutting import check_sum, dim_cuts, does_not_fit, pieces_of
 from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
 from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.pieces import Pieces, Stepped, chunked, listed
@@ -22,18 +22,18 @@ from shardtensor.spec.placement import Placement
 
 
 def bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout that `spec` gives a tensor of `shape` on the ranks of `mesh`.
+    """Return the layout of a tensor of `shape` with `spec` on the ranks of `mesh`.
 
-    Costs the same for any number of ranks, but for specs that list boxes.
+    The time does not depend on the number of ranks, except for specs that list boxes.
 
     Args:
-        spec: any one-tensor spec.
+        spec: any spec of one tensor.
         shape: the global shape.
-        mesh: the ranks at hand and the names of their axes.
+        mesh: the ranks of the group and the names of the mesh axes.
         dim_names: names of the tensor's dims, for specs such as ``[out: tp]``.
 
     Raises:
-        LayoutError: the spec does not fit; says which number is wrong and what would fit.
+        LayoutError: the spec does not fit; the message says which number is wrong and what would fit.
 
     Example:
         >>> layout = bind(Spec("tp", None), (8, 6), Mesh((("tp", 4),)))
@@ -52,7 +52,7 @@ def _cached(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, 
 
 @singledispatch
 def _bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
-    metadata = spec.build_metadata(shape, None)  # a user's own spec says where its shards lie
+    metadata = spec.build_metadata(shape, None)  # of a user's own class of specs
     boxes = [(s.placement, Box(tuple(s.shard_offsets), tuple(s.shard_sizes))) for s in metadata.shards_metadata]
     return _listed(boxes, shape, mesh, spec)
 
@@ -69,7 +69,7 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
     if spec.sizes is None:
         pieces: Pieces = chunked(length, count)
     else:
-        pieces = listed(sum_to(spec.sizes, length, spec, shape))
+        pieces = listed(check_sum(spec.sizes, length, spec, shape))
     if not isinstance(ranks, range) and len(set(ranks)) < count:  # a rank named twice holds two boxes
         owned = []
         for i, rank in enumerate(ranks):
@@ -95,7 +95,7 @@ def _(spec: GridShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ..
     if len(set(ranks)) != len(ranks):
         fix = "name each rank once, or list the boxes with enum(...)"
         raise does_not_fit("E501", "a rank has two places in the grid", spec, shape, fix)
-    # A grid of one place cuts dim 0, as a chunk of one does: else it would look like a copy on every rank.
+    # A grid of one shard cuts dim 0, as a chunk spec with one rank does: else it would be equal to a replicated layout.
     is_one = math.prod(spec.splits) == 1
     dims = tuple(
         DimCut((axis,), chunked(length, splits)) if splits > 1 or (is_one and not axis) else None
@@ -161,7 +161,7 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
 
 
 def _named(spec: Spec, mesh: Mesh) -> Mesh:
-    """Give the axis of an unnamed mesh the one name that the spec uses."""
+    """Name the axis of an unnamed mesh with the one name that the spec uses."""
     if not mesh.is_unnamed:
         return mesh
     names = spec.axis_names
@@ -171,11 +171,11 @@ def _named(spec: Spec, mesh: Mesh) -> Mesh:
             {"spec": str(spec), "ranks": len(mesh.ranks)},
             "pass a DeviceMesh with these mesh_dim_names as process_group",
         )
-    return _called(mesh, next(iter(names))) if names else mesh
+    return _unnamed_as(mesh, next(iter(names))) if names else mesh
 
 
 @lru_cache(maxsize=1024)
-def _called(mesh: Mesh, name: str) -> Mesh:
+def _unnamed_as(mesh: Mesh, name: str) -> Mesh:
     return Mesh(((name, mesh.size),), mesh.ranks)
 
 
@@ -197,7 +197,7 @@ def _check_flat_sizes(layout: FlatLayout, spec: Spec, mesh: Mesh) -> None:
 
 
 def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
-    """The layout on the ranks at one coordinate of an axis, which has one place then; the others hold nothing."""
+    """Return the layout on the ranks at one coordinate of an axis, whose size is then 1; other ranks hold nothing."""
     ranks = _ranks_at(mesh, axis, index)
     if not layout.shape:
         owned = tuple((rank, box) for rank in ranks for box in layout.boxes(rank))
@@ -208,7 +208,7 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
         return attrs.evolve(layout, inner=inner, ranks=ranks, grid=grid, names=())
     assert isinstance(layout, CutLayout)
     dims = layout.dims
-    if not layout.cut_dims:  # one piece of dim 0, for a copy on some of the ranks is not a copy on all of them
+    if not layout.cut_dims:  # one shard of dim 0: the layout must differ from one that is replicated on all ranks
         length = layout.shape[0]
         dims = (DimCut((axis,), Stepped(length, 1, length)), *dims[1:])
     return attrs.evolve(layout, ranks=ranks, grid=grid, names=(), dims=dims)
@@ -216,14 +216,14 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _ranks_at(mesh: Mesh, axis: int, index: int) -> Ranks:
-    """The ranks at one coordinate of an axis, row-major."""
+    """Return the ranks at one coordinate of an axis, row-major."""
     inner = math.prod(mesh.sizes[axis + 1 :])
     starts = range(index * inner, mesh.size, inner * mesh.sizes[axis])
     return as_ranks([rank for start in starts for rank in mesh.ranks[start : start + inner]])
 
 
 def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tuple[int, ...]:
-    """The ranks that the placements name, each of them at hand."""
+    """Return the ranks that the placements name; raise LayoutError if one is not in the mesh."""
     ranks = spec.placements.ranks
     if isinstance(ranks, range):
         missing = next((rank for rank in (ranks[0], ranks[-1]) if rank not in mesh.ranks), None)
@@ -245,7 +245,7 @@ def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tu
 
 
 def no_such_rank(rank: int, mesh: Mesh, spec: ShardingSpec | None = None) -> LayoutError:
-    """The error for a placement outside the process group."""
+    """Return the error for a placement on a rank outside of the process group."""
     ranks = mesh.ranks
     shown = f"{ranks[0]} to {ranks[-1]}" if isinstance(ranks, range) else ", ".join(map(str, ranks))
     facts: dict[str, object] = {"ranks": shown} if spec is None else {"spec": str(spec), "ranks": shown}

@@ -1,4 +1,4 @@
-"""Boxes: the offsets and sizes of a piece of a tensor, and their algebra."""
+"""Boxes: offsets and sizes of a part of a tensor, and their overlaps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A half-open box of a tensor; an empty one still has a place.
+    """A box of a tensor, with exclusive ends; an empty one still has offsets.
 
     Example:
         >>> box = Box((2, 0), (3, 4))
@@ -31,7 +31,7 @@ class Box(NamedTuple):
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
-        """The box that both hold, or None when they share no element."""
+        """Return the intersection of two boxes, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - o for a, b, o in zip(self.ends, other.ends, offsets, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
@@ -41,12 +41,12 @@ class Box(NamedTuple):
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def runs(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """The boxes, in memory order, that a range of a row-major tensor is made of.
+    """Return boxes, in memory order, that together are a range of the elements of a row-major tensor.
 
     Example:
         >>> [str(box) for box in runs(1, 11, (3, 4))]

@@ -1,4 +1,4 @@
-"""torch.chunk's sizes under the names that torch's own sharding code gives them."""
+"""The sizes of torch.chunk, with the function names of torch's ``_shard`` package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """The size of all chunks but the last ones: ceil(dim_size / chunks).
+    """Return the size of a full chunk: ceil(dim_size / chunks). Only the last chunks are smaller.
 
     Example:
         >>> get_split_size(5, 4), get_split_size(9, 4), get_split_size(10, 5)
@@ -16,7 +16,7 @@ def get_split_size(dim_size: int, chunks: int) -> int:
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """The size of chunk `idx`, 0 once the dim is used up.
+    """Return the size of chunk `idx`; 0 if the chunks before it hold all elements.
 
     Example:
         >>> [get_chunked_dim_size(5, 2, i) for i in range(4)]
@@ -26,7 +26,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 
 
 def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any, rank: int) -> tuple[int, int]:
-    """The offset and size of `rank`'s chunk under a chunk spec, ``(-1, -1)`` for a rank it does not name."""
+    """Return the offset and size of `rank`'s chunk; ``(-1, -1)`` if no placement of the spec names the rank."""
     split_size = get_split_size(sharding_dim_size, world_size)
     for index, placement in enumerate(spec.placements):
         if placement.rank() == rank:

@@ -1,4 +1,4 @@
-"""How a spec cuts the dims of one shape: names and ``...`` looked up, each cut turned into pieces, faults named."""
+"""How a spec cuts the dims of a shape: resolves dim names and ``...``, and computes the shard sizes of each dim."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 
 
 def positional(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None = None) -> Spec:
-    """Return `spec` with one entry for each dim of a tensor: names looked up, ``...`` filled in.
+    """Return `spec` with one entry for each dim of a tensor, without dim names and ``...``.
 
     Raises:
-        LayoutError: the tensor has no such dims.
+        LayoutError: the tensor does not have these dims.
 
     Example:
         >>> str(positional(Spec(out=Cut("tp")), (4, 6), ("in", "out"))), str(positional(Spec(None, ...), (4, 6)))
@@ -30,7 +30,7 @@ def positional(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None = Non
 
 
 def dim_cuts(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> list[Cut | None]:
-    """The cut of each dim of the tensor."""
+    """Return the cut of each dim of the tensor; None for a dim that is not cut."""
     ndim = len(shape)
     if spec.named:
         if dim_names is None:
@@ -47,7 +47,7 @@ def dim_cuts(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> lis
             cuts[dim_names.index(name)] = cut
         return cuts
     given = list(spec.dims)
-    if not given:  # a suffix alone, such as flat(dp)
+    if not given:  # the spec has only a suffix, such as flat(dp)
         return [None] * ndim
     if ... in given:
         at = given.index(...)
@@ -68,7 +68,7 @@ def dim_cuts(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None) -> lis
 
 
 def pieces_of(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, shape: Shape, mesh: Mesh) -> Pieces:
-    """Dim `dim` of `length` elements, cut into `count` pieces as `cut` says."""
+    """Return the intervals of `count` shards of dim `dim`, which has `length` elements, for the cut `cut`."""
     axes = "*".join(cut.axes)
     about: dict[str, Any] = {"dim": dim, "length": length, "count": count, "cut": cut}
     uneven = "sizes" if cut.sizes is not None else "balanced" if cut.balanced else None
@@ -110,7 +110,7 @@ def pieces_of(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, s
                 "E208", f"a size is not a multiple of the unit {cut.unit}", spec, shape, "give sizes in whole units",
                 mesh, **about,
             )  # fmt: skip
-        return listed(sum_to(cut.sizes, length, spec, shape, dim=dim, count=count, cut=cut))
+        return listed(check_sum(cut.sizes, length, spec, shape, dim=dim, count=count, cut=cut))
     shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
     if len(shares) == 1:
         return cut_one(length)
@@ -122,8 +122,8 @@ def pieces_of(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, s
     return Blocked(tuple(cut_one(length * share // sum(shares)) for share in shares))
 
 
-def sum_to(sizes: Sequence[int], length: int, spec: ShardingSpec, shape: Shape, **about: Any) -> tuple[int, ...]:
-    """`sizes`, which have to add up to `length`."""
+def check_sum(sizes: Sequence[int], length: int, spec: ShardingSpec, shape: Shape, **about: Any) -> tuple[int, ...]:
+    """Return `sizes` as a tuple; raise LayoutError if they do not add up to `length`."""
     if sum(sizes) != length:
         raise does_not_fit(
             "E208", f"the sizes add up to {sum(sizes)}, the dim has {length} elements", spec, shape,
@@ -141,7 +141,7 @@ def does_not_fit(
     mesh: Mesh | None = None,
     **about: Any,
 ) -> LayoutError:
-    """The error of a spec and a shape; `about` are its numbers."""
+    """Return the error for a spec that does not fit a shape; `about` holds the numbers in it."""
     facts: dict[str, object] = {"spec": str(spec), "shape": " x ".join(map(str, shape)) or "scalar"}
     if mesh is not None:
         facts["mesh"] = str(mesh)

@@ -1,4 +1,4 @@
-"""Say the steps of a reshard, with their bytes, before anything runs: on any machine, without torch."""
+"""Print the steps of a reshard with their bytes, without running it: on any machine, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 
-_SHOWN_RANKS = 4096  # of more, the first ones and the last stand for all
+_SHOWN_RANKS = 4096  # with more, bytes are computed for the first and the last ones only
 
 
 def explain_reshard(
@@ -25,17 +25,17 @@ def explain_reshard(
     mesh: Mesh | str | None = None,
     dtype: Any = "float32",
 ) -> None:
-    """Print the steps that ``reshard(source, target)`` takes, and the bytes a rank receives in each. Sends nothing.
+    """Print the steps of ``reshard(source, target)``, and the bytes that a rank receives in each. Sends nothing.
 
     Args:
-        source: a ShardedTensor, or a spec or its text.
+        source: a ShardedTensor, a spec, or its text.
         target: a spec, its text, or a ShardedTensor.
-        shape: the global shape, where neither is a tensor.
-        mesh: the ranks, as ``"dp=2, tp=4"`` or a Mesh, where neither is a tensor.
-        dtype: of the elements, where neither is a tensor.
+        shape: the global shape, if neither is a tensor.
+        mesh: the ranks, as ``"dp=2, tp=4"`` or a Mesh, if neither is a tensor.
+        dtype: of the elements, if neither is a tensor.
 
     Raises:
-        SpecError, LayoutError: a spec is wrong or does not fit; or shape or mesh is missing.
+        SpecError, LayoutError: a spec is wrong or does not fit, or shape or mesh is missing.
 
     Example:
         >>> explain_reshard("[tp, -]", "[-, tp]", shape=(4096, 4096), mesh="tp=4")
@@ -52,7 +52,7 @@ def explain_reshard(
         mesh = _mesh_of(tensor, layout)
     if shape is None or mesh is None:
         raise LayoutError(
-            "specs alone do not say what moves",
+            "specs alone do not determine what is sent",
             {"missing": ", ".join(name for name, x in (("shape", shape), ("mesh", mesh)) if x is None)},
             'pass shape=(rows, columns) and mesh="tp=4", or a ShardedTensor',
         )
@@ -69,7 +69,7 @@ def explain_reshard(
 
 
 def say_step(step: Step, size_bytes: int) -> str:
-    """One step with what it costs, for elements of `size_bytes`."""
+    """Return the text of a step with the bytes received, for elements of `size_bytes`."""
     if step.kind in ("slice", "split"):
         return f"{step.kind}   nothing is sent"
     ranks = sorted({*step.source.ranks, *step.target.ranks})
@@ -82,7 +82,7 @@ def say_step(step: Step, size_bytes: int) -> str:
 
 
 def say_bytes(count: int, digits: int = 1) -> str:
-    """A number of bytes as people read it, exact below a KiB.
+    """Return a number of bytes as text with a unit; exact below a KiB.
 
     Example:
         >>> say_bytes(96), say_bytes(6 << 20)
@@ -95,7 +95,7 @@ def say_bytes(count: int, digits: int = 1) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """The bytes of one element of a dtype, by its name.
+    """Return the bytes of one element of a dtype, by the dtype's name.
 
     Example:
         >>> item_bytes("bfloat16"), item_bytes("complex64"), item_bytes("bool")
@@ -110,8 +110,8 @@ def _mesh_of(tensor: Any, layout: Layout) -> Mesh:
     return group.mesh if group.mesh is not None else Mesh((("*", len(group.ranks)),), group.ranks)
 
 
-def _bound(said: Any, shape: Shape, mesh: Mesh) -> tuple[str, Layout]:
-    if hasattr(said, "_layout"):
-        return str(said.sharding_spec()), said._layout
-    spec: ShardingSpec = as_spec(said)
+def _bound(given: Any, shape: Shape, mesh: Mesh) -> tuple[str, Layout]:
+    if hasattr(given, "_layout"):
+        return str(given.sharding_spec()), given._layout
+    spec: ShardingSpec = as_spec(given)
     return str(spec), bind(spec, shape, mesh)

@@ -1,14 +1,14 @@
-"""A layout: a spec bound to ranks and a shape. It answers which rank holds which boxes, by arithmetic.
+"""A layout: a spec bound to ranks and a shape. It computes which boxes a rank holds.
 
-Three kinds, by what a rank's local tensor looks like:
+There are three kinds, with different local tensors:
 
-* `CutLayout`: dims cut over the axes of a grid of ranks; the local tensor has the tensor's dims.
-* `ListedLayout`: boxes written out; the local tensor is the rank's one box, or, when some rank has several,
-  *packed*: one dim, the rank's boxes row-major and end to end.
-* `FlatLayout`: what a `CutLayout` leaves on a rank is flattened and cut into ranges; packed.
+* `CutLayout`: dims are sharded over the axes of a grid of ranks; the local tensor has the tensor's dims.
+* `ListedLayout`: a list of boxes; the local tensor is the rank's one box. If some rank has several boxes, it is
+  *packed*: one dim, with the rank's boxes, each row-major, one after the other.
+* `FlatLayout`: each rank's local tensor under a `CutLayout` is flattened and cut into ranges; packed.
 
-Layouts compare by what they mean. The names of axes are for messages and do not count. ``str`` is for messages too:
-it says the cuts and not every number, which a spec does.
+Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared. ``str`` is for
+messages: it shows which axes cut which dims, without shard sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen(cache_hash=True)
 class DimCut:
-    """A dim cut over axes of the grid (their numbers, major to minor) into `pieces`."""
+    """The shards of a dim over axes of the grid (their numbers, major to minor)."""
 
     axes: tuple[int, ...]
     pieces: Pieces
@@ -37,13 +37,13 @@ class DimCut:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """What every kind knows.
+    """The base class of layouts.
 
     Args:
         shape: the global shape.
         ranks: the global ranks of the grid, row-major.
         grid: the sizes of its axes.
-        partial: axes (by number) along which ranks hold addends, with the operation that joins them.
+        partial: axes (by number) along which the value is partial, with the operation that reduces it.
         names: of the axes, for messages.
     """
 
@@ -55,24 +55,24 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Whether the local tensor is one dim that holds boxes end to end."""
+        """Whether the local tensor is one dim that holds boxes one after the other."""
         return False
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank of the grid holds the whole tensor, with nothing left to reduce."""
+        """Whether every rank of the grid holds the full tensor, not partial."""
         return False
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes a global rank holds, in the order its local tensor has them; none for a rank outside."""
+        """Return the boxes that a global rank holds, in the order of its local tensor; () for a rank outside."""
         raise NotImplementedError
 
     def local_shape(self, rank: int) -> Shape:
-        """The shape of the local tensor of a global rank."""
+        """Return the shape of the local tensor of a global rank."""
         raise NotImplementedError
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """Where each of `boxes` lies in the local tensor."""
+        """Return the place of each of `boxes` in the local tensor."""
         boxes = self.boxes(rank)
         if not self.packed:
             return tuple(whole(box.sizes) for box in boxes)
@@ -84,39 +84,39 @@ class Layout:
 
     @property
     def parting_axes(self) -> tuple[int, ...]:
-        """The axes along which ranks hold different elements; along the others they hold copies."""
+        """The sharding axes: ranks along them hold different elements. Along the others they are replicas."""
         return tuple(range(len(self.grid)))
 
     def numel(self, rank: int) -> int:
-        """The number of elements a global rank holds."""
+        """Return the number of elements that a global rank holds."""
         return math.prod(self.local_shape(rank))
 
     def is_whole_on_all(self, count: int) -> bool:
-        """Whether each of `count` ranks, a whole group's, holds the whole, as it would hold a plain tensor."""
+        """Whether each of the `count` ranks of a group holds the full tensor, as it would hold a plain tensor."""
         return self.is_replicated and len(self.ranks) == count
 
     def holds_first_copy(self, rank: int) -> bool:
-        """Whether a rank is the first of those in the grid that hold copies of its elements."""
+        """Whether a rank is the first of the replicas of its elements."""
         place = coordinate(self.ranks, self.grid, rank)
         parting = self.parting_axes
         return place is not None and all(i == 0 for axis, i in enumerate(place) if axis not in parting)
 
     def brings_value(self, rank: int) -> bool:
-        """Whether a rank brings the value where a new one is given to what is a sum; the others bring zeros."""
+        """Whether a rank holds the value when a full value becomes a partial sum; the other ranks hold zeros."""
         place = coordinate(self.ranks, self.grid, rank)
         return place is None or all(place[axis] == 0 for axis, op in self.partial if op == "sum")
 
     def reduced(self) -> Layout:
-        """This layout with nothing left to reduce."""
+        """Return this layout without partial axes."""
         return attrs.evolve(self, partial=()) if self.partial else self
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes along which ranks hold addends."""
+        """The axes along which the value is partial."""
         return tuple(axis for axis, _ in self.partial)
 
     def axis_name(self, axis: int) -> str:
-        """What messages call an axis of the grid."""
+        """Return the name of an axis of the grid, for messages."""
         return self.names[axis] if self.names else f"axis{axis}"
 
     def _partial_text(self) -> str:
@@ -125,7 +125,7 @@ class Layout:
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class CutLayout(Layout):
-    """Dims cut over the axes of a grid; ``dims[d]`` is None where dim d is whole."""
+    """Dims sharded over the axes of a grid; ``dims[d]`` is None if dim d is not sharded."""
 
     dims: tuple[DimCut | None, ...]
 
@@ -142,17 +142,17 @@ class CutLayout(Layout):
         return tuple(axis for dim in self.dims if dim is not None for axis in dim.axes)
 
     def is_blocked(self, dim: int) -> bool:
-        """Whether a dim is cut in blocks, so that a rank holds several stretches of it."""
+        """Whether a dim is cut in blocks, so that a rank holds several intervals of it."""
         cut = self.dims[dim]
         return cut is not None and isinstance(cut.pieces, Blocked)
 
     def start(self, rank: int, dim: int) -> int:
-        """The first index along a dim, not one cut in blocks, that a rank holds; 0 for a rank outside."""
+        """Return the first index of a rank's shard along a dim that is not blocked; 0 for a rank outside."""
         boxes = self.boxes(rank)
         return boxes[0].offsets[dim] if boxes else 0
 
     def piece(self, cut: DimCut, place: tuple[int, ...]) -> int:
-        """Which piece of a cut the ranks at a place of the grid hold."""
+        """Return the index of the shard of a dim at a coordinate of the grid."""
         index = 0
         for axis in cut.axes:
             index = index * self.grid[axis] + place[axis]
@@ -165,7 +165,7 @@ class CutLayout(Layout):
         return tuple(_box(choice) for choice in product(*self._intervals(place)))
 
     def _intervals(self, place: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-        """For each dim, the intervals that the ranks at a place of the grid hold; several where it is cut in blocks."""
+        """Return the intervals of each dim at a coordinate of the grid; several for a dim cut in blocks."""
         return [
             ((0, size),) if cut is None else cut.pieces.intervals(self.piece(cut, place))
             for size, cut in zip(self.shape, self.dims, strict=True)
@@ -184,23 +184,26 @@ class CutLayout(Layout):
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return ()
-        return tuple(_box(choice) for choice in product(*map(_end_to_end, self._intervals(place))))
+        return tuple(_box(choice) for choice in product(*map(_packed_intervals, self._intervals(place))))
 
     def in_memory_order(self, rank: int, within: Box) -> list[Box]:
-        """The boxes of the tensor that a box of the rank's local tensor holds, in the order of its memory."""
+        """Return the boxes of the global tensor in a box of the rank's local tensor, in memory order."""
         place = coordinate(self.ranks, self.grid, rank)
         assert place is not None, "a rank outside holds nothing"
         spans = [
-            [(max(a, low), min(b, high), start - a) for (a, b), (start, _) in zip(_end_to_end(held), held, strict=True)]
+            [
+                (max(a, low), min(b, high), start - a)
+                for (a, b), (start, _) in zip(_packed_intervals(held), held, strict=True)
+            ]
             for held, low, high in zip(self._intervals(place), within.offsets, within.ends, strict=True)
         ]
-        met = [[(low, high, shift) for low, high, shift in span if low < high] for span in spans]
-        last = max((dim for dim, span in enumerate(met) if len(span) > 1), default=-1)
+        parts = [[(low, high, shift) for low, high, shift in span if low < high] for span in spans]
+        last = max((dim for dim, span in enumerate(parts) if len(span) > 1), default=-1)
         choices = [
             [(low + shift + i, low + shift + i + 1) for low, high, shift in span for i in range(high - low)]
-            if dim < last  # memory goes through all of `last` for each index of the dims before it
+            if dim < last  # dims before `last` index by index: memory has all of `last` for each index
             else [(low + shift, high + shift) for low, high, shift in span]
-            for dim, span in enumerate(met)
+            for dim, span in enumerate(parts)
         ]
         return [_box(choice) for choice in product(*choices)]
 
@@ -210,7 +213,7 @@ class CutLayout(Layout):
 
     @property
     def outside_shape(self) -> Shape:
-        """The local shape of a rank outside the grid: empty along the cut dims, or along dim 0 when none is cut."""
+        """The local shape of a rank outside the grid: 0 along the sharded dims, or along dim 0 if there are none."""
         cut = self.cut_dims or (0,)
         return tuple(0 if dim in cut else size for dim, size in enumerate(self.shape))
 
@@ -221,7 +224,7 @@ class CutLayout(Layout):
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class ListedLayout(Layout):
-    """Boxes written out, each with its rank."""
+    """A list of boxes, each with its rank."""
 
     owned: tuple[tuple[int, Box], ...]
 
@@ -244,13 +247,13 @@ class ListedLayout(Layout):
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class FlatLayout(Layout):
-    """What `inner` leaves on a rank, flattened row-major and cut over `axes` into contiguous ranges.
+    """Each rank's local tensor under `inner`, flattened row-major and cut over `axes` into contiguous ranges.
 
     Args:
-        inner: the layout before it is flattened, over the same grid.
-        axes: the axes of the grid that the ranges go along.
+        inner: the layout before flattening, over the same grid.
+        axes: the axes of the grid over which it is cut.
         unit: ranges start at multiples of this many elements; 0 means a row of the inner local tensor.
-        sizes: the lengths of the ranges, when chosen by hand.
+        sizes: the lengths of the ranges, if the user chose them.
     """
 
     inner: CutLayout
@@ -267,7 +270,7 @@ class FlatLayout(Layout):
         return tuple(sorted({*self.inner.cut_axes, *self.axes}))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The range of the flattened inner local tensor that a rank of the grid holds."""
+        """Return the range of the flattened inner local tensor that a rank holds."""
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return (0, 0)
@@ -301,7 +304,7 @@ class FlatLayout(Layout):
 
 @lru_cache(maxsize=4096)
 def has_equal_parts(layout: Layout) -> bool:
-    """Whether all ranks of a layout hold as many elements.
+    """Whether all ranks of a layout hold the same number of elements.
 
     Example:
         >>> from shardtensor.layout.pieces import balanced
@@ -311,28 +314,28 @@ def has_equal_parts(layout: Layout) -> bool:
     """
     if isinstance(layout, CutLayout):
         pieces = [cut.pieces for cut in layout.dims if cut is not None]
-        if all(each.size(i) == each.size(0) for each in pieces for i in _telling(each.count)):
+        if all(each.size(i) == each.size(0) for each in pieces for i in _sampled(each.count)):
             return True
     first = layout.numel(layout.ranks[0])
     return all(layout.numel(rank) == first for rank in layout.ranks)
 
 
-def _telling(count: int) -> range | tuple[int, ...]:
-    """The pieces of a dim that tell whether all are of one size: of very many the last ones, which are the smallest."""
+def _sampled(count: int) -> range | tuple[int, ...]:
+    """Return the shards to compare with the first to see whether all have one size; of very many, the smallest ones."""
     return range(count) if count <= 4096 else (count - 2, count - 1)
 
 
 @lru_cache(maxsize=1024)
 def _boxes_by_rank(layout: ListedLayout) -> dict[int, tuple[Box, ...]]:
-    """What each rank holds, so that asking for one does not search through all."""
+    """Return the boxes of each rank, so that `boxes` does not search the list."""
     held: dict[int, list[Box]] = {}
     for rank, box in layout.owned:
         held.setdefault(rank, []).append(box)
     return {rank: tuple(boxes) for rank, boxes in held.items()}
 
 
-def _end_to_end(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Where intervals of a dim lie in the local tensor that holds them one after the other."""
+def _packed_intervals(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the place of each interval of a dim in a local tensor that holds them one after the other."""
     ends = list(accumulate(stop - start for start, stop in intervals))
     return [(end - (stop - start), end) for end, (start, stop) in zip(ends, intervals, strict=True)]
 
@@ -344,12 +347,12 @@ def _box(intervals: Iterable[tuple[int, int]]) -> Box:
 
 @lru_cache(maxsize=4096)
 def replicated(shape: Shape, ranks: Ranks, grid: tuple[int, ...] | None = None) -> CutLayout:
-    """A whole copy on each of `ranks`."""
+    """Return the layout of a full tensor on each of `ranks`."""
     return CutLayout(shape=shape, ranks=ranks, grid=grid or (len(ranks),), dims=(None,) * len(shape))
 
 
 def same_boxes(a: Layout, b: Layout) -> bool:
-    """Whether two layouts put the same boxes, in the same order, on the same ranks, and leave the same to reduce."""
+    """Whether two layouts have the same boxes, in the same order, on the same ranks, and the same partial axes."""
     if a is b or a == b:
         return True
     if a.shape != b.shape or a.packed != b.packed or bool(a.partial) != bool(b.partial):

@@ -1,4 +1,4 @@
-"""Boxes written out, told by arithmetic where they form a grid, so that equal cuts are equal layouts."""
+"""Layouts of listed boxes: a `CutLayout` if the boxes form a grid, so that equal shards give equal layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtensor.mesh import as_ranks
 
 
 def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
-    """The layout of boxes that tile `shape`.
+    """Return the layout of boxes that tile `shape`.
 
     Example:
         >>> halves = ((0, Box((0, 0), (1, 4))), (1, Box((1, 0), (1, 4))))
@@ -34,7 +34,7 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
     ]
     grid = tuple(len(choices) for choices in intervals)
     if math.prod(grid) != len(owned) or any(
-        _ends(choices) != size for choices, size in zip(intervals, shape, strict=True)
+        _end(choices) != size for choices, size in zip(intervals, shape, strict=True)
     ):
         return None
     holder = {box: rank for rank, box in owned}
@@ -49,7 +49,7 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
         for axis, choices in enumerate(intervals)
     )
     cut = [axis for axis, size in enumerate(grid) if size > 1]
-    if shape and not cut:  # one box cuts dim 0, as a chunk of one does: else it would look like a copy on every rank
+    if shape and not cut:  # one box is a shard of dim 0: the layout must differ from a replicated one
         dims = (DimCut((0,), listed(shape[:1])), *dims[1:])
         grid = (1,)
     if len(cut) == 1:  # one cut dim: the same layout as a chunk spec gives
@@ -59,12 +59,12 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
 
 
 def _first_then_long(interval: tuple[int, int]) -> tuple[int, int]:
-    """Sorts intervals by where they start, an empty one after the one that starts with it."""
+    """Return the sort key of an interval: its start; an empty interval comes last among those of one start."""
     return interval[0], -interval[1]
 
 
-def _ends(choices: list[tuple[int, int]]) -> int | None:
-    """Where intervals laid end to end stop, or None when they leave a gap or overlap."""
+def _end(choices: list[tuple[int, int]]) -> int | None:
+    """Return the end of consecutive intervals, or None if they leave a gap or overlap."""
     end = 0
     for start, size in choices:
         if start != end:

@@ -1,32 +1,30 @@
-"""Layouts said axis by axis, as DTensor says them: what an axis cuts is what the axes before it have left.
+"""Layouts with one placement for each mesh axis, as DTensor has them, and layouts over the axes of another mesh.
 
-Each axis of a mesh either cuts a dim, holds addends, or holds copies. An axis cuts its dim as torch.chunk does, and the
-piece that is left is cut again by the next axis of the same dim. With *blocks* it first chunks what is left into that
-many stretches and cuts each of them; so a later axis can be the major one of a dim, and so fused blocks are cut.
+Each axis shards a dim, is partial, or holds replicas. An axis chunks its dim as torch.chunk does, and the next axis of
+the same dim chunks the shard again (a strided shard order). With *blocks* an axis first chunks the shard into that many
+blocks and then each of them; so a later axis can be the major one of a dim, and fused blocks can be sharded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, permutations, product
+from itertools import chain, pairwise, permutations, product
 
 import attrs
 
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape
-from shardtensor.layout.pieces import Blocked, Pieces, chunked
-from shardtensor.layout.regrid import on_mesh
-from shardtensor.layout.stretches import as_pieces, joined, nested_parts, reordered
+from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed
 from shardtensor.mesh import Mesh
 
-# By axes of one dim: up to how many blocks are tried for uneven pieces that are not the usual ones.
+# By the number of axes of one dim: the largest number of blocks tried for uneven shards.
 _TRIED = {1: 64, 2: 16, 3: 8}
 
 
 @attrs.frozen
 class CutDim:
-    """An axis that cuts a dim, each of `blocks` stretches of it by itself."""
+    """An axis that shards a dim, each of its `blocks` separately."""
 
     dim: int
     blocks: int = 1
@@ -34,22 +32,25 @@ class CutDim:
 
 @attrs.frozen
 class Addends:
-    """An axis whose ranks hold addends, joined by `op`."""
+    """An axis along which the value is partial, reduced by `op`."""
 
     op: str
 
 
 Said = CutDim | Addends | None
-"""What one axis does; None: its ranks hold copies."""
+"""The placement of one axis; None: its ranks are replicas."""
+
+Runs = tuple[Interval, ...]
+"""Intervals of a dim, in the order in which a rank holds them."""
 
 
 @lru_cache(maxsize=1024)
 def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
-    """The layout that axes say, one after the other.
+    """Return the layout with one placement for each axis.
 
     Args:
-        said: for each axis of the mesh.
-        order: in which the axes cut; from left to right when None.
+        said: the placement of each axis of the mesh.
+        order: in which the axes shard; from left to right if None.
 
     Example:
         >>> mesh = Mesh((("dp", 2), ("tp", 2)))
@@ -70,7 +71,7 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
 
 @lru_cache(maxsize=1024)
 def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
-    """Say a layout axis by axis over a mesh; None where that cannot be said.
+    """Return the placement of each axis of a mesh that gives a layout; None if there are none.
 
     Example:
         >>> mesh = Mesh((("dp", 2), ("tp", 2)))
@@ -85,13 +86,13 @@ def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
     choices = [None, *(CutDim(dim) for dim in range(len(layout.shape)))]
     for said in product(choices, repeat=len(mesh.sizes)):
         found = nested_layout(said, layout.shape, mesh)
-        if all(_meant(found, rank) == _meant(layout, rank) for rank in mesh.ranks):
+        if all(_nonempty_boxes(found, rank) == _nonempty_boxes(layout, rank) for rank in mesh.ranks):
             return said
     return None
 
 
 def nearest_nested(layout: Layout, mesh: Mesh) -> CutLayout:
-    """A layout that can be said axis by axis, much like one that cannot: the same axes cut the same dims, by chunks."""
+    """Return a layout with one placement for each axis in which the same axes shard the same dims, by chunks."""
     said: list[Said] = [None if not layout.shape else CutDim(0) for _ in mesh.sizes]
     seen = on_mesh(layout, mesh)
     if isinstance(seen, CutLayout):
@@ -119,24 +120,24 @@ def _say_cuts(layout: CutLayout) -> tuple[Said, ...] | None:
 
 
 def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
-    """The blocks of each axis of a cut, with which nested cuts from left to right give its pieces."""
+    """Return the blocks of each axis with which nested chunks, from left to right, are the shards of `cut`."""
     axes = tuple(sorted(cut.axes))
     counts = tuple(grid[axis] for axis in axes)
     order = tuple(cut.axes.index(axis) for axis in axes)
-    pieces = [joined(run for run in cut.pieces.intervals(i) if run[0] < run[1]) for i in range(cut.pieces.count)]
-    wanted = reordered(pieces, tuple(grid[axis] for axis in cut.axes), order)
-    stretches = len(cut.pieces.blocks) if isinstance(cut.pieces, Blocked) else 1
+    pieces = [_merged(run for run in cut.pieces.intervals(i) if run[0] < run[1]) for i in range(cut.pieces.count)]
+    wanted = _reordered(pieces, tuple(grid[axis] for axis in cut.axes), order)
+    fused = len(cut.pieces.blocks) if isinstance(cut.pieces, Blocked) else 1
     majors = {axis: [major for major in cut.axes[:place] if major > axis] for place, axis in enumerate(cut.axes)}
-    usual = tuple(stretches * math.prod(grid[major] for major in majors[axis]) for axis in axes)
+    usual = tuple(fused * math.prod(grid[major] for major in majors[axis]) for axis in axes)
     odd = product(range(1, _TRIED.get(len(axes), 1) + 1), repeat=len(axes))
     for blocks in chain((usual,), odd):
-        if nested_parts(cut.pieces.length, counts, blocks) == wanted:
+        if _nested_slices(cut.pieces.length, counts, blocks) == wanted:
             return dict(zip(axes, blocks, strict=True))
     return None
 
 
-def _meant(layout: Layout, rank: int) -> tuple[object, ...]:
-    """The boxes of a rank without the empty ones, whose place means nothing."""
+def _nonempty_boxes(layout: Layout, rank: int) -> tuple[object, ...]:
+    """Return the boxes of a rank without the empty ones, whose offsets do not matter."""
     return tuple(box for box in layout.boxes(rank) if box.numel)
 
 
@@ -149,10 +150,140 @@ def _dim_cut(length: int, cuts: Sequence[tuple[int, int]], sizes: tuple[int, ...
 
 @lru_cache(maxsize=1024)
 def _pieces(length: int, counts: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[tuple[int, ...], Pieces]:
-    """The pieces of a dim that is cut again and again, and the order of the cuts in which they are easiest to say."""
+    """Return the shards of a dim that several axes chunk, and the order of the axes that needs the fewest blocks."""
     natural = tuple(range(len(counts)))
     if len(counts) == 1 and blocks == (1,):
         return natural, chunked(length, counts[0])
-    parts = nested_parts(length, counts, blocks)
-    said = [(order, as_pieces(length, reordered(parts, counts, order))) for order in permutations(natural)]
+    parts = _nested_slices(length, counts, blocks)
+    said = [(order, _as_pieces(length, _reordered(parts, counts, order))) for order in permutations(natural)]
     return min(said, key=lambda pair: len(pair[1].blocks) if isinstance(pair[1], Blocked) else 1)
+
+
+def _nested_slices(length: int, counts: tuple[int, ...], blocks: tuple[int, ...]) -> list[Runs]:
+    """Return the shard of a dim at each coordinate of the axes that chunk it, row-major."""
+    parts: list[Runs] = [((0, length),)]
+    for count, number in zip(counts, blocks, strict=True):
+        parts = [part for runs in parts for part in _chunks_of_blocks(runs, count, number)]
+    return parts
+
+
+def _chunks_of_blocks(runs: Runs, count: int, blocks: int) -> list[Runs]:
+    """Chunk `runs` into blocks, and each block into `count`; part i has the i-th chunk of each block."""
+    first = [_slice(runs, *chunked(_size(runs), blocks).interval(i)) for i in range(blocks)]
+    cut = [[_slice(part, *chunked(_size(part), count).interval(i)) for part in first] for i in range(count)]
+    return [_merged(run for part in parts for run in part) for parts in cut]
+
+
+def _slice(runs: Runs, start: int, stop: int) -> Runs:
+    """Return elements `start` to `stop` of the concatenation of `runs`."""
+    found, at = [], 0
+    for low, high in runs:
+        a, b = max(start - at, 0), min(stop - at, high - low)
+        if a < b:
+            found.append((low + a, low + b))
+        at += high - low
+    return tuple(found)
+
+
+def _merged(runs: Iterable[Interval]) -> Runs:
+    """Merge adjacent intervals."""
+    found: list[Interval] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _size(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _reordered(parts: Sequence[Runs], counts: tuple[int, ...], order: tuple[int, ...]) -> list[Runs]:
+    """Transpose `parts`, row-major over `counts`, to another order of the counts."""
+    found = []
+    for steps in product(*(range(counts[i]) for i in order)):
+        place = dict(zip(order, steps, strict=True))
+        index = 0
+        for i, count in enumerate(counts):
+            index = index * count + place[i]
+        found.append(parts[index])
+    return found
+
+
+def _as_pieces(length: int, parts: Sequence[Runs]) -> Pieces:
+    """Return `parts` as shards of blocks: the fewest blocks with at most one interval of each part, in order."""
+    owned = sorted((start, stop, i) for i, runs in enumerate(parts) for start, stop in runs)
+    blocks: list[list[tuple[int, int, int]]] = [[]]
+    for run in owned:
+        if blocks[-1] and run[2] <= blocks[-1][-1][2]:
+            blocks.append([])
+        blocks[-1].append(run)
+    cut = []
+    for block in blocks:
+        sizes = [0] * len(parts)
+        for start, stop, i in block:
+            sizes[i] = stop - start
+        cut.append(listed(tuple(sizes)))
+    assert sum(pieces.length for pieces in cut) == length, "the parts make up the dim"
+    return cut[0] if len(cut) == 1 else Blocked(tuple(cut))
+
+
+def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
+    """Return the same layout over the axes of a mesh with the same ranks in the same order.
+
+    One axis of the layout may become several axes of the mesh, and several may become one. Layouts of listed boxes
+    have no axes and are returned unchanged. None if an axis of the mesh would have to shard and replicate at once.
+    """
+    if not isinstance(layout, CutLayout):
+        return layout if set(layout.ranks) <= set(mesh.ranks) else None
+    if layout.ranks != mesh.ranks:
+        return None
+    if layout.grid == mesh.sizes:
+        return layout
+    fine = _common_sizes(layout.grid, mesh.sizes)
+    if fine is None:
+        return None
+    of_layout, of_mesh = fine
+    cuts = [None if cut is None else [part for axis in cut.axes for part in of_layout[axis]] for cut in layout.dims]
+    partial = {part: op for axis, op in layout.partial for part in of_layout[axis]}
+    first = {parts[0]: axis for axis, parts in enumerate(of_mesh) if parts}
+    dims: list[DimCut | None] = []
+    for old, parts in zip(layout.dims, cuts, strict=True):
+        if old is None or parts is None:
+            dims.append(None)
+            continue
+        axes, rest = [], list(parts)
+        while rest:
+            axis = first.get(rest[0])
+            if axis is None or rest[: len(of_mesh[axis])] != of_mesh[axis]:
+                return None
+            axes.append(axis)
+            rest = rest[len(of_mesh[axis]) :]
+        dims.append(DimCut(tuple(axes), old.pieces))
+    addends = []
+    for axis, parts in enumerate(of_mesh):
+        ops = {partial.get(part) for part in parts}
+        if len(ops) > 1:
+            return None
+        op = next(iter(ops), None)
+        if op is not None:
+            addends.append((axis, op))
+    return attrs.evolve(layout, grid=mesh.sizes, dims=tuple(dims), partial=tuple(addends), names=mesh.names)
+
+
+def _common_sizes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Return the common factors of two grids of axes: for each axis of each grid, the numbers of its factors.
+
+    An axis of size 1 has none. None if the grids have no common factors.
+    """
+    inner = [[math.prod(sizes[i:]) for i in range(len(sizes) + 1)] for sizes in (one, other)]
+    marks = sorted({mark for marks in inner for mark in marks}, reverse=True)
+    if any(a % b for a, b in pairwise(marks)):
+        return None
+
+    def parts(bounds: list[int]) -> list[list[int]]:
+        return [list(range(marks.index(a), marks.index(b))) for a, b in pairwise(bounds)]
+
+    return parts(inner[0]), parts(inner[1])

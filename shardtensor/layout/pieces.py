@@ -1,4 +1,4 @@
-"""How one dim is cut: the intervals of each piece, by arithmetic."""
+"""The shards of one dim: the intervals of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval = tuple[int, int]
 
 
 class Pieces(Protocol):
-    """A dim of `length` elements cut into `count` pieces, each of one or more intervals."""
+    """A dim of `length` elements in `count` shards, each of one or more intervals."""
 
     @property
     def length(self) -> int: ...
@@ -21,16 +21,16 @@ class Pieces(Protocol):
     def count(self) -> int: ...
 
     def intervals(self, i: int) -> tuple[Interval, ...]:
-        """The half-open intervals of piece `i`; an empty one starts where the pieces before it end."""
+        """Return the intervals of shard `i`, with exclusive ends; an empty one starts at the end of the one before."""
         ...
 
     def size(self, i: int) -> int:
-        """The number of elements in piece `i`."""
+        """Return the number of elements of shard `i`."""
         ...
 
 
 class _OneInterval:
-    """A piece that is one interval."""
+    """The base class of shards that are one interval."""
 
     def interval(self, i: int) -> Interval:
         raise NotImplementedError
@@ -45,7 +45,7 @@ class _OneInterval:
 
 @attrs.frozen
 class Stepped(_OneInterval):
-    """Every piece has `step` elements until the dim is used up: even cuts, torch.chunk, padded cuts.
+    """Every shard has `step` elements, and the last ones fewer or none: even shards, torch.chunk, padded shards.
 
     Example:
         >>> [Stepped(7, 4, 2).interval(i) for i in range(4)]
@@ -67,7 +67,7 @@ class Stepped(_OneInterval):
 
 @attrs.frozen
 class Balanced(_OneInterval):
-    """Pieces differ by at most one unit, the larger first (numpy.array_split).
+    """Shards differ by at most one unit, the larger first (numpy.array_split).
 
     Example:
         >>> [Balanced(25, 4, 1).size(i) for i in range(4)]
@@ -86,7 +86,7 @@ class Balanced(_OneInterval):
 
 @attrs.frozen(cache_hash=True)
 class Listed(_OneInterval):
-    """Pieces between bounds chosen by hand: ``(0, 12, 24, 32)`` is 12, 12, 8."""
+    """Shards between given bounds: ``(0, 12, 24, 32)`` is 12, 12, 8."""
 
     bounds: tuple[int, ...]
 
@@ -104,7 +104,7 @@ class Listed(_OneInterval):
 
 @attrs.frozen(cache_hash=True)
 class Blocked:
-    """Blocks laid end to end (fused q, k, v), each cut by itself: a piece holds one interval of every block."""
+    """Consecutive blocks (fused q, k, v), each cut separately: a shard has one interval of every block."""
 
     blocks: tuple[Pieces, ...]
 
@@ -128,12 +128,12 @@ class Blocked:
 
 
 def chunked(length: int, count: int) -> Stepped:
-    """Cut as torch.chunk does: ceil(length / count) elements each until used up, then empty pieces."""
+    """Cut as torch.chunk does: shards of ceil(length / count) elements; the last ones may be smaller or empty."""
     return Stepped(length, count, -(-length // count))
 
 
 def listed(sizes: tuple[int, ...]) -> Pieces:
-    """Cut by sizes; sizes that torch.chunk would give are told by that arithmetic, so that equal cuts are equal."""
+    """Cut by sizes; the sizes of torch.chunk give the result of `chunked`, so that equal shards compare equal."""
     bounds = [0]
     for size in sizes:
         bounds.append(bounds[-1] + size)
@@ -144,11 +144,11 @@ def listed(sizes: tuple[int, ...]) -> Pieces:
 
 
 def balanced(length: int, count: int, unit: int) -> Pieces:
-    """Cut into pieces that differ by at most one unit; an even cut is told as such."""
+    """Cut into shards that differ by at most one unit; even shards give a `Stepped`."""
     return Stepped(length, count, length // count) if length % (count * unit) == 0 else Balanced(length, count, unit)
 
 
 def padded(length: int, count: int, pad: int, unit: int) -> Stepped:
-    """Cut as if the dim were longer: the next multiple of `pad`, of `unit` and of the number of pieces."""
+    """Cut as if the dim were padded to the next multiple of `pad`, and of `unit` times `count`."""
     grain = math.lcm(pad, count * unit)
     return Stepped(length, count, -(-length // grain) * grain // count)

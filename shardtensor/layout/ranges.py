@@ -1,10 +1,10 @@
-"""How the parameters of a gather unit lie end to end, and which range of them each rank holds. Integers only.
+"""Flat buffers: the places of parameters in one buffer, and the range of it that each rank holds. Integers only.
 
-Ranges are of one size, always, so that to gather them is one collective without copies, and so is to reduce them. Where
-a boundary would fall inside a grain of a parameter, the ranges grow or padding comes between parameters, whichever
-wastes less; parameters whose grains do not go together are laid out apart (`together`), each part with ranges of its
-own, and so is a parameter of which ranks compute with parts of different sizes (`lay_out_alone`). Ranges of different
-sizes would save the padding, but NCCL has no collective for them: it broadcasts each in turn.
+All ranges have one size, so that an all-gather or a reduce-scatter of the buffer is one collective without copies.
+A range must not end inside a grain of a parameter. If it would, the ranges become larger or padding is added between
+parameters, whichever wastes less. Parameters whose grains waste too much together get separate buffers (`together`),
+and so does a parameter whose shards have different sizes on the tensor-parallel ranks (`lay_out_alone`). Ranges of
+different sizes would need no padding, but NCCL has no collective for them: it broadcasts each in turn.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from functools import lru_cache
 import attrs
 
 ALIGNMENT = 16
-"""Elements; every parameter starts at a multiple, so that kernels find their vectors aligned."""
+"""In elements; every parameter starts at a multiple, for vectorised kernels."""
 
 _TRIES = 64
-_WASTE = 8  # a layout that wastes less than one part in so many is good enough
+_WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
 
 @attrs.frozen
 class Ranges:
-    """Parameters end to end, cut into one equal range a rank.
+    """Parameters one after the other, cut into one range for each rank, all of one size.
 
     Args:
         lengths: elements of each parameter.
-        starts: where each begins; what is between them, and after the last, is padding.
+        starts: the first element of each; the elements between them, and after the last, are padding.
         chunk: elements of a rank's range.
-        ranks: how many ranges.
+        ranks: the number of ranges.
     """
 
     lengths: tuple[int, ...]
@@ -40,7 +40,7 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """Elements of the whole, padding included."""
+        """Elements of the buffer, with padding."""
         return self.chunk * self.ranks
 
     @property
@@ -49,18 +49,18 @@ class Ranges:
         return self.total - sum(self.lengths)
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """The part of a parameter that a rank holds, as a range of its own elements; perhaps empty."""
+        """Return the range of a parameter's elements that a rank holds; it may be empty."""
         start, length = self.starts[index], self.lengths[index]
         low, high = rank * self.chunk - start, (rank + 1) * self.chunk - start
         return min(max(low, 0), length), min(max(high, 0), length)
 
     def sizes(self, index: int) -> tuple[int, ...]:
-        """How many elements of a parameter each rank holds."""
+        """Return how many elements of a parameter each rank holds."""
         pieces = (self.piece(index, rank) for rank in range(self.ranks))
         return tuple(stop - start for start, stop in pieces)
 
     def cuts(self, rank: int) -> list[int]:
-        """Sizes that cut a range into gaps and pieces in turn: a gap before each parameter, and one at the end."""
+        """Return sizes that split a range into padding and parameters in turn: padding before each, and at the end."""
         found, end = [], 0
         for index, start in enumerate(self.starts):
             place = min(max(start - rank * self.chunk, end), self.chunk)
@@ -70,17 +70,17 @@ class Ranges:
         return [*found, self.chunk - end]
 
     def all_cuts(self) -> list[int]:
-        """The same of the whole."""
+        """Return the same sizes for the whole buffer."""
         return attrs.evolve(self, chunk=self.total, ranks=1).cuts(0)
 
 
 def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = None) -> Ranges:
-    """Lay parameters of these lengths end to end and cut them into `ranks` equal ranges.
+    """Lay parameters of these lengths one after the other and cut them into `ranks` equal ranges.
 
     Args:
         lengths: elements of each parameter.
-        units: its grain: no range ends inside a parameter but at a multiple of so many of its elements. One that is
-            no longer than its grain lies in one range. None: ranges may end anywhere.
+        units: the grain of each parameter: a range that ends inside it ends at a multiple of this many of its
+            elements. A parameter that is not longer than its grain is in one range. None: ranges may end anywhere.
 
     Example:
         >>> ranges = lay_out([40, 8], 2)
@@ -94,7 +94,7 @@ def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = No
 
 @lru_cache(maxsize=4096)
 def _lay_out(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...]) -> Ranges:
-    """The smallest layout found; among nearly equal ones that whose ranges are aligned."""
+    """Return the smallest layout found; of nearly equal ones, the one with aligned ranges."""
     aligned = _smallest(lengths, ranks, units, ALIGNMENT)
     if aligned.waste * _WASTE <= sum(lengths) or all(unit == 1 for unit in units):
         return aligned
@@ -103,7 +103,7 @@ def _lay_out(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...]) -> Ra
 
 
 def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step: int) -> Ranges:
-    """The layout of the smallest range, a multiple of `step`, that is tried."""
+    """Return the layout with the smallest range, a multiple of `step`, among those tried."""
     found: Ranges | None = None
     least = max([-(-sum(lengths) // ranks), *_undivided(lengths, units), 1])
     for grain in _grains(lengths, units, step):
@@ -123,7 +123,7 @@ def _undivided(lengths: Sequence[int], units: Sequence[int]) -> Iterator[int]:
 
 
 def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:
-    """Numbers that ranges may be multiples of: the longest parameters' grains fit into those."""
+    """Return candidates of which ranges may be multiples: common multiples of the longest parameters' grains."""
     divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if unit < n), reverse=True)
     grains, common, limit = {step}, step, sum(lengths)
     for unit in list(dict.fromkeys(unit for _, unit in divided))[:_TRIES]:
@@ -133,7 +133,7 @@ def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int
 
 
 def _chunks(first: int, grain: int) -> Iterator[int]:
-    """Multiples of `grain`: one after the other, then in growing steps, without end."""
+    """Yield multiples of `grain`: consecutive ones, then with growing steps, without end."""
     for i in range(_TRIES):
         yield first + i * grain
     chunk = first + _TRIES * grain
@@ -143,7 +143,7 @@ def _chunks(first: int, grain: int) -> Iterator[int]:
 
 
 def _place(lengths: Sequence[int], units: Sequence[int], chunk: int, ranks: int) -> list[int] | None:
-    """Where each parameter starts when ranges are of `chunk` elements; None where they do not fit."""
+    """Return the start of each parameter if ranges have `chunk` elements; None if they do not fit."""
     starts, end = [], 0
     for length, unit in zip(lengths, units, strict=True):
         start = _up(end, ALIGNMENT)
@@ -158,7 +158,7 @@ def _place(lengths: Sequence[int], units: Sequence[int], chunk: int, ranks: int)
 
 
 def _start(least: int, length: int, unit: int, chunk: int) -> int | None:
-    """The first aligned place from `least` on where all boundaries inside a parameter are between its grains."""
+    """Return the first aligned start, from `least` on, for which no range ends inside a grain of the parameter."""
     boundary = (least // chunk + 1) * chunk
     for _ in range(2 + ALIGNMENT):
         if least + length <= boundary:
@@ -173,7 +173,7 @@ def _start(least: int, length: int, unit: int, chunk: int) -> int | None:
 
 
 def _congruent(least: int, boundary: int, unit: int) -> int | None:
-    """The first multiple of the alignment from `least` on that is a multiple of `unit` before `boundary`."""
+    """Return the first aligned start, from `least` on, that is a multiple of `unit` before `boundary`."""
     common = math.gcd(ALIGNMENT, unit)
     if boundary % common:
         return None
@@ -184,9 +184,9 @@ def _congruent(least: int, boundary: int, unit: int) -> int | None:
 
 
 def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
-    """Lay out one parameter by itself, in the ranges that a `FlatLayout` without sizes has.
+    """Lay out one parameter in a buffer of its own, in the ranges of a `FlatLayout` without sizes.
 
-    Of parts that differ in size each group of ranks has ranges of its own: a layout tells them all without numbers.
+    If its shards differ in size between groups, each group has other ranges; this layout describes them all.
 
     Example:
         >>> lay_out_alone(10, 4).sizes(0), lay_out_alone(9, 4).sizes(0), lay_out_alone(9, 2, 3).sizes(0)
@@ -197,7 +197,7 @@ def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
 
 
 def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:
-    """Lay each parameter into the range of its owner; `owners` do not decrease.
+    """Lay each parameter into the range of its owner; `owners` must not decrease.
 
     Example:
         >>> ranges = lay_out_owned([40, 8, 20], 3, [0, 2, 2])
@@ -214,10 +214,10 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
 
 def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which parameters are laid out together: all, unless their grains waste more so than one grain at a time would.
+    """Group parameters into buffers: all in one, unless a buffer for each grain wastes much less.
 
     Returns:
-        their numbers, in groups.
+        the numbers of the parameters of each buffer.
 
     Example:
         >>> together([64 * 48, 48], [48, 1], 4), together([64 * 997, 64 * 1009], [997, 1009], 8)

@@ -1,8 +1,9 @@
-"""From one layout to another: the steps, made once for each pair and kept.
+"""The steps from one layout to another, computed once for each pair and cached.
 
-Addends are joined first, by a reduce-scatter where the result is cut along their axis anyway. Then one move brings
-every rank exactly what it lacks: ranks that already hold it slice, equal parts of a cut that goes away are
-all-gathered, everything else is one all-to-all among the ranks along the axes that differ. Last, addends are made.
+First partial axes are reduced: by a reduce-scatter if the target shards a dim over them, else by an all-reduce. Then
+one step sends each rank the elements that it lacks: a slice if it holds them all, an all-gather if even shards become
+replicas, else one all-to-all among the ranks along the axes that change. Last, the value is split along new partial
+axes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Partial = tuple[tuple[int, str], ...]
 
 
 def route(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the steps that turn `source` into `target`; none when both mean the same.
+    """Return the steps from `source` to `target`; none if they are the same.
 
     Args:
         source, target: layouts of one shape, of any kinds, on any ranks.
@@ -43,7 +44,7 @@ def route(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=4096)
 def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Step, ...]:
-    """Layouts are equal whatever their axes are called, but messages say the names: so each has steps of its own."""
+    """`names` is part of the cache key: equal layouts may have other axis names, which the steps show in messages."""
     if source.shape != target.shape:
         raise LayoutError(
             "a reshard keeps the shape of a tensor",
@@ -51,13 +52,13 @@ def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Ste
             "reshape the tensor first",
         )
     shared = source.grid == target.grid and source.ranks == target.ranks
-    stays: Partial = tuple(p for p in source.partial if shared and p in target.partial)
+    kept: Partial = tuple(p for p in source.partial if shared and p in target.partial)
     steps: list[Step] = []
     here = source
-    if len(stays) < len(source.partial):
-        steps += _joining(source, target, stays, shared)
+    if len(kept) < len(source.partial):
+        steps += _reductions(source, target, kept, shared)
         here = steps[-1].target
-    goal = target if target.partial == stays else attrs.evolve(target, partial=stays)
+    goal = target if target.partial == kept else attrs.evolve(target, partial=kept)
     if not same_boxes(here, goal):
         steps.append(_move(here, goal, shared))
     if goal is not target:
@@ -65,24 +66,24 @@ def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Ste
     return tuple(steps)
 
 
-def _joining(source: Layout, target: Layout, stays: Partial, shared: bool) -> list[Step]:
-    """The steps after which only the addends of `stays` are left."""
+def _reductions(source: Layout, target: Layout, kept: Partial, shared: bool) -> list[Step]:
+    """Return the steps that reduce all partial axes but those of `kept`."""
     steps: list[Step] = []
     here = source
-    leaving = [p for p in source.partial if p not in stays]
+    reduced = [p for p in source.partial if p not in kept]
     if shared and isinstance(source, CutLayout) and isinstance(target, CutLayout):
         for dim, cut in enumerate(target.dims):
             if cut is None or source.dims[dim] is not None:
                 continue
-            if all((axis, "sum") in leaving for axis in cut.axes):
+            if all((axis, "sum") in reduced for axis in cut.axes):
                 dims = tuple(cut if d == dim else old for d, old in enumerate(here.dims))  # type: ignore[attr-defined]
                 left = tuple(p for p in here.partial if p[0] not in cut.axes)
                 there = attrs.evolve(here, dims=dims, partial=left)  # type: ignore[call-arg]
                 steps.append(Step("reduce_scatter", here, there, tuple(sorted(cut.axes)), "sum"))
                 here = there
-        leaving = [p for p in here.partial if p not in stays]
-    for op in dict.fromkeys(op for _, op in leaving):
-        axes = tuple(sorted(axis for axis, other in leaving if other == op))
+        reduced = [p for p in here.partial if p not in kept]
+    for op in dict.fromkeys(op for _, op in reduced):
+        axes = tuple(sorted(axis for axis, other in reduced if other == op))
         there = attrs.evolve(here, partial=tuple(p for p in here.partial if p[0] not in axes))
         steps.append(Step("all_reduce", here, there, axes, op))
         here = there
@@ -90,22 +91,22 @@ def _joining(source: Layout, target: Layout, stays: Partial, shared: bool) -> li
 
 
 def _move(source: Layout, target: Layout, shared: bool) -> Step:
-    """The one step between two layouts that have the same addends left, or none."""
+    """Return the step between two layouts with the same partial axes."""
     if not shared:
         if source.is_replicated and set(target.ranks) <= set(source.ranks):
             return Step("slice", source, target)
         kind = "all_to_all" if set(source.ranks) == set(target.ranks) else "send_recv"
         return Step(kind, source, target)
-    axes = _differing(source, target)
-    if _is_within(source, target):
+    axes = _changed_axes(source, target)
+    if _is_slice(source, target):
         return Step("slice", source, target, axes)
-    if isinstance(source, CutLayout) and axes is not None and _is_within(target, source) and is_even(source, axes):
+    if isinstance(source, CutLayout) and axes is not None and _is_slice(target, source) and is_even(source, axes):
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 
 
-def _differing(source: Layout, target: Layout) -> tuple[int, ...] | None:
-    """The axes along which elements have to go; None for all ranks."""
+def _changed_axes(source: Layout, target: Layout) -> tuple[int, ...] | None:
+    """Return the axes along which ranks must exchange elements; None for all ranks."""
     cuts, flats = zip(_parts(source), _parts(target), strict=True)
     if cuts is None or None in cuts:
         return None
@@ -115,13 +116,13 @@ def _differing(source: Layout, target: Layout) -> tuple[int, ...] | None:
             axes.update(*(cut.axes for cut in (one, other) if cut is not None))
     if flats[0] != flats[1]:
         axes.update(flats[0][0], flats[1][0])
-    if axes and any(flat[0] for flat in flats) and cuts[0] != cuts[1]:  # ranges of other local tensors
+    if axes and any(flat[0] for flat in flats) and cuts[0] != cuts[1]:  # the flattened local tensors differ
         axes.update(source.parting_axes, target.parting_axes)
     return tuple(sorted(axes))
 
 
 def _parts(layout: Layout) -> tuple:
-    """The cuts of the dims and what is said of a flat range; None for boxes written out."""
+    """Return the cuts of the dims, and the arguments of the flat cut; None as cuts for listed boxes."""
     if isinstance(layout, CutLayout):
         return layout.dims, ((),)
     if isinstance(layout, FlatLayout):
@@ -129,10 +130,10 @@ def _parts(layout: Layout) -> tuple:
     return None, ((),)
 
 
-def _is_within(source: Layout, target: Layout) -> bool:
-    """Whether every rank of `source` holds already what it shall hold under `target`, on the same grid."""
+def _is_slice(source: Layout, target: Layout) -> bool:
+    """Whether every rank holds under `source` all elements that it holds under `target`, on the same grid."""
     if isinstance(source, CutLayout) and isinstance(target, FlatLayout):
-        return _is_within(source, target.inner)
+        return _is_slice(source, target.inner)
     if not isinstance(source, CutLayout):
         return False
     if not isinstance(target, CutLayout):

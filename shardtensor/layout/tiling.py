@@ -1,6 +1,6 @@
-"""Do boxes tile a tensor? Names the two that overlap and their ranks, or the first element that none holds.
+"""Checks that boxes tile a tensor: that they do not overlap and cover every element.
 
-`validate_non_overlapping_shards_metadata` and `check_tensor` say the same under torch's names.
+`validate_non_overlapping_shards_metadata` and `check_tensor` are the same checks with torch's names and arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Owned = Sequence[tuple[int | None, Box]]
 
 
 def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The first element, row-major, that no box holds; None when the boxes cover `shape`."""
+    """Return the first element, row-major, that no box holds; None if the boxes cover `shape`."""
     if 0 in shape:
         return None
     live = [box for box in boxes if box.numel]
@@ -36,14 +36,14 @@ def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] |
 
 
 def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
-    """Check that boxes cover `shape` once.
+    """Check that boxes cover each element of `shape` once.
 
     Args:
         owned: the global rank (or None) and the box of each shard.
         shape: the global shape.
 
     Raises:
-        LayoutError: names the box that does not fit, the two boxes that overlap with their ranks, or the hole.
+        LayoutError: a box is outside of the tensor, two boxes overlap, or no box holds an element.
 
     Example:
         >>> check_tiling([(0, Box((0,), (2,))), (1, Box((3,), (2,)))], (5,))
@@ -82,7 +82,7 @@ def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
 
 
 def check_no_overlap(owned: Owned, more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise LayoutError, naming both boxes and their ranks, when two boxes share an element; `more` joins its facts."""
+    """Raise LayoutError if two boxes share an element; `more` is added to the facts of the error."""
     pair = find_overlap([box for _, box in owned])
     if pair is not None:
         first, second = owned[pair[0]], owned[pair[1]]
@@ -103,12 +103,12 @@ def _owned(shards: Sequence[Any]) -> Owned:
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
-    """Raise ValueError when two of the ``ShardMetadata`` overlap."""
+    """Raise ValueError if two of the ``ShardMetadata`` overlap."""
     check_no_overlap(_owned(shards))
 
 
 def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:
-    """Raise ValueError when the ``ShardMetadata`` do not tile a tensor of size `tensor_dims`."""
+    """Raise ValueError if the ``ShardMetadata`` do not tile a tensor of size `tensor_dims`."""
     check_tiling(_owned(shards_metadata), tuple(tensor_dims))
 
 

@@ -1,7 +1,7 @@
-"""Which elements go from which rank to which, to turn one layout into another: exact intersections of boxes.
+"""Which elements each rank sends to which, from one layout to another: intersections of boxes.
 
-A rank that needs elements which several ranks hold copies of gets them from the one that stands where it stands itself
-along the axes of the copies; so every rank receives exactly the elements that it needs and does not hold, once.
+If several replicas hold the elements that a rank needs, it receives them from the one with its own coordinates along
+the axes of the replicas. So every rank receives each element that it lacks exactly once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardtensor.mesh import Ranks, coordinate
 
 @attrs.frozen(eq=False)
 class Region:
-    """Where a box of the tensor lies in a rank's local tensor.
+    """The place of a box in a rank's local tensor.
 
     Attributes:
-        held: slices of the local tensor; all there is to do unless it is packed.
-        shape: of a packed local tensor's range `held`, seen as the box that it holds; None where it is not packed.
-        within: slices of that.
+        held: slices of the local tensor; in a packed one, the range of the box that contains this one.
+        shape: the shape in which to view that range; None if the local tensor is not packed.
+        within: slices of that view.
         numel: the number of elements.
     """
 
@@ -34,14 +34,14 @@ class Region:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """What one rank does: the pieces it keeps, sends and receives.
+    """The regions that one rank keeps, sends and receives.
 
-    Pieces that go to one peer follow one another in the order of the receiver's boxes, each row-major.
+    The regions sent to one peer are in the order of the receiver's boxes, each row-major.
 
     Attributes:
-        keeps: pairs of where elements are and where they go on this rank.
-        sends: for each member of the team, in its order, the regions of the old local tensor that go there.
-        receives: for each member, the regions of the new local tensor that come from there.
+        keeps: pairs of regions of the old and the new local tensor.
+        sends: for each member of the group, in its order, the regions of the old local tensor sent to it.
+        receives: for each member, the regions of the new local tensor received from it.
     """
 
     keeps: tuple[tuple[Region, Region], ...]
@@ -50,18 +50,18 @@ class Transfer:
 
     @property
     def received(self) -> int:
-        """Elements that come from other ranks."""
+        """The number of elements received from other ranks."""
         return sum(region.numel for regions in self.receives for region in regions)
 
     @property
     def sent(self) -> int:
-        """Elements that go to other ranks."""
+        """The number of elements sent to other ranks."""
         return sum(region.numel for regions in self.sends for region in regions)
 
 
 @lru_cache(maxsize=1024)
 def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Transfer:
-    """Return what `rank` does when `members` turn `source` into `target`; neither has addends left to reduce.
+    """Return what `rank` keeps, sends and receives when `members` change the layout; neither layout is partial.
 
     Example:
         >>> from shardtensor.layout.layout import CutLayout, DimCut
@@ -78,18 +78,18 @@ def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Trans
     receives: list[tuple[Region, ...]] = []
     for peer in members:
         if peer == rank:
-            if _serves(source, rank, rank):
-                keeps += _pieces(source, rank, target, rank)
+            if _is_sender(source, rank, rank):
+                keeps += _overlaps(source, rank, target, rank)
             sends.append(())
             receives.append(())
             continue
-        sends.append(_going(source, rank, target, peer))
-        receives.append(_coming(source, peer, target, rank))
+        sends.append(_to_send(source, rank, target, peer))
+        receives.append(_to_receive(source, peer, target, rank))
     return Transfer(tuple(keeps), tuple(sends), tuple(receives))
 
 
 def moved(source: Layout, target: Layout, rank: int, members: Ranks) -> tuple[tuple[int, Box], ...]:
-    """Return the boxes of the tensor that `rank` receives when `members` turn `source` into `target`, and from whom.
+    """Return the boxes of the global tensor that `rank` receives when `members` change the layout, with their senders.
 
     Example:
         >>> from shardtensor.layout.layout import CutLayout, DimCut
@@ -97,53 +97,53 @@ def moved(source: Layout, target: Layout, rank: int, members: Ranks) -> tuple[tu
         >>> cut = DimCut((0,), chunked(4, 2))
         >>> rows = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(cut, None))
         >>> columns = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(None, cut))
-        >>> [(giver, str(box)) for giver, box in moved(rows, columns, 0, range(2))]
+        >>> [(sender, str(box)) for sender, box in moved(rows, columns, 0, range(2))]
         [(1, '[2:4, 0:2]')]
     """
     goals = target.boxes(rank)
     return tuple(
-        (giver, both)
-        for giver in members
-        if giver != rank and _serves(source, giver, rank)
+        (sender, both)
+        for sender in members
+        if sender != rank and _is_sender(source, sender, rank)
         for goal in goals
-        for box in source.boxes(giver)
+        for box in source.boxes(sender)
         if (both := box.overlap(goal)) is not None
     )
 
 
-def _going(source: Layout, rank: int, target: Layout, peer: int) -> tuple[Region, ...]:
-    if not _serves(source, rank, peer):
+def _to_send(source: Layout, rank: int, target: Layout, peer: int) -> tuple[Region, ...]:
+    if not _is_sender(source, rank, peer):
         return ()
-    return tuple(here for here, _ in _pieces(source, rank, target, peer))
+    return tuple(here for here, _ in _overlaps(source, rank, target, peer))
 
 
-def _coming(source: Layout, peer: int, target: Layout, rank: int) -> tuple[Region, ...]:
-    if not _serves(source, peer, rank):
+def _to_receive(source: Layout, peer: int, target: Layout, rank: int) -> tuple[Region, ...]:
+    if not _is_sender(source, peer, rank):
         return ()
-    return tuple(there for _, there in _pieces(source, peer, target, rank))
+    return tuple(there for _, there in _overlaps(source, peer, target, rank))
 
 
-def _serves(source: Layout, holder: int, taker: int) -> bool:
-    """Whether `holder`, of all ranks that hold copies of its elements, is the one that gives them to `taker`."""
+def _is_sender(source: Layout, holder: int, receiver: int) -> bool:
+    """Whether `holder` is the one of its replicas that sends to `receiver`."""
     place = coordinate(source.ranks, source.grid, holder)
     if place is None:
         return False
     parting = source.parting_axes
-    own = coordinate(source.ranks, source.grid, taker)
-    if own is None:  # it holds nothing itself: takers from outside are dealt to the copies in turn
+    own = coordinate(source.ranks, source.grid, receiver)
+    if own is None:  # receivers outside of the grid are distributed round-robin over the replicas
         copies, index = 1, 0
         for axis, size in enumerate(source.grid):
             if axis not in parting:
                 copies, index = copies * size, index * size + place[axis]
-        return taker % copies == index
+        return receiver % copies == index
     return all(place[axis] == own[axis] for axis in range(len(source.grid)) if axis not in parting)
 
 
-def _pieces(source: Layout, giver: int, target: Layout, taker: int) -> list[tuple[Region, Region]]:
-    """Every box that `giver` holds of what `taker` needs, where it is and where it goes."""
+def _overlaps(source: Layout, sender: int, target: Layout, receiver: int) -> list[tuple[Region, Region]]:
+    """Return the regions of each box that `sender` holds and `receiver` needs, in both local tensors."""
     found = []
-    here = list(zip(source.boxes(giver), source.local_boxes(giver), strict=True))
-    for goal, goal_local in zip(target.boxes(taker), target.local_boxes(taker), strict=True):
+    here = list(zip(source.boxes(sender), source.local_boxes(sender), strict=True))
+    for goal, goal_local in zip(target.boxes(receiver), target.local_boxes(receiver), strict=True):
         for box, local in here:
             both = box.overlap(goal)
             if both is not None:
@@ -152,7 +152,7 @@ def _pieces(source: Layout, giver: int, target: Layout, taker: int) -> list[tupl
 
 
 def _region(part: Box, box: Box, local: Box, packed: bool) -> Region:
-    """Where `part` of `box` lies in a local tensor that has the box at `local`."""
+    """Return the region of `part` of `box` in a local tensor that has the box at `local`."""
     away = tuple(a - b for a, b in zip(part.offsets, box.offsets, strict=True))
     if packed:
         return Region(local.slices, box.sizes, Box(away, part.sizes).slices, part.numel)

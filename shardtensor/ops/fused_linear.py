@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.collectives import alias
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
@@ -128,10 +128,10 @@ class GatheredColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: Stretches
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimSizes
     ) -> torch.Tensor:
         ctx.shape = x.shape
-        x = along_dim.gathered(x, stream, group)
+        x = along_dim.all_gather_no_grad(x, stream, group)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         ctx.group, ctx.stream = group, stream
@@ -142,7 +142,7 @@ class GatheredColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _refuse_second_order(ctx.shape)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        started = along_dim.Scattering(grad @ weight, ctx.stream, ctx.group) if wants_x else None
+        started = along_dim.PendingReduceScatter(grad @ weight, ctx.stream, ctx.group) if wants_x else None
         grad_weight = of_weight(grad, x) if wants_weight else None  # beside the reduce-scatter
         grad_bias = as_rows(grad).sum(0) if wants_bias else None
         return None if started is None else started.wait(), grad_weight, grad_bias, None, None

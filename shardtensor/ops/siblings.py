@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.collectives import alias
 from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
@@ -42,7 +42,7 @@ class Shared(NamedTuple):
 
 
 def share(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: Stretches | None = None
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: DimSizes | None = None
 ) -> torch.Tensor:
     """What products of `x` read: the same or, of a stream, the stretches of all ranks; gradients are summed over them.
 
@@ -76,11 +76,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, stream: Stretches | None, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, group: Group, stream: DimSizes | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.stream = group, stream
-        x = x.view_as(x) if stream is None else alias(along_dim.gathered(x, stream, group))
+        x = x.view_as(x) if stream is None else alias(along_dim.all_gather_no_grad(x, stream, group))
         ctx.save_for_backward(x, *weights)
         nothing = x.new_empty(())  # a stand-in has a shape, and no memory
         return x, *(nothing.expand(*x.shape[:-1], weight.shape[0]) for weight in weights)
@@ -102,7 +102,9 @@ class _Share(torch.autograd.Function):
         total = total.view(x.shape)
         if grad_x is not None:  # of other uses
             total += grad_x
-        started = group.all_reduce_async(total) if stream is None else along_dim.Scattering(total, stream, group)
+        started = (
+            group.all_reduce_async(total) if stream is None else along_dim.PendingReduceScatter(total, stream, group)
+        )
         of_weights = [None if grad is None else of_weight(grad, x) for grad in grads]  # beside the collective
         return started.wait(), None, None, *of_weights
 

@@ -1,3 +1,3 @@
-"""Optimizers over sharded parameters: `ShardedOptimizer`, state by name, gradient clipping."""
+"""Optimizers of sharded parameters: `ShardedOptimizer`, state by parameter name, gradient clipping."""
 
 from shardtensor.optim import fqn as fqn

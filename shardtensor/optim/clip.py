@@ -1,4 +1,4 @@
-"""Clip gradients of sharded and plain parameters by their global norm or by value."""
+"""Gradient clipping of sharded and plain parameters, by the global norm or by value."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint norm is at most `max_norm`; return the norm they had.
+    """Scale gradients in place so that their joint norm is at most `max_norm`; return the norm before.
 
-    Each element of the model counts once, however many ranks hold it. One all-reduce for each group of ranks, one in
-    the usual case; a number of kernels that does not grow with the number of parameters. All ranks of those groups
-    call it.
+    Each element of the model counts once, also if several ranks hold it. It runs one all-reduce for each group of
+    ranks, usually one in all; the number of kernels does not grow with the number of parameters. All ranks of the
+    parameters' groups call it.
 
     Args:
-        parameters: one or many, sharded over any layouts and groups, and plain; a generator is fine.
-        max_norm: of all gradients seen as one vector.
+        parameters: one or many, plain or sharded with any layouts over any groups; may be a generator.
+        max_norm: the largest norm of all gradients as one vector.
         norm_type: the p of the norm; ``inf`` is the largest magnitude.
-        error_if_nonfinite: raise on every rank, and leave the gradients as they are, when the norm is inf or nan.
-        foreach: False takes the norms one by one.
+        error_if_nonfinite: if the norm is inf or nan, raise on every rank and do not change the gradients.
+        foreach: False computes the norms one by one.
 
     Returns:
         a plain 0-d tensor, equal on every rank.
@@ -75,8 +75,8 @@ def clip_grad_value_(
 
     Args:
         parameters: one or many, sharded and plain.
-        clip_value: the largest magnitude left.
-        foreach: taken for torch's signature.
+        clip_value: the largest magnitude after the call.
+        foreach: ignored; torch's signature has it.
     """
     clip_value = float(clip_value)
     grads = _gradients(parameters)
@@ -87,7 +87,7 @@ def clip_grad_value_(
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each gradient once, sharded where its parameter is."""
+    """Return each gradient once; that of a sharded parameter is sharded."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     found: dict[int, torch.Tensor] = {}
     for param in params:
@@ -101,7 +101,7 @@ def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.
 
 
 def _by_kind(grads: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Local gradients by device and dtype."""
+    """Group local gradients by device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         local = grad._local if isinstance(grad, ShardedTensor) else grad

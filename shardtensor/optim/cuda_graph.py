@@ -1,4 +1,4 @@
-"""A function captured in a CUDA graph, and the end of such graphs before that of the process groups they call."""
+"""Capture of a function in a CUDA graph; graphs are released before the process groups of their collectives."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 
 class Recorder(Protocol):
-    """Runs a function as it is, or records what it does to memory and does that again."""
+    """FlatGroups a function, or captures and replays it."""
 
     def run(self, function: Callable[[], Any]) -> Any: ...
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Record what `function` does; return its result, whose tensors are filled by `replay`."""
+        """Capture `function`; return its result, whose tensors `replay` overwrites."""
 
     def replay(self) -> None: ...
 
     def reset(self) -> None:
-        """Let go of what was recorded."""
+        """Free the captured graph."""
 
 
 class CudaRecorder:
-    """A `Recorder` on a stream of its own; what it runs is in order with the caller's current stream.
+    """A `Recorder` with a stream of its own, which waits for the caller's current stream and is waited for by it.
 
     Args:
         device: a CUDA device.
@@ -40,7 +40,7 @@ class CudaRecorder:
         self._graph: Any = None
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run it on the stream that captures: autograd remembers the stream that a gradient was first made on."""
+        """FlatGroup it on the capture stream: autograd uses the stream on which a gradient was first made."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -51,16 +51,16 @@ class CudaRecorder:
     def capture(self, function: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        torch.clear_autocast_cache()  # casts of weights that were made before would not be made again by a replay
-        gc.collect()  # what were freed during the capture could be something that CUDA may not free then
+        torch.clear_autocast_cache()  # else a replay would not repeat the casts of weights that are cached
+        gc.collect()  # so that no object is freed during the capture that CUDA cannot free then
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
-            # "thread_local": the threads of NCCL and of data loaders may go on asking CUDA for other things.
+            # "thread_local": the threads of NCCL and of data loaders may call CUDA meanwhile.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 result = function()
             except BaseException:
-                with suppress(RuntimeError):  # that the capture is invalid is known
+                with suppress(RuntimeError):  # it raises because the capture is invalid
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -79,7 +79,7 @@ class CudaRecorder:
 
 
 class Releasable(Protocol):
-    """What holds graphs."""
+    """An object that holds graphs."""
 
     def release(self) -> None: ...
 
@@ -91,8 +91,8 @@ _is_watching = False
 def release_before_groups(holder: Releasable) -> None:
     """Call ``holder.release()`` before any process group is shut down, and before the process ends.
 
-    NCCL waits for ever for the end of a communicator that a graph still calls. `ProcessGroup.shutdown` is where all
-    ways to destroy a group meet; it is wrapped at the first call of this function.
+    NCCL waits for ever when it destroys a communicator that a graph still uses. All ways to destroy a group call
+    `ProcessGroup.shutdown`, which the first call of this function wraps.
     """
     global _is_watching
     _live.add(holder)
@@ -111,6 +111,6 @@ def release_before_groups(holder: Releasable) -> None:
 
 
 def release_all() -> None:
-    """Release the graphs of every living holder."""
+    """Call ``release`` of every holder that still exists."""
     for holder in list(_live):
         holder.release()

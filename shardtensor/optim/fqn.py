@@ -1,6 +1,6 @@
-"""Optimizer state by the parameters' names in a model, out of any optimizer and into one: what checkpoints hold.
+"""Optimizer state by the parameters' names in a model, for checkpoints.
 
-Names do not depend on how a model is wrapped, sharded or compiled, so state can go from one copy to another.
+The names do not depend on how a model is wrapped, sharded or compiled, so the state can be loaded into any copy of it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.named_params import Held
-from shardtensor.optim.runs import ELEMENTWISE
+from shardtensor.optim.flat_groups import ELEMENTWISE
+from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.state import adopted, is_number, number
+from shardtensor.optim.state import copied_value, is_scalar, scalar_value
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names of submodules that torch.compile and other wrappers add; no part of a parameter's name."""
+"""Names of submodules that torch.compile and other wrappers add; they are left out of parameters' names."""
 
 
 def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool = False) -> dict[str, Any]:
     """Return an optimizer's state and groups by the names of the parameters in `model`.
 
-    The names, and each tensor's global shape and values, are those of the model that was never sharded.
+    The names, and each tensor's global shape and values, are those of the unsharded model.
 
     Args:
-        model: whose parameters the optimizer steps, all or some of them.
+        model: the model; the optimizer steps all or some of its parameters.
         optimizer: a torch optimizer or a `ShardedOptimizer`.
-        full: make every tensor whole, on every rank. Collective: all ranks of the parameters' groups call it.
+        full: gather every tensor, on every rank. Collective: all ranks of the parameters' groups call it.
 
     Returns:
         ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. A tensor of a
-        sharded parameter's state is a ShardedTensor of the parameter's layout; it shares memory with the optimizer, as
-        those of ``optimizer.state_dict()`` do (a whole one of ``full=True`` does not). Numbers, and 0-d tensors such
-        as ``step``, are the same on every rank. Parameters that were never stepped have no entry in ``state``.
+        sharded parameter's state is a ShardedTensor with the parameter's layout; it shares memory with the optimizer,
+        as in ``optimizer.state_dict()`` (a gathered one does not). Numbers, and 0-d tensors such as ``step``, are the
+        same on every rank. Parameters that were never stepped have no entry in ``state``.
 
     Raises:
         LayoutError: (a ValueError) the optimizer holds parameters that the model does not have.
@@ -65,20 +65,20 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
 def optim_state_dict_to_load(
     model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any], is_named_optimizer: bool = False
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, from what `optim_state_dict` gave for any copy of the model.
+    """Return the argument for ``optimizer.load_state_dict``, from the result of `optim_state_dict` of any model copy.
 
-    State and hyperparameters are matched by name; in which order the groups and names stand does not matter. All ranks
-    of the parameters' groups call it; data moves only where a tensor has another layout than its parameter.
+    State and hyperparameters are matched by name; the order of groups and names does not matter. All ranks of the
+    parameters' groups call it; it sends only tensors whose layout is not their parameter's.
 
     Args:
-        model: whose parameters the optimizer steps.
-        optimizer: the one that will load it, or one made alike.
-        state: by name; its tensors whole or sharded over any layout.
-        is_named_optimizer: key the result by name rather than by torch's numbers. A `ShardedOptimizer` always gets the
-            names that it was given.
+        model: the model whose parameters the optimizer steps.
+        optimizer: the optimizer that will load the state, or an equal one.
+        state: by name; its tensors full or sharded with any layouts.
+        is_named_optimizer: key the result by name rather than by torch's numbers. For a `ShardedOptimizer` the keys are
+            always the names that it was made with.
 
     Returns:
-        a state dict whose tensors are laid out as the parameters are, and share no memory with `state`.
+        a state dict whose tensors have the layouts of the parameters, and share no memory with `state`.
 
     Raises:
         LayoutError: (a ValueError) names are missing or unknown, shapes differ, or one group's parameters were saved
@@ -94,28 +94,27 @@ def optim_state_dict_to_load(
         ({1: {'momentum_buffer': tensor([1.])}}, [0, 1])
     """
     names, aliases = _names_in(model)
-    held = {
-        names[id(p)]: Held.of(names[id(p)], p) for g in optimizer.param_groups for p in g["params"] if id(p) in names
-    }
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    records = {names[id(p)]: ParamRecord.of(names[id(p)], p) for p in params if id(p) in names}
     found: dict[Any, dict[str, Any]] = {}
     options: list[dict[str, Any]] = []
     fault: ShardTensorError | None = None
     try:
         own = [group["params"] for group in _named_groups(optimizer, names)]
         found, options = saved.match(state, own, aliases)
-        if _is_elementwise(optimizer):  # the states of others have shapes of their own: Adafactor's row_var
-            shapes = {name: tuple(h.param.shape) for name, h in held.items()}
-            saved.check({name: values for name, values in found.items() if name in held}, shapes)
+        if _is_elementwise(optimizer):  # other states may have other shapes: Adafactor's row_var
+            shapes = {name: tuple(h.param.shape) for name, h in records.items()}
+            saved.check({name: values for name, values in found.items() if name in records}, shapes)
     except ShardTensorError as error:
         fault = error
-    _agree(held, found, fault)
+    _agree(records, found, fault)
     groups = _with_keys(optimizer, _keys(optimizer, names, is_named_optimizer), options)
     options_of = {name: group for group, names_ in zip(options, own, strict=True) for name in names_}
     keys = {
         name: key for group, ns in zip(groups, own, strict=True) for name, key in zip(ns, group["params"], strict=True)
     }
     taken = {
-        keys.get(name, name): _laid_out(values, held[name], options_of[name]) if name in held else values
+        keys.get(name, name): _laid_out(values, records[name], options_of[name]) if name in records else values
         for name, values in found.items()
     }
     return {"state": taken, "param_groups": groups}
@@ -126,7 +125,7 @@ def _is_elementwise(optimizer: optim.Optimizer) -> bool:
 
 
 def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """The name of each parameter by its id, and other names of tied ones, to that name."""
+    """Return the name of each parameter by its id, and that name by the other names of tied parameters."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -154,8 +153,8 @@ def _named_groups(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[
     ]
 
 
-def _agree(held: Mapping[str, Held], found: Mapping[Any, Any], fault: ShardTensorError | None) -> None:
-    groups: dict[int, Group] = {id(h.group): h.group for h in held.values() if h.group is not None}
+def _agree(records: Mapping[str, ParamRecord], found: Mapping[Any, Any], fault: ShardTensorError | None) -> None:
+    groups: dict[int, Group] = {id(h.group): h.group for h in records.values() if h.group is not None}
     groups = {key: group for key, group in groups.items() if group.index >= 0}
     if fault is not None and not groups:
         raise fault
@@ -164,7 +163,7 @@ def _agree(held: Mapping[str, Held], found: Mapping[Any, Any], fault: ShardTenso
 
 
 def _keys(optimizer: optim.Optimizer, names: Mapping[int, str], is_named: bool) -> list[list[Any]]:
-    """How the optimizer's load_state_dict calls the parameters of each group."""
+    """Return the keys of each group's parameters in the optimizer's load_state_dict."""
     known: dict[int, Any] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         known[id(param)] = names[id(param)] if is_named else len(known)
@@ -182,11 +181,11 @@ def _with_keys(
     ]
 
 
-def _laid_out(values: dict[str, Any], held: Held, options: Mapping[str, Any]) -> dict[str, Any]:
+def _laid_out(values: dict[str, Any], record: ParamRecord, options: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: number(value, held, key, options)
-        if isinstance(value, torch.Tensor) and is_number(value, held, key)
-        else adopted(value, held, key)
+        key: scalar_value(value, record, key, options)
+        if isinstance(value, torch.Tensor) and is_scalar(value, record, key)
+        else copied_value(value, record, key)
         for key, value in values.items()
     }
 
@@ -198,7 +197,7 @@ def _whole(value: Any) -> Any:
 
 
 def _extend(module: ModuleType) -> None:
-    """Give torch's ``get_optimizer_state_dict`` the numbers from which it makes the names in the model."""
+    """Make torch's ``get_optimizer_state_dict`` work: it needs state dicts keyed by number."""
     method_of = module._state_dict_fn
 
     def numbered_method_of(obj: Any, api: str) -> Any:

@@ -1,4 +1,4 @@
-"""`graphed_step`: a whole train step captured in one CUDA graph."""
+"""`graphed_step`: a whole training step captured in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ def graphed_step(
     clone_outputs: bool = True,
     device: torch.device | str | None = None,
 ) -> GraphedStep:
-    """Return a callable that trains as `step` does, replayed from one CUDA graph: the host launches once a call.
+    """Return a callable that runs `step` by replaying one CUDA graph, with one launch on the host for each call.
 
-    Every call is one step on the inputs it is given. The first `warmup` run as they are, the next is captured; from
-    then on a call copies its inputs to where the graph reads them and replays. Learning rates are read anew for each
-    replay, so schedulers work; they are kept in float32 on the device, as torch keeps a learning rate given as a
-    tensor. Of the same optimizer with that, the results are bit for bit those of calling `step`.
+    Each call is one step on its inputs. The first `warmup` calls run `step` itself, the next one captures it. Later
+    calls copy their inputs into the graph's buffers and replay it. A replay reads the current learning rates, so
+    schedulers work; on the device they are float32, as torch has them for a learning rate that is a tensor. Results
+    are bit for bit those of `step` with the same optimizer and such a learning rate.
 
-    A call runs as it is, and the next captures anew, after any other hyperparameter was changed, a state dict was
-    loaded, or parameters were moved, resharded or added. One that changes in every call means that nothing is replayed.
+    After another hyperparameter was changed, a state dict was loaded, or parameters were moved, resharded or added, the
+    next call runs `step` itself and the one after it captures again. Changes before each call prevent all replays.
 
-    Where there is no CUDA device the calls just run `step`.
+    Without a CUDA device all calls run `step` itself.
 
     Args:
-        step: does forward, loss, backward, clipping, ``optimizer.step()`` and ``optimizer.zero_grad()``, in any order
-            in which no gradient has to outlive a call. It must not read tensors on the host; what it decides in Python
-            is decided once. All that changes from call to call comes in its arguments: tensors, in nested lists,
-            tuples and dicts, of the same shapes, dtypes and layouts each time. Schedulers are stepped outside.
-        warmup: calls that run as they are, at least one: optimizers make their state, NCCL connects.
-        clone_outputs: return tensors of its own from each call. False returns the graph's, which the next overwrites.
+        step: runs forward, loss, backward, clipping, ``optimizer.step()`` and ``optimizer.zero_grad()``, in an order in
+            which no gradient is used by a later call. It must not read tensors on the host, and its Python code runs
+            only in the capture. All values that change between calls must be in its arguments: tensors, in nested
+            lists, tuples and dicts, with the same shapes, dtypes and layouts each time. Step schedulers outside of it.
+        warmup: calls before the capture, at least one: optimizers make their state, NCCL connects.
+        clone_outputs: return new tensors from each call. False returns the graph's, which the next call overwrites.
         device: of the step; the current CUDA device if there is one.
 
     Returns:
-        `GraphedStep`. It returns what `step` returns, detached. Tensors of the CPU are brought to the device; pinned
-        ones must not be written before that copy is done.
+        `GraphedStep`. Its calls return the results of `step`, detached. They copy CPU tensors to the device; do not
+        write into pinned ones before that copy is done.
 
     Raises:
-        CaptureError: (a RuntimeError) by a call: an optimizer that no graph can hold (with the flag that helps),
-            something that waits for the device, inputs unlike those captured.
+        CaptureError: (a RuntimeError) by a call: a graph cannot contain the optimizer (the message names the flag to
+            set), the step waits for the device, or the inputs differ from those of the capture.
 
-    All ranks make the calls together, as those of `step`. Optimizers are found when they step; each must be one that
-    reads its numbers from the device: ``fused=True`` (Adam, AdamW, SGD, Adagrad) or ``capturable=True``.
+    All ranks make the calls together, as for `step`. Optimizers are found when they step; each must read its numbers
+    on the device: ``fused=True`` (Adam, AdamW, SGD, Adagrad) or ``capturable=True``.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -76,10 +76,10 @@ def graphed_step(
 
 
 class GraphedStep:
-    """A step that is replayed; made by `graphed_step`. A context manager that closes itself.
+    """A step that is replayed, made by `graphed_step`. As a context manager it closes itself.
 
-    Graphs that hold collectives must be gone before their process groups: destroying a group releases them first, as
-    does the end of the process. `close` does it at once and for good.
+    A graph with collectives must be released before its process groups are destroyed: destroying a group, and the end
+    of the process, release it first. `close` releases it at once.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GraphedStep:
     def _warm_up(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = on_device(args, kwargs, self._device)
         self._optimizers.refresh()
-        with self._optimizers.followed():
+        with self._optimizers.with_device_rates():
             result = recorder.run(lambda: self._step(*args, **kwargs))
         self._left -= 1
         return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, _detached(result))
@@ -162,14 +162,14 @@ class GraphedStep:
         return inputs
 
     def release(self) -> None:
-        """Let go of the graph and its memory. The next call runs as it is, the one after captures anew."""
+        """Free the graph and its memory. The next call runs the step itself, the one after it captures again."""
         if self._inputs is None or self._recorder is None:
             return
         self._recorder.reset()
         self._inputs, self._outputs, self._structure, self._left = None, [], None, 1
 
     def close(self) -> None:
-        """Let go of the graph and its memory for good. The parameters and optimizers stay as they are, and usable."""
+        """Free the graph and its memory, and refuse further calls. Parameters and optimizers can still be used."""
         self.release()
         self._optimizers.close()
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""Named parameters: found in a module, read from what users pass, kept with the leaf that an optimizer steps."""
+"""Named parameters: of a module, from the arguments of an optimizer, and their records in an optimizer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def named_params_with_sharded_tensor(
 
     Args:
         module: any module.
-        prefix: put before every name, with a dot.
-        recurse: also go into submodules.
+        prefix: added before every name, with a dot.
+        recurse: include submodules.
 
     Yields:
-        name and tensor; parameters in the order of `named_parameters`; a tensor under two names once.
+        name and tensor; parameters in the order of `named_parameters`; a tensor with two names once.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -46,14 +46,14 @@ def named_params_with_sharded_tensor(
 
 
 @attrs.define(eq=False)
-class Held:
-    """A parameter that an optimizer holds, and what its state was made for.
+class ParamRecord:
+    """A parameter of an optimizer, as it was when its state was made.
 
     Attributes:
         name: its FQN.
-        param: what people see, a ShardedTensor or a plain tensor.
-        leaf: this rank's part of it, the tensor that autograd knows; a plain parameter itself.
-        layout, group: of `leaf`; None for a plain parameter.
+        param: the user's parameter, a ShardedTensor or a plain tensor.
+        leaf: its local tensor, which is the leaf for autograd; a plain parameter itself.
+        layout, group: of a sharded parameter; None for a plain one.
         dtype, device: of `leaf`.
     """
 
@@ -66,26 +66,26 @@ class Held:
     device: torch.device
 
     @classmethod
-    def of(cls, name: str, param: torch.Tensor) -> Held:
-        """Hold `param` as it is now."""
+    def of(cls, name: str, param: torch.Tensor) -> ParamRecord:
+        """Return the record of `param` as it is now."""
         if isinstance(param, ShardedTensor):
             local = param._local
             return cls(name, param, local, param._layout, param._group, local.dtype, local.device)
         return cls(name, param, param, None, None, param.dtype, param.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRecord:
         return attrs.evolve(self, param=copy.deepcopy(self.param, memo), leaf=copy.deepcopy(self.leaf, memo))
 
     @property
     def now(self) -> torch.Tensor:
-        """The tensor to step at this moment."""
+        """The current local tensor of the parameter."""
         return self.param._local if isinstance(self.param, ShardedTensor) else self.param
 
 
-def changed(held: Iterable[Held]) -> list[Held]:
-    """Those whose leaf, layout, device or dtype is no longer what their state was made for; 0.2 microseconds each."""
+def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
+    """Return the records whose parameter has another leaf, layout, device or dtype now; takes 0.2 microseconds each."""
     found = []
-    for h in held:
+    for h in records:
         leaf = h.leaf
         if h.layout is not None:
             param = h.param
@@ -98,7 +98,7 @@ def changed(held: Iterable[Held]) -> list[Held]:
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Read parameters in any form an optimizer takes them, as groups whose ``params`` are lists of (name, tensor).
+    """Return the parameter groups of an optimizer's argument; their ``params`` are lists of (name, tensor).
 
     Args:
         params: a module, a mapping, pairs, or a list of dicts whose ``params`` are one of these.
@@ -114,10 +114,10 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def read_pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
-    """Read a module, a mapping or pairs as a list of (name, tensor).
+    """Return a list of (name, tensor) from a module, a mapping or pairs.
 
     Raises:
-        TypeError: something has no name, or is no tensor.
+        TypeError: a parameter has no name, or is not a tensor.
     """
     if isinstance(params, nn.Module):
         return list(named_params_with_sharded_tensor(params))
@@ -140,13 +140,13 @@ _NAMELESS = (
 )
 
 
-class Watch:
-    """Whether the parameters of a module are still the objects an optimizer was given."""
+class StalenessCheck:
+    """Checks that a module still has the parameters that its optimizer steps."""
 
-    def __init__(self, module: nn.Module, held: Iterable[Held]) -> None:
+    def __init__(self, module: nn.Module, records: Iterable[ParamRecord]) -> None:
         self._places: list[tuple[dict[str, Any], str, Any, str]] = []
         prefixes: set[str] = set()
-        for h in held:
+        for h in records:
             owner_name, _, name = h.name.rpartition(".")
             owner = module.get_submodule(owner_name)
             place: dict[str, Any] = owner._parameters if name in owner._parameters else vars(owner)
@@ -160,10 +160,10 @@ class Watch:
             self._modules.append((parent._modules, name, parent._modules[name], prefix))
 
     def check(self) -> None:
-        """Return when nothing was replaced.
+        """Check that no parameter was replaced.
 
         Raises:
-            StaleParameterError: names what the module holds other tensors for; nothing was stepped.
+            StaleParameterError: the module has other tensors under some names; nothing was stepped.
         """
         stale = [name for place, key, value, name in self._places if place.get(key) is not value]
         gone = [name for place, key, value, name in self._modules if place.get(key) is not value]
@@ -174,7 +174,7 @@ class Watch:
 
 
 def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
-    """The refusal to step parameters that no longer live."""
+    """Return the error for parameters that were replaced."""
     names = list(names)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return StaleParameterError(
@@ -182,3 +182,28 @@ def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
         {"parameters": shown, "because": why},
         "make a new ShardedOptimizer for them and load the old one's state_dict() into it",
     )
+
+
+def params_text(group: Mapping[str, Any]) -> str:
+    """Return the names, global shapes and dtypes of a group's parameters, one for each line."""
+    return "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in group["params"]) or "(none)"
+
+
+def options_text(optimizer_class: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return a class and its arguments; tensors by shape and dtype, so that nothing is read from a device.
+
+    Example:
+        >>> options_text(torch.optim.SGD, (0.1,), {"momentum": 0.9})
+        'SGD(0.1, momentum=0.9)'
+    """
+    name = getattr(getattr(optimizer_class, "func", optimizer_class), "__name__", "")
+    words = [_text(value) for value in args] + [f"{key}={_text(value)}" for key, value in sorted(kwargs.items())]
+    return f"{name}({', '.join(words)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if isinstance(value, int | float | str | complex | None) else type(value).__name__

@@ -1,9 +1,8 @@
 """`ShardedOptimizer`: any torch optimizer over named parameters, sharded and plain.
 
-People see sharded parameters in ``param_groups`` and ``state``. Classes that treat every element alone step this rank's
-leaves inside, at the speed of plain tensors and without a message between ranks; leaves that lie end to end, as those
-of fully sharded modules, in one piece. All other classes step the ShardedTensors themselves, so that a norm or a
-product of whole matrices is the global one.
+Users see sharded parameters in ``param_groups`` and ``state``. Inside, elementwise classes step local tensors, at the
+speed of plain tensors and without communication; those that are adjacent in memory, as in fully sharded modules, are
+stepped as one. All other classes step the ShardedTensors themselves, so that norms and matrix products are global.
 """
 
 from __future__ import annotations
@@ -19,10 +18,18 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.facts import say_group, say_options
-from shardtensor.optim.named_params import Held, Watch, changed, read_groups, read_pairs, stale_error
-from shardtensor.optim.runs import ELEMENTWISE, Runs
-from shardtensor.optim.state import ShownState, adopted, fitted, moved, shown
+from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
+from shardtensor.optim.named_params import (
+    ParamRecord,
+    StalenessCheck,
+    changed,
+    options_text,
+    params_text,
+    read_groups,
+    read_pairs,
+    stale_error,
+)
+from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -33,20 +40,19 @@ NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch
 class ShardedOptimizer(optim.Optimizer):
     """Step named parameters, any mix of sharded and plain ones, with any `torch.optim` class.
 
-    The result is the one that the class gives on whole tensors. Schedulers, GradScaler, hooks, `add_param_group` work
-    as with a torch optimizer; a change of a hyperparameter in ``param_groups`` holds from the next step on. A parameter
-    under two names is held once, under the first.
+    The result is that of the class on full tensors. Schedulers, GradScaler, hooks and `add_param_group` work as with a
+    torch optimizer; a changed hyperparameter in ``param_groups`` is used from the next step on. A parameter with two
+    names is stepped once, with the first name.
 
-    Before each step it looks at its parameters. Where a shard's tensor, a device, a dtype or a layout was changed, it
-    follows and takes the state along. Given a module, it also notices parameters that were *replaced*
-    (``assign=True``, ``to_empty``, ``module.weight = ...``) and refuses to step; given names and tensors alone it
-    cannot know of that, as torch cannot.
+    Before each step it checks its parameters. If a local tensor, a device, a dtype or a layout has changed, it moves
+    the state with it. If it was made from a module, it also raises if parameters were *replaced* (``assign=True``,
+    ``to_empty``, ``module.weight = ...``); from names and tensors alone neither it nor torch can notice that.
 
     Args:
         named_params: a module, a dict, ``module.named_parameters()``, or groups: a list of dicts with one of these
             under ``params`` and hyperparameters beside it.
         optimizer_class: the class, or a `functools.partial` of it.
-        args, kwargs: what it takes after its parameters.
+        args, kwargs: its further arguments.
 
     Attributes:
         named_params: name -> parameter.
@@ -54,8 +60,8 @@ class ShardedOptimizer(optim.Optimizer):
         state: keyed by the parameters as given; tensors of a sharded parameter's state are ShardedTensors.
 
     Raises:
-        DisagreementError: ranks brought other names, shapes, dtypes, classes or options. All ranks of the parameters'
-            group create it together; nothing else here is collective for elementwise classes but a load that has to
+        DisagreementError: names, shapes, dtypes, classes or options differ between ranks. All ranks of the parameters'
+            group create it together. For elementwise classes no other method is collective, except a load that has to
             change layouts.
 
     Example:
@@ -75,13 +81,13 @@ class ShardedOptimizer(optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         groups = read_groups(named_params)
-        self._recipe = (optimizer_class, args, kwargs)
+        self._constructor = (optimizer_class, args, kwargs)
         self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
-        self._held: dict[int, Held] = {}
+        self._records: dict[int, ParamRecord] = {}
         self._aliases: dict[str, str] = {}
-        named, fault = self._enrol(groups)
-        self._agree("ShardedOptimizer", groups, say_options(optimizer_class, args, kwargs), fault)
-        self._inner = self._make([{**group, "params": self._stepped(params)} for group, params in named])
+        named, fault = self._add_records(groups)
+        self._agree("ShardedOptimizer", groups, options_text(optimizer_class, args, kwargs), fault)
+        self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
             [{**own, "params": params} for own, (_, params) in zip(self._inner.param_groups, named, strict=True)],
@@ -89,15 +95,16 @@ class ShardedOptimizer(optim.Optimizer):
         )
         self._is_built = True
         self.state: MutableMapping[Any, Any]  # type: ignore[assignment]
-        self._runs = Runs(self._inner)
+        self._flat_groups = FlatGroups(self._inner)
         if self._on_leaves:
-            self.state = ShownState(self._runs, self._held)
+            self.state = ParamState(self._flat_groups, self._records)
         else:
             self.state, self.param_groups = self._inner.state, self._inner.param_groups
-        self._watch = Watch(named_params, self._held.values()) if isinstance(named_params, nn.Module) else None
+        module = named_params if isinstance(named_params, nn.Module) else None
+        self._staleness = None if module is None else StalenessCheck(module, self._records.values())
 
     def _make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
-        optimizer_class, args, kwargs = self._recipe
+        optimizer_class, args, kwargs = self._constructor
         return optimizer_class(groups, *args, **kwargs)
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -105,42 +112,42 @@ class ShardedOptimizer(optim.Optimizer):
     @property
     def named_params(self) -> dict[str, torch.Tensor]:
         """The parameters by name, each once."""
-        return {held.name: held.param for held in self._held.values()}
+        return {record.name: record.param for record in self._records.values()}
 
-    def _enrol(
+    def _add_records(
         self, groups: list[dict[str, Any]]
     ) -> tuple[list[tuple[dict[str, Any], list[torch.Tensor]]], ShardTensorError | None]:
-        """Hold what is new in `groups`; return each group's options and parameters, ties once, and what is wrong."""
-        names = {held.name: held.param for held in self._held.values()}
-        leaves = {id(held.leaf): held for held in self._held.values()}
+        """Add records of new parameters; return each group's options and parameters, without ties, and the error."""
+        names = {record.name: record.param for record in self._records.values()}
+        leaves = {id(record.leaf): record for record in self._records.values()}
         named = []
         fault: ShardTensorError | None = None
         for group in groups:
             params: list[torch.Tensor] = []
             for name, param in group["params"]:
-                held = Held.of(name, param)
+                record = ParamRecord.of(name, param)
                 if names.get(name, param) is not param:
                     fault = fault or LayoutError(f'two parameters are called "{name}"', fix="give each its own name")
-                if not (held.leaf.is_leaf or held.leaf.retains_grad or self._recipe[2].get("differentiable")):
+                if not (record.leaf.is_leaf or record.leaf.retains_grad or self._constructor[2].get("differentiable")):
                     fault = fault or LayoutError(
                         f'parameter "{name}" is the result of an operation, not a leaf', fix="detach() it first"
                     )
                 names[name] = param
-                known = leaves.get(id(held.leaf))
+                known = leaves.get(id(record.leaf))
                 if known is not None:
                     self._aliases[name] = known.name
                     continue
-                leaves[id(held.leaf)] = self._held[id(param)] = held
+                leaves[id(record.leaf)] = self._records[id(param)] = record
                 params.append(param)
             named.append(({key: value for key, value in group.items() if key != "params"}, params))
         return named, fault
 
-    def _stepped(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What the inner optimizer holds for parameters: their leaves, or themselves."""
-        return [self._held[id(param)].leaf if self._on_leaves else param for param in params]
+    def _inner_params(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that the inner optimizer steps: the leaves of parameters, or the parameters."""
+        return [self._records[id(param)].leaf if self._on_leaves else param for param in params]
 
     def _groups_of_ranks(self) -> list[Group]:
-        found = {id(held.group): held.group for held in self._held.values() if held.group is not None}
+        found = {id(record.group): record.group for record in self._records.values() if record.group is not None}
         return [group for group in found.values() if group.index >= 0]
 
     def _agree(
@@ -149,7 +156,7 @@ class ShardedOptimizer(optim.Optimizer):
         ranks = self._groups_of_ranks()
         if fault is not None and not ranks:
             raise fault
-        facts = {"options": options, "parameters": "\n".join(say_group(group) for group in groups)} if ranks else {}
+        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))} if ranks else {}
         for group in ranks:
             agree(group, call, facts, fault)
 
@@ -158,27 +165,27 @@ class ShardedOptimizer(optim.Optimizer):
         """Add named parameters with hyperparameters of their own. All ranks of the parameters' group call it.
 
         Args:
-            param_group: ``{"params": <a dict, pairs or a module>, "lr": ...}``; what it lacks has the default.
+            param_group: ``{"params": <a dict, pairs or a module>, "lr": ...}``; missing keys have the defaults.
         """
-        if not self._is_built:  # torch's own constructor lists the first groups
+        if not self._is_built:  # torch's constructor adds the first groups
             super().add_param_group(param_group)
             return
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        before, aliases = dict(self._held), dict(self._aliases)
+        before, aliases = dict(self._records), dict(self._aliases)
         try:
             group = {**param_group, "params": read_pairs(param_group["params"])}
-            [(options, params)], fault = self._enrol([group])
+            [(options, params)], fault = self._add_records([group])
             again = sorted(name for name in self._aliases.keys() - aliases.keys())
             if again and fault is None:
                 fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
-            self._agree("add_param_group", [group], say_options(None, (), options), fault)
-            stepped = self._stepped(params)
-            self._runs.dissolve()
+            self._agree("add_param_group", [group], options_text(None, (), options), fault)
+            stepped = self._inner_params(params)
+            self._flat_groups.split_all()
             self._inner.add_param_group({**options, "params": stepped})
         except BaseException:
-            self._held.clear()
-            self._held.update(before)
+            self._records.clear()
+            self._records.update(before)
             self._aliases = aliases
             raise
         if self._on_leaves:
@@ -187,7 +194,7 @@ class ShardedOptimizer(optim.Optimizer):
             super().add_param_group({**own, "params": params})
 
     def _start_state(self, group: dict[str, Any]) -> None:
-        """Give new leaves the state that some classes make for their first parameters only (Adagrad)."""
+        """Make the state of new leaves for classes that make it in their constructor (Adagrad)."""
         if not group["params"]:
             return
         fresh = self._make([dict(group)])
@@ -197,65 +204,65 @@ class ShardedOptimizer(optim.Optimizer):
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    @untraced("leaves and state are followed between steps, not in a graph: compile the forward")
+    @untraced("an optimizer step cannot be compiled: compile the forward")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient; return the closure's loss, or None.
 
         Sends nothing for elementwise classes; for others all ranks of the parameters' group call it.
 
         Raises:
-            StaleParameterError: the module holds other tensors under some names; nothing was stepped.
+            StaleParameterError: the module has other tensors under some names; nothing was stepped.
         """
         if not self._on_leaves:
-            self._follow()
+            self._sync()
             return self._inner_step() if closure is None else self._inner_step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow()
-        self._runs.step(self.param_groups, self._inner_step)
-        stepped(self._inner, (held.param for held in self._held.values()))
+        self._sync()
+        self._flat_groups.step(self.param_groups, self._inner_step)
+        stepped(self._inner, (record.param for record in self._records.values()))
         return loss
 
     def _inner_step(self, *closure: Any) -> Any:
-        """Step without torch's hook wrapper: hooks run once, around this optimizer's step, and see its parameters."""
+        """Step without torch's hook wrapper: hooks run once, around this optimizer's own step."""
         step = type(self._inner).step
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner, *closure)  # type: ignore
 
-    def _follow(self) -> None:
-        """Make leaves and state those of the parameters as they are now."""
-        if self._watch is not None:
-            self._watch.check()
-        found = changed(self._held.values())
+    def _sync(self) -> None:
+        """Update leaves and state to the parameters as they are now."""
+        if self._staleness is not None:
+            self._staleness.check()
+        found = changed(self._records.values())
         if not found:
             return
-        unfit = [held.name for held in found if not (held.now.is_leaf or self.defaults.get("differentiable"))]
+        unfit = [record.name for record in found if not (record.now.is_leaf or self.defaults.get("differentiable"))]
         if unfit:
             raise stale_error(unfit, "their shards were set to results of operations, which are no leaves")
-        self._runs.dissolve()
+        self._flat_groups.split_all()
         with torch.no_grad():
-            for held in found:
-                self._carry(held)
+            for record in found:
+                self._move_state(record)
         if self._on_leaves:
             for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-                own["params"][:] = self._stepped(group["params"])
+                own["params"][:] = self._inner_params(group["params"])
 
-    def _carry(self, held: Held) -> None:
-        """Take the state of one parameter along to what the parameter is now. Collective when its layout changed."""
-        was, now = held, Held.of(held.name, held.param)
+    def _move_state(self, record: ParamRecord) -> None:
+        """Update the state of one parameter that has changed. Collective if its layout changed."""
+        was, now = record, ParamRecord.of(record.name, record.param)
         if not self._on_leaves:
-            state = self._inner.state.get(held.param)
+            state = self._inner.state.get(record.param)
             if state:
-                state.update({key: moved(value, now, was) for key, value in state.items()})
+                state.update({key: redistributed_value(value, now, was) for key, value in state.items()})
         elif was.leaf in self._inner.state:
             state = self._inner.state.pop(was.leaf)
             if (now.dtype, now.device) != (was.dtype, was.device) or now.layout != was.layout:
-                options = self._options_of(held.param)
-                state = {key: fitted(shown(value, was), now, key, options) for key, value in state.items()}
+                options = self._options_of(record.param)
+                state = {key: local_value(sharded_value(value, was), now, key, options) for key, value in state.items()}
             self._inner.state[now.leaf] = state
-        held.leaf, held.layout, held.group = now.leaf, now.layout, now.group
-        held.dtype, held.device = now.dtype, now.device
+        record.leaf, record.layout, record.group = now.leaf, now.layout, now.group
+        record.dtype, record.device = now.dtype, now.device
 
     def _options_of(self, param: torch.Tensor) -> dict[str, Any]:
         return next((g for g in self.param_groups if any(p is param for p in g["params"])), {})
@@ -264,10 +271,10 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
         grads = []
-        for held in self._held.values():
-            leaf = held.now
-            if isinstance(held.param, ShardedTensor):
-                forget(held.param)
+        for record in self._records.values():
+            leaf = record.now
+            if isinstance(record.param, ShardedTensor):
+                forget(record.param)
             if leaf.grad is None:
                 continue
             if set_to_none:
@@ -294,7 +301,7 @@ class ShardedOptimizer(optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        names = {id(held.param): held.name for held in self._held.values()}
+        names = {id(record.param): record.name for record in self._records.values()}
         state_dict: dict[str, Any] = {
             "state": {names.get(id(key), key): dict(value) for key, value in self.state.items() if len(value)},
             "param_groups": [
@@ -307,30 +314,30 @@ class ShardedOptimizer(optim.Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take state and hyperparameters, matched by parameter name; the order of groups and names does not matter.
+        """Load state and hyperparameters, matched by parameter name; the order of groups and names does not matter.
 
-        All ranks of the parameters' group call it; it moves data only where a state has another layout.
+        All ranks of the parameters' group call it; it sends only state that has another layout.
 
         Args:
-            state_dict: of a ShardedOptimizer with any layouts or of a plain run: state tensors may be sharded or whole.
-                One of a torch optimizer, keyed by number, is matched by its ``param_names``, or else by position.
+            state_dict: of any ShardedOptimizer or torch optimizer: state tensors may be sharded or full. If it is keyed
+                by number, it is matched by its ``param_names``, or by position without them.
 
         Raises:
-            LayoutError: (a ValueError) names are missing or unknown, shapes differ, or one group's parameters come
-                from groups with different hyperparameters. Nothing has been loaded.
+            LayoutError: (a ValueError) names are missing or unknown, shapes differ, or one group's parameters were
+                saved in groups with different hyperparameters. Nothing has been loaded.
         """
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = _or(pre_hook(self, loaded), loaded)
-        self._follow()
-        own = [[self._held[id(param)].name for param in group["params"]] for group in self.param_groups]
+        self._sync()
+        own = [[self._records[id(param)].name for param in group["params"]] for group in self.param_groups]
         fault: ShardTensorError | None = None
         state: dict[Any, dict[str, Any]] = {}
         options: list[dict[str, Any]] = []
         try:
             state, options = saved.match(loaded, own, self._aliases)
             if self._on_leaves:
-                saved.check(state, {held.name: tuple(held.param.shape) for held in self._held.values()})
+                saved.check(state, {record.name: tuple(record.param.shape) for record in self._records.values()})
         except ShardTensorError as error:
             fault = error
         ranks = self._groups_of_ranks()
@@ -338,50 +345,50 @@ class ShardedOptimizer(optim.Optimizer):
             raise fault
         for group in ranks:
             agree(group, "load_state_dict", {"state": saved.outline(state)} if fault is None else {}, fault)
-        self._take(state, options)
+        self._load(state, options)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _take(self, state: dict[Any, Any], options: list[dict[str, Any]]) -> None:
+    def _load(self, state: dict[Any, Any], options: list[dict[str, Any]]) -> None:
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         inner = self._inner
-        self._runs.dissolve()
+        self._flat_groups.split_all()
         taken = {}
         with torch.no_grad():
             for group in self.param_groups:
                 for param in group["params"]:
-                    held = self._held[id(param)]
-                    if held.name not in state:
+                    record = self._records[id(param)]
+                    if record.name not in state:
                         continue
-                    values = state.pop(held.name)
+                    values = state.pop(record.name)
                     if self._on_leaves:
-                        taken[held.leaf] = {key: fitted(value, held, key, group) for key, value in values.items()}
+                        taken[record.leaf] = {k: local_value(value, record, k, group) for k, value in values.items()}
                     else:
-                        taken[param] = {key: adopted(value, held, key) for key, value in values.items()}
+                        taken[param] = {key: copied_value(value, record, key) for key, value in values.items()}
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)
         if self._on_leaves:
             for group, own in zip(self.param_groups, inner.param_groups, strict=True):
                 own.update({key: value for key, value in group.items() if key != "params"})
-        inner.__setstate__({})  # where classes bring old states up to date
+        inner.__setstate__({})  # some classes convert old states there
 
     def __getstate__(self) -> dict[str, Any]:
-        self._runs.dissolve()
-        return {key: self.__dict__[key] for key in _KEPT}
+        self._flat_groups.split_all()
+        return {key: self.__dict__[key] for key in _PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._watch = None  # a copy holds parameters of no module
-        held = list(self._held.values())  # under other ids
-        self._held.clear()
-        self._held.update((id(h.param), h) for h in held)
+        self._staleness = None  # the parameters of a copy are not those of the module
+        records = list(self._records.values())  # the ids of their parameters are others
+        self._records.clear()
+        self._records.update((id(record.param), record) for record in records)
 
 
-_KEPT = (
+_PICKLED = (
     *("defaults", "param_groups", "state"),
-    *("_recipe", "_on_leaves", "_held", "_aliases", "_inner", "_runs", "_is_built"),
+    *("_constructor", "_on_leaves", "_records", "_aliases", "_inner", "_flat_groups", "_is_built"),
 )
 
 

@@ -1,7 +1,7 @@
-"""Optimizer state: as the inner optimizer keeps it for leaves, as people see it for sharded parameters, and between.
+"""Optimizer state: plain tensors for leaves in the inner optimizer, ShardedTensors for parameters outside.
 
-A state tensor of the leaf's shape is this rank's part of one of the parameter's shape. A 0-d tensor (step counts) is
-equal on every rank and stays plain.
+A state tensor with the shape of a leaf is the local tensor of one with the shape of the parameter. A 0-d tensor (a step
+count) is equal on every rank and stays plain.
 """
 
 from __future__ import annotations
@@ -12,132 +12,134 @@ from typing import Any
 
 import torch
 
-from shardtensor.optim.named_params import Held
+from shardtensor.optim.named_params import ParamRecord
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
-def shown(value: Any, held: Held) -> Any:
-    """A value of a leaf's state as people see it: a ShardedTensor over the same bytes where it is a part."""
+def sharded_value(value: Any, record: ParamRecord) -> Any:
+    """Return a value of a leaf's state as one of its parameter's: a local tensor becomes a ShardedTensor over it."""
     if (
-        held.layout is not None
+        record.layout is not None
         and isinstance(value, torch.Tensor)
         and not isinstance(value, ShardedTensor)
         and value.dim() > 0
-        and value.shape == held.leaf.shape
+        and value.shape == record.leaf.shape
     ):
-        assert held.group is not None
-        return wrap(value, held.layout, None, held.group)
+        assert record.group is not None
+        return wrap(value, record.layout, None, record.group)
     return value
 
 
 @torch.no_grad()
-def fitted(value: Any, held: Held, key: str, options: Mapping[str, Any]) -> Any:
-    """A value of a parameter's state as its leaf's state keeps it: own bytes, the leaf's layout, device and dtype.
+def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
+    """Return a value of a parameter's state as one of its leaf's: a copy with the leaf's layout, device and dtype.
 
-    Collective when `value` is a ShardedTensor of another layout.
+    Collective if `value` is a ShardedTensor with another layout.
 
     Args:
-        value: a ShardedTensor of any layout, a whole tensor, a number.
+        value: a ShardedTensor with any layout, a full tensor, or a number.
         key: its name in the state; ``step`` stays on the CPU unless the optimizer is fused or capturable.
         options: the hyperparameters of the parameter's group.
     """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if is_number(value, held, key):
-        return number(value, held, key, options)
-    leaf = held.leaf
-    if held.layout is not None:
-        assert held.group is not None
-        value = local_as(value, held.layout, held.group)
+    if is_scalar(value, record, key):
+        return scalar_value(value, record, key, options)
+    leaf = record.leaf
+    if record.layout is not None:
+        assert record.group is not None
+        value = local_as(value, record.layout, record.group)
     elif isinstance(value, ShardedTensor):
         value = value.full_tensor()
     dtype = leaf.dtype if leaf.is_floating_point() or leaf.is_complex() else value.dtype
     return torch.empty_like(leaf, dtype=dtype, requires_grad=False).copy_(value.detach())
 
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Keys under which torch's optimizers keep 0-d tensors that are no part of the parameter."""
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of torch's optimizers for 0-d tensors that are one number for the whole parameter."""
 
 
-def is_number(value: torch.Tensor, held: Held, key: str) -> bool:
-    """Whether a state tensor is one number for the whole parameter; of a 0-d parameter, its name tells."""
-    if value.dim() or held.param.dim() or held.layout is None:
+def is_scalar(value: torch.Tensor, record: ParamRecord, key: str) -> bool:
+    """Whether a state tensor is one number for the whole parameter; for a 0-d parameter its key decides."""
+    if value.dim() or record.param.dim() or record.layout is None:
         return value.dim() == 0
-    return not isinstance(value, ShardedTensor) and key in _NUMBERS
+    return not isinstance(value, ShardedTensor) and key in _SCALARS
 
 
-def number(value: torch.Tensor, held: Held, key: str, options: Mapping[str, Any]) -> torch.Tensor:
-    """A number for the whole parameter, as a tensor of its own where the optimizer wants it."""
+def scalar_value(value: torch.Tensor, record: ParamRecord, key: str, options: Mapping[str, Any]) -> torch.Tensor:
+    """Return a copy of a number for the whole parameter, on the device that the optimizer needs."""
     if isinstance(value, ShardedTensor):
         value = value.full_tensor()
     value = value.detach()
     if key != "step":
-        return value.to(held.device, copy=True)
+        return value.to(record.device, copy=True)
     if options.get("capturable") or options.get("fused"):
-        return value.to(held.device, torch.float32, copy=True)
+        return value.to(record.device, torch.float32, copy=True)
     return value.to("cpu", copy=True)
 
 
-def moved(value: Any, held: Held, was: Held) -> Any:
-    """A value of a ShardedTensor's own state after its parameter got another layout, device or dtype."""
+def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> Any:
+    """Return a value of a parameter's state after the parameter got another layout, device or dtype."""
     if isinstance(value, list | tuple):
-        return type(value)(moved(item, held, was) for item in value)
+        return type(value)(redistributed_value(item, record, was) for item in value)
     if isinstance(value, dict):
-        return {key: moved(item, held, was) for key, item in value.items()}
+        return {key: redistributed_value(item, record, was) for key, item in value.items()}
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    dtype = held.dtype if value.dtype == was.dtype else value.dtype
+    dtype = record.dtype if value.dtype == was.dtype else value.dtype
     if not isinstance(value, ShardedTensor):
-        return value.to(held.device, dtype)
+        return value.to(record.device, dtype)
     layout, group = value._layout, value._group
-    if layout == was.layout and held.layout is not None and held.group is not None:
-        layout, group = held.layout, held.group
-    return wrap(local_as(value, layout, group).to(held.device, dtype), layout, None, group)
+    if layout == was.layout and record.layout is not None and record.group is not None:
+        layout, group = record.layout, record.group
+    return wrap(local_as(value, layout, group).to(record.device, dtype), layout, None, group)
 
 
-def adopted(value: Any, held: Held, key: str = "") -> Any:
-    """A loaded value as the state of a parameter that is stepped whole: own bytes, laid out as the parameter is."""
+def copied_value(value: Any, record: ParamRecord, key: str = "") -> Any:
+    """Return a copy of a loaded value for an optimizer that steps ShardedTensors, in the parameter's layout."""
     if isinstance(value, list | tuple):
-        return type(value)(adopted(item, held, key) for item in value)
+        return type(value)(copied_value(item, record, key) for item in value)
     if isinstance(value, dict):
-        return {key: adopted(item, held, key) for key, item in value.items()}
+        return {key: copied_value(item, record, key) for key, item in value.items()}
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if is_number(value, held, key):
+    if is_scalar(value, record, key):
         return (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
-    if held.layout is not None and value.shape == held.param.shape:
-        assert held.group is not None
-        local = local_as(value, held.layout, held.group)
-        return wrap(local.detach().to(held.device, copy=True), held.layout, None, held.group)
+    if record.layout is not None and value.shape == record.param.shape:
+        assert record.group is not None
+        local = local_as(value, record.layout, record.group)
+        return wrap(local.detach().to(record.device, copy=True), record.layout, None, record.group)
     if isinstance(value, ShardedTensor):
-        if value._group is held.group:
+        if value._group is record.group:
             return wrap(value._local.detach().clone(), value._layout, None, value._group)
         value = value.full_tensor()
-    return value.detach().to(held.device, copy=True)
+    return value.detach().to(record.device, copy=True)
 
 
-class ShownState(MutableMapping[Any, Any]):
-    """The state of leaves, keyed by the parameters that people see; a live view.
+class ParamState(MutableMapping[Any, Any]):
+    """A view of the state of leaves, keyed by the user's parameters.
 
     Args:
         state: keyed by leaves.
-        held: every parameter by the id of what people see; the optimizer keeps it up to date.
+        records: each record by the id of the user's parameter; the optimizer updates it.
     """
 
-    def __init__(self, state: MutableMapping[Any, Any], held: Mapping[int, Held]) -> None:
-        self._state, self._held = state, held
+    def __init__(self, state: MutableMapping[Any, Any], records: Mapping[int, ParamRecord]) -> None:
+        self._state, self._records = state, records
 
     def _key(self, param: Any) -> Any:
-        held = self._held.get(id(param))
-        return param if held is None else held.leaf
+        record = self._records.get(id(param))
+        return param if record is None else record.leaf
 
     def __getitem__(self, param: Any) -> Any:
-        held = self._held.get(id(param))
-        return self._state[param] if held is None else ShownEntry(self._state[held.leaf], held)
+        record = self._records.get(id(param))
+        return self._state[param] if record is None else ParamStateEntry(self._state[record.leaf], record)
 
     def __setitem__(self, param: Any, value: Any) -> None:
-        held = self._held.get(id(param))
-        self._state[self._key(param)] = value if held is None else {k: fitted(v, held, k, {}) for k, v in value.items()}
+        record = self._records.get(id(param))
+        if record is not None:
+            value = {key: local_value(each, record, key, {}) for key, each in value.items()}
+        self._state[self._key(param)] = value
 
     def __delitem__(self, param: Any) -> None:
         del self._state[self._key(param)]
@@ -146,29 +148,31 @@ class ShownState(MutableMapping[Any, Any]):
         return self._key(param) in self._state
 
     def __iter__(self) -> Iterator[Any]:
-        params = {id(held.leaf): held.param for held in self._held.values()}
+        params = {id(record.leaf): record.param for record in self._records.values()}
         return iter([params.get(id(key), key) for key in self._state])
 
     def __len__(self) -> int:
         return len(self._state)
 
     def __repr__(self) -> str:
-        return repr({self._held[id(key)].name if id(key) in self._held else key: value for key, value in self.items()})
+        return repr(
+            {self._records[id(key)].name if id(key) in self._records else key: value for key, value in self.items()}
+        )
 
 
-class ShownEntry(MutableMapping[str, Any]):
-    """The state of one leaf, its tensors as ShardedTensors over the same bytes; a live view."""
+class ParamStateEntry(MutableMapping[str, Any]):
+    """A view of the state of one leaf, with ShardedTensors over its tensors."""
 
-    def __init__(self, state: MutableMapping[str, Any], held: Held) -> None:
-        self._state, self._held = state, held
+    def __init__(self, state: MutableMapping[str, Any], record: ParamRecord) -> None:
+        self._state, self._record = state, record
 
     def __getitem__(self, key: str) -> Any:
-        return shown(self._state[key], self._held)
+        return sharded_value(self._state[key], self._record)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        held = self._held
-        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and held.layout is not None
-        self._state[key] = fitted(value, held, key, {}) if is_whole else value
+        record = self._record
+        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and record.layout is not None
+        self._state[key] = local_value(value, record, key, {}) if is_whole else value
 
     def __delitem__(self, key: str) -> None:
         del self._state[key]

@@ -1,4 +1,4 @@
-"""State dicts by parameter name: matching what was saved to the groups an optimizer has. No tensors are touched."""
+"""State dicts by parameter name: saved state is matched to the groups of an optimizer. Without tensor operations."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def match(
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Find the saved state and hyperparameters of each group.
 
-    A group takes the hyperparameters of the saved group that holds its names, wherever that stands in the list; empty
-    groups are matched in order.
+    A group gets the hyperparameters of the saved group with its names, at any place in the list; empty groups are
+    matched in order.
 
     Args:
         state_dict: with ``state`` and ``param_groups``, by name or by torch's numbers.
         own: the names in each group of the optimizer.
-        aliases: other names of tied parameters, to the name that stands for them.
+        aliases: from other names of tied parameters to the name in `own`.
 
     Returns:
-        the state by name (other keys as they are), and the hyperparameters for each group of `own`.
+        the state by name (other keys unchanged), and the hyperparameters of each group of `own`.
 
     Raises:
-        LayoutError: a name is missing or unknown, or a group would take two different sets of hyperparameters.
+        LayoutError: a name is missing or unknown, or one group has two different saved sets of hyperparameters.
 
     Example:
         >>> saved = {"state": {}, "param_groups": [{"params": ["b"], "lr": 2.0}, {"params": ["a"], "lr": 1.0}]}
@@ -66,7 +66,7 @@ def match(
 
 
 def _names(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """Names for torch's numbers; empty when the dict has names already."""
+    """Return the names for torch's numbers; empty if the dict is keyed by name."""
     keys = [key for group in groups for key in group["params"]]
     if not any(isinstance(key, int) for key in keys):
         return {}
@@ -110,7 +110,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same state dict by torch's numbers: the places of the parameters in the groups."""
+    """Return the same state dict keyed by torch's numbers: the positions of the parameters in the groups."""
     groups = state_dict["param_groups"]
     numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     return {
@@ -121,10 +121,10 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Return when every state is a known parameter's, and its tensors are numbers or of the global shape.
+    """Check that state belongs to known parameters, and that its tensors are 0-d or have the global shape.
 
     Raises:
-        LayoutError: naming what is unknown, or the first parameter and key whose shape differs.
+        LayoutError: a name is unknown, or a tensor has another shape.
     """
     unknown = [name for name in state if name not in shapes]
     if unknown:
@@ -140,7 +140,7 @@ def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int
 
 
 def outline(state: Mapping[Any, Any]) -> str:
-    """What ranks must agree on before a load: which values there are, and how they are laid out."""
+    """Return the keys, shapes and specs of all values, as text that must be equal on all ranks before a load."""
     lines = []
     for name, values in state.items():
         for key, value in values.items() if isinstance(values, Mapping) else ():

@@ -1,4 +1,4 @@
-"""Inputs of a captured step: buffers at fixed places of memory, which each call fills."""
+"""Inputs of a captured step: buffers with fixed addresses, into which each call copies its arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 class StaticInputs:
-    """Buffers like the arguments of one call, filled with their values.
+    """Copies of the arguments of one call.
 
     Args:
-        args, kwargs: tensors anywhere in nested lists, tuples and dicts, and values that are no tensors.
-        device: where tensors of the CPU get their buffers.
+        args, kwargs: tensors in nested lists, tuples and dicts, and other values.
+        device: of the copies of CPU tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
@@ -26,21 +26,21 @@ class StaticInputs:
         self._memory = [local_of(x).detach() if isinstance(x, torch.Tensor) else None for x in self._buffers]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The buffers in the places of the arguments."""
+        """Return the buffers in the structure of the arguments."""
         return _unflatten(self._buffers, self._structure)
 
     def fill(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the arguments of another call into the buffers.
 
         Raises:
-            CaptureError: another structure, shape, dtype or layout, or another value that is no tensor.
+            CaptureError: the structure, a shape, a dtype, a layout or a value that is not a tensor has changed.
         """
         leaves, structure = _flatten(args, kwargs)
         if structure != self._structure:
             raise _unlike("arguments", self._structure, structure)
         for i, (buffer, x) in enumerate(zip(self._buffers, leaves, strict=True)):
             if not _is_alike(buffer, x):
-                raise _unlike(f"input {i}", _say(buffer), _say(x))
+                raise _unlike(f"input {i}", _describe(buffer), _describe(x))
         for memory, x in zip(self._memory, leaves, strict=True):
             if memory is not None:
                 x = local_of(x)
@@ -50,7 +50,7 @@ class StaticInputs:
 def on_device(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with tensors of the CPU brought to the device."""
+    """Return the arguments with CPU tensors copied to the device."""
     leaves, structure = _flatten(args, kwargs)
     return _unflatten([x.to(device) if _is_elsewhere(x, device) else x for x in leaves], structure)
 
@@ -88,7 +88,7 @@ def _is_alike(buffer: Any, x: Any) -> bool:
     return isinstance(buffer, ShardedTensor) == isinstance(x, ShardedTensor)
 
 
-def _say(x: Any) -> str:
+def _describe(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
         return repr(x)
     layout = f" {x.sharding_spec()}" if isinstance(x, ShardedTensor) else ""
@@ -100,7 +100,7 @@ def _unlike(what: str, captured: Any, found: Any) -> CaptureError:
     if not isinstance(captured, str):
         captured, found = (f"{x} tensors" if isinstance(x, int) else x for x in (captured, found))
     return CaptureError(
-        f"{what} of a graphed step: not what was captured; nothing has run",
+        f"{what} of a graphed step: not as in the capture; nothing has run",
         {"captured": captured, "found": found},
         [
             "call the step itself, without a graph, for a batch of another shape",

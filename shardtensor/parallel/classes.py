@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import attrs
 
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import LayoutError, RuleError, SpecError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout
@@ -76,8 +76,8 @@ def classes_of(
             {"data_axes": ", ".join(names), "classes": f"cut over {'*'.join(cut.axes)}"},
             "name the other axes of the mesh as data_axes",
         )
-    team = team_along(group, cut.axes)
-    data = team_along(group, names) if names else None
+    team = group_along(group, cut.axes)
+    data = group_along(group, names) if names else None
     return Classes(num_classes, start, held, padded, team, data, str(Spec(..., cut)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import coordinate
@@ -51,7 +51,7 @@ class DataAxes:
                     "pass the DeviceMesh that has these axes as process_group",
                 )
             return cls(names, whole, whole, (tuple(whole.ranks),))
-        data = team_along(whole, names)
+        data = group_along(whole, names)
         along = tuple(mesh.ranks_along(whole.rank, (mesh.names.index(name),)) for name in names)
         return cls(names, whole, data, along)
 
@@ -69,7 +69,7 @@ class DataAxes:
         if not any(is_cut):
             return self.data, 1.0
         kept = [axis for axis, cut in zip(self.names, is_cut, strict=True) if not cut]
-        group = team_along(self.whole, kept) if kept else self.whole.subgroup([self.whole.rank])
+        group = group_along(self.whole, kept) if kept else self.whole.subgroup([self.whole.rank])
         return group, group.size / self.data.size
 
     def _is_cut(self, name: str, tensor: ShardedTensor, axis: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.pieces import Interval
@@ -13,7 +13,7 @@ from shardtensor.mesh import Ranks, coordinate
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.teams import along
 
-_alone = LoneGroup()
+_alone = SingleRankGroup()
 
 
 def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None]:

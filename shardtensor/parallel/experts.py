@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
 from shardtensor.parallel.expert_places import place
@@ -164,7 +164,7 @@ class ExpertList(nn.Module):
         self, num_experts: int, make: Callable[[int], nn.Module], process_group: Any = None, axis: str = "ep"
     ) -> None:
         super().__init__()
-        group = team_along(as_group(process_group), (axis,))
+        group = group_along(as_group(process_group), (axis,))
         self._team = _Team(group, dealt(num_experts, group.size))
         start = sum(self._team.held[: group.index])
         self.numbers = range(start, start + self._team.held[group.index])

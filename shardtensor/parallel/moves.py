@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.ops import siblings
 
@@ -45,11 +45,11 @@ class Gather:
     """Stretches become a copy; where work on it is split over the team (`sums`), the gradient is summed."""
 
     team: Group
-    stretches: Stretches
+    stretches: DimSizes
     sums: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return along_dim.gather(x, self.stretches, self.team, self.sums)
+        return along_dim.all_gather(x, self.stretches, self.team, self.sums)
 
     def shared(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same for products with these weights, which share the sum, if there is one."""
@@ -61,10 +61,10 @@ class Take:
     """Of a copy each rank keeps its stretch."""
 
     team: Group
-    stretches: Stretches
+    stretches: DimSizes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return along_dim.take(x, self.stretches, self.team)
+        return along_dim.local_slice(x, self.stretches, self.team)
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ class SumScatter:
     """Of the sum of addends each rank gets its stretch."""
 
     team: Group
-    stretches: Stretches
+    stretches: DimSizes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return along_dim.reduce_scatter(x, self.stretches, self.team)

@@ -7,7 +7,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.function_call import caller
 from shardtensor.comm.group import Group
 from shardtensor.ops.fused_linear import ChunkedRowLinear, ColumnLinear, GatheredColumnLinear, is_large
@@ -44,7 +44,7 @@ class StreamProduct:
     """The stretches of the input are gathered, and the sums of its gradient scattered beside the weight's gradient."""
 
     team: Group
-    stretches: Stretches
+    stretches: DimSizes
 
     def pays(self, x: torch.Tensor) -> bool:
         return is_large(x)

@@ -1,1 +1,1 @@
-"""What operations do to layouts. Integers only; `shardtensor.ops` carries it out."""
+"""The layouts that operations need and return. Integers only; `shardtensor.ops` runs the operations."""

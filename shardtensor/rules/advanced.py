@@ -1,4 +1,4 @@
-"""The letters of reading and writing by index tensors, and by masks: ``x y r, i, j i -> j i r``. Integers only."""
+"""Rules of indexing with tensors and masks: ``x y r, i, j i -> j i r``. Integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Places = tuple[int, ...]
 
 
 def first_of(at: Places) -> int:
-    """Where what the indices give stands: where they stand, in front when dims lie between them.
+    """Return the first dim of the result that comes from the indices: their first dim, or 0 if they are not adjacent.
 
     Example:
         >>> first_of((1, 2)), first_of((1, 3))
@@ -23,9 +23,9 @@ def first_of(at: Places) -> int:
 
 @lru_cache(maxsize=4096)
 def reading(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape) -> Rule:
-    """The rule of ``x[indices]``: `x` of `shape`, indexed along the dims `at` by tensors that broadcast to `broad`.
+    """Return the rule of ``x[indices]``: `x` of `shape`, indexed along dims `at` by tensors that broadcast to `broad`.
 
-    A rank that holds a part of a dim that is read brings zeros for the rest, which makes the results addends.
+    A rank that holds a shard of an indexed dim computes zeros for the other elements, so the results are partial sums.
 
     Example:
         >>> str(reading((5, 6, 7), (0, 2), ((3,), (2, 3)), (2, 3)))
@@ -41,7 +41,7 @@ def reading(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape) 
 
 @lru_cache(maxsize=4096)
 def writing(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape, values: Shape) -> Rule:
-    """The rule of ``x[indices] = values``: all ranks see all that is written.
+    """Return the rule of ``x[indices] = values``: every rank needs all values that are written.
 
     Example:
         >>> str(writing((5, 6), (1,), ((3,),), (3,), (5, 3)))
@@ -57,7 +57,7 @@ def writing(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape, 
 
 @lru_cache(maxsize=4096)
 def selecting(ndim: int, masked: int) -> Rule:
-    """The rule of a mask over the first dims of a tensor: rows of both stay, what else is masked must be whole.
+    """Return the rule of a mask over the first dims of a tensor: dim 0 may be sharded, the other masked dims may not.
 
     Example:
         >>> str(selecting(3, 2))

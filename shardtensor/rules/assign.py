@@ -1,4 +1,4 @@
-"""Which letters the axes of a grid can cut, for one call: the choices that `propagate` weighs. Integers only."""
+"""The ways in which the axes of a grid can shard the letters of one call; `propagate` compares their costs."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from shardtensor.rules.rule import Letters, Rule
 
 Cut = tuple[str, DimCut]
 Assignment = dict[str, DimCut]
-"""The letters that are cut, and how; the others are whole."""
+"""The cut of each letter; letters that are missing are not cut."""
 
 MOST = 64
-"""Choices that are weighed at most; only calls on many operands of many layouts have more."""
+"""The largest number of choices compared; only calls on many operands with many layouts have more."""
 
 
 def base_of(layouts: Sequence[Layout]) -> Layout:
-    """The layout whose grid the call is computed on: the most ranks, then dims cut, then the largest."""
+    """Return the layout whose grid the call uses: the most ranks first, then a sharded one, then the largest."""
     widest = max(len(layout.ranks) for layout in layouts)
     wide = [layout for layout in layouts if len(layout.ranks) == widest]
     return max(wide, key=lambda x: (not x.is_replicated, isinstance(x, CutLayout), math.prod(x.shape)))
 
 
 def assignments(rule: Rule, operands: Sequence[Layout | Shape], base: Layout) -> list[Assignment]:
-    """Return the ways to cut letters over the grid of `base`, the one that keeps most of the largest operand first.
+    """Return the ways to cut letters over the grid of `base`; the first keeps the most of the largest operand's cuts.
 
-    A cut that an operand has stays unless another cut wants its axis or its letter. Where it may not stay, because its
-    letter is whole or its operand does not lie on this grid, its axes may cut another letter of that operand, one that
-    the output keeps: no reduction is made where there was none.
+    A cut that an operand has is kept unless another cut uses its axis or its letter. If it cannot be kept, because its
+    letter must be whole or its operand is on another grid, its axes may cut another letter of that operand which the
+    output has; so no new reduction is needed.
     """
-    there, free = _there(rule, operands, base)
+    there, free = _existing_cuts(rule, operands, base)
     if not free and _agree(there):
         return [dict(there)]
-    cuts = there + [cut for cut in _fresh(rule, operands, base, there, free) if cut not in there]
+    cuts = there + [cut for cut in _new_cuts(rule, operands, base, there, free) if cut not in there]
     rivals = [[j for j, other in enumerate(cuts) if j != i and _clash(cut, other)] for i, cut in enumerate(cuts)]
     found: list[Assignment] = []
 
@@ -55,10 +55,10 @@ def assignments(rule: Rule, operands: Sequence[Layout | Shape], base: Layout) ->
     return found
 
 
-def _there(
+def _existing_cuts(
     rule: Rule, operands: Sequence[Layout | Shape], base: Layout
 ) -> tuple[list[Cut], list[tuple[Letters, tuple[int, ...]]]]:
-    """The cuts that can stay, the largest operands' first; of those that cannot, the operand's letters and the axes."""
+    """Return the cuts that can be kept, largest operands first, and the operand's letters and axes of the others."""
     there: list[Cut] = []
     free: list[tuple[Letters, tuple[int, ...]]] = []
     off_grid: list[tuple[Letters, tuple[int, ...]]] = []
@@ -88,14 +88,14 @@ def _agree(cuts: list[Cut]) -> bool:
     return len({letter for letter, _ in cuts}) == len(cuts) and len(set(axes)) == len(axes)
 
 
-def _fresh(
+def _new_cuts(
     rule: Rule,
     operands: Sequence[Layout | Shape],
     base: Layout,
     there: list[Cut],
     free: list[tuple[Letters, tuple[int, ...]]],
 ) -> list[Cut]:
-    """New cuts over axes that came free: of a letter by them, or by the axes that cut it already and them."""
+    """Return new cuts over free axes: of a letter by them alone, or by them after the axes that cut it already."""
     sizes: dict[str, int] = {}
     for letters, operand in zip(rule.inputs, operands, strict=True):
         shape = operand.shape if isinstance(operand, Layout) else operand

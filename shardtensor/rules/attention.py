@@ -1,4 +1,4 @@
-"""When grouped queries stay with the keys and values of their heads."""
+"""Whether grouped-query attention can run on local heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardtensor.rules.views import scaled
 
 
 def heads_fit(query: CutLayout, key: CutLayout, value: CutLayout, groups: int) -> bool:
-    """Whether every rank's query heads, `groups` to a key head, are those of its keys and values, all else alike."""
+    """Whether each rank's query heads (`groups` for a key head) match its keys and values, and other dims are equal."""
     if query.partial or key.partial or value.partial:
         return False
     if not (query.grid == key.grid == value.grid and query.ranks == key.ranks == value.ranks):

@@ -1,4 +1,4 @@
-"""How a call gives an operation its operands and names dims: ``input, k=, dim=-1``."""
+"""The arguments of an operation, as text: ``input, k=, dim=-1``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import attrs
 from shardtensor.spec.diagnostics import Source
 
 ALIASES = {"self": "input", "axis": "dim", "keepdims": "keepdim", "a": "input", "x": "input"}
-"""Names that torch takes from numpy, and its own older ones."""
+"""Other names of arguments that torch accepts, from numpy and its own older ones."""
 
 NAMING = ("dim", "dims", "normalized_shape")
-"""Arguments that name dims; the last names as many trailing ones as it has sizes."""
+"""Arguments that select dims; ``normalized_shape`` selects as many trailing ones as it has sizes."""
 
 
 @attrs.frozen(eq=False)
@@ -22,11 +22,11 @@ class Signature:
     """The arguments of a call, in order.
 
     Attributes:
-        names: of all; of one written ``*dims`` all further positional values.
-        operands: those that are tensors, in the order of the rule's sides.
-        defaults: of the others, where they have one.
-        naming: the argument that names dims, if there is one.
-        spread: whether `naming` takes all further positional values.
+        names: of all arguments.
+        operands: the names of tensors, in the order of the rule's sides.
+        defaults: of the other arguments, if they have one.
+        naming: the argument that selects dims, if there is one.
+        spread: whether `naming` is written ``*dims``: all further positional values.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Signature:
     spread: bool = False
 
     def place(self, name: str) -> int:
-        """Where an argument stands when given by position."""
+        """Return the position of an argument."""
         return self.names.index(name)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Signature:
 
 @lru_cache(maxsize=1024)
 def parse_call(text: str, file: str = "<call>") -> Signature:
-    """Read the arguments of a call: a bare name is an operand, one with ``=`` is passed as it is.
+    """Parse the arguments of a call: a bare name is an operand, one with ``=`` is passed unchanged.
 
     Example:
         >>> call = parse_call("input, k=, dim=-1")

@@ -1,4 +1,4 @@
-"""The dims that torch's ``dim`` arguments name."""
+"""Dims from torch's ``dim`` arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 def one_dim(ndim: int, dim: int) -> int:
-    """`dim` of a tensor of `ndim` dims, counted from the front.
+    """Return `dim` of a tensor of `ndim` dims, counted from the front.
 
     Raises:
-        IndexError: as torch: it is out of range.
+        IndexError: as in torch: it is out of range.
 
     Example:
         >>> one_dim(3, -1), one_dim(0, -1)
@@ -22,11 +22,11 @@ def one_dim(ndim: int, dim: int) -> int:
 
 
 def several_dims(ndim: int, dim: int | Iterable[int] | None) -> tuple[int, ...]:
-    """The dims that one number, several, or None (all of them) name, sorted and counted from the front.
+    """Return the dims of one number, several, or None (all of them), sorted and counted from the front.
 
     Raises:
-        IndexError: as torch: one is out of range.
-        RuntimeError: as torch: one is named twice.
+        IndexError: as in torch: one is out of range.
+        RuntimeError: as in torch: one appears twice.
 
     Example:
         >>> several_dims(3, (-1, 0)), several_dims(2, None), several_dims(2, ())

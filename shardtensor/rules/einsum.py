@@ -1,4 +1,4 @@
-"""The letters of an einsum equation are a rule already; this reads them."""
+"""Rules of einsum and tensordot."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from shardtensor.rules.rule import Rule
 
 @lru_cache(maxsize=4096)
 def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
-    """The rule of an equation for operands of `shapes`; None where it does not fit them (torch then says why).
+    """Return the rule of an equation for operands of `shapes`; None if it does not fit them (torch then raises).
 
-    An ellipsis becomes as many letters as it stands for; a letter twice in one operand (a diagonal) must be whole.
+    An ellipsis becomes one letter for each of its dims. A letter that is twice in one operand (a diagonal) must be
+    whole.
 
     Example:
         >>> str(einsum_rule("bik,bkj->bij", ((2, 3, 4), (2, 4, 5))))
@@ -61,7 +62,7 @@ def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def tensordot_rule(a: Shape, b: Shape, left: tuple[int, ...], right: tuple[int, ...]) -> Rule | None:
-    """The rule that contracts dims `left` of one operand with dims `right` of another; None where they do not fit.
+    """Return the rule that contracts dims `left` of `a` with dims `right` of `b`; None if the shapes do not fit.
 
     Example:
         >>> str(tensordot_rule((2, 3), (3, 4), (1,), (0,)))

@@ -1,4 +1,4 @@
-"""What basic indexing (integers, slices, None, ...) does to a layout. Integers only."""
+"""The layout of a result of basic indexing (integers, slices, None, ...). Integers only."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Indexing:
     """How one rank indexes its local tensor.
 
     Attributes:
-        layout: of the result, once joined.
-        local: the index of the local tensor; a slice of nothing where this rank does not hold the integer.
-        to_sum: dims of what that gives (before they are dropped) that an integer took out of a cut dim.
-        axes: along which the results are to be summed, because one rank holds the integer.
+        layout: of the result, once reduced.
+        local: the index of the local tensor; an empty slice if this rank does not hold the element of an integer.
+        to_sum: dims of the locally indexed tensor to sum, and so drop: those of an integer in a sharded dim.
+        axes: along which to sum the results, because only one rank holds the element of an integer.
     """
 
     layout: CutLayout
@@ -34,10 +34,10 @@ class Indexing:
 
 
 def normalize(index: Any, shape: tuple[int, ...]) -> tuple[Item, ...] | None:
-    """Basic indices, one for each dim and new dim; None for any other kind (tensors, lists, bools).
+    """Return basic indices, one for each dim and new dim; None for any other kind (tensors, lists, bools).
 
     Raises:
-        IndexError: as torch: too many indices, or one out of range.
+        IndexError: as in torch: there are too many indices, or one is out of range.
 
     Example:
         >>> normalize((..., -1), (2, 3)), normalize((slice(1, None), None), (2, 3))
@@ -81,9 +81,10 @@ def _is_integer(item: Any) -> bool:
 
 @lru_cache(maxsize=8192)
 def indexing(layout: CutLayout, items: tuple[Item, ...], rank: int) -> Indexing | None:
-    """Return how `rank` indexes; None where a slice cuts a dim of which ranks hold several stretches.
+    """Return how `rank` indexes; None for a slice of a dim of which a rank holds several intervals.
 
-    A slice of a cut dim stays where it lies, so its pieces may be uneven; an integer there is held by one rank.
+    Each rank keeps its elements of a slice of a sharded dim, so the shards may be uneven. For an integer in a sharded
+    dim one rank holds the element.
     """
     place = coordinate(layout.ranks, layout.grid, rank)
     shape: list[int] = []

@@ -1,17 +1,17 @@
-"""The text of a rule, for operands of any number of dims: ``... m k, ... k n -> ... m n``.
+"""Rules for operands of any number of dims: ``... m k, ... k n -> ... m n``.
 
-Each side between commas is an operand, each word a dim. What a word may be:
+The sides between commas are operands, and words are dims:
 
-* ``k``: a dim. Operands that share a letter are cut alike along it; where the output lacks it, ``k sum`` says what
-  joins the ranks' results.
-* ``...``: any number of dims, which broadcast as torch's do. ``i...``: any number, equal wherever ``i...`` stands.
-* ``[k]``: the dims that the call names (its ``dim``), wherever they stand; under ``keepdim=True`` an output without
-  them has them as 1.
-* ``!k``, ``[!k]``, ``!k...``: must be whole.
-* ``m?``: may be missing where the operand has too few dims. ``l/1``: may be of size 1, and then is copied.
-* ``k'``: only in the output, or not of the operand's size: as long as the local result is.
-* ``+ n``, a whole side: an operand that is added after the ranks' results are joined.
-* ``*(...)``: a list of operands, each with letters of its own where they must be whole.
+* ``k``: a dim. Operands that have the same letter must be sharded in the same way along it. If the output lacks it,
+  ``k sum`` says how to reduce the ranks' results.
+* ``...``: any number of dims, broadcast as in torch. ``i...``: any number, with equal sizes in all sides.
+* ``[k]``: the dims that the call selects (its ``dim``), at any position; if the output lacks them, they have size 1
+  there under ``keepdim=True``.
+* ``!k``, ``[!k]``, ``!k...``: must not be sharded.
+* ``m?``: may be missing if the operand has too few dims. ``l/1``: may have size 1, and is broadcast then.
+* ``k'``: only in the output, or of another size than in the operand: the size of the local result.
+* ``+ n``, as a side: an operand that is added after the ranks' results are reduced.
+* ``*(...)``: a list of operands; letters that must not be sharded are different in each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardtensor.rules.rule import Letters, Rule
 
 @attrs.frozen
 class Term:
-    """One word: a letter and its marks; the letter of a bare ``...`` is empty."""
+    """One word: a letter and its marks; ``...`` alone has an empty letter."""
 
     letter: str
     many: bool = False
@@ -39,7 +39,7 @@ class Term:
 
 @attrs.frozen
 class Side:
-    """An operand, or the output: its words, and whether it is added after the results are joined."""
+    """An operand, or the output: its words, and whether it is added after the results are reduced."""
 
     terms: tuple[Term, ...]
     added: bool = False
@@ -47,11 +47,11 @@ class Side:
 
 @attrs.frozen(eq=False)
 class Pattern:
-    """A rule for any shapes; `bind` gives the `Rule` for those at hand.
+    """A rule for any shapes; `bind` returns the `Rule` for given ones.
 
     Attributes:
-        sides: the operands; one only, for each of a list, when `listed`.
-        joins: for letters, what joins the ranks' results where they are cut: a name of `JOINS`, or ``@function``.
+        sides: the operands; if `listed`, one side for each operand of a list.
+        joins: for letters, how to reduce the ranks' results if they are sharded: a name of `JOINS`, or ``@function``.
     """
 
     text: str
@@ -62,40 +62,40 @@ class Pattern:
 
     @property
     def joined(self) -> bool:
-        """Whether the ranks' results are joined, or completed, in another way than by their sum."""
+        """Whether the ranks' results are reduced by a function, or an operand is added after they are reduced."""
         return any(side.added for side in self.sides) or any(join.startswith("@") for _, join in self.joins)
 
     @property
     def names_dims(self) -> bool:
-        """Whether the call names dims."""
+        """Whether the call selects dims."""
         return any(term.named for side in (*self.sides, self.output) for term in side.terms)
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether all operands are broadcast and the output has their shape."""
+        """Whether all operands are broadcast to the shape of the output."""
         return all(side.terms == (Term("", many=True),) for side in (*self.sides, self.output))
 
     @property
     def reduces(self) -> bool:
-        """Whether the dims that the call names are missing in the output."""
+        """Whether the output lacks the dims that the call selects."""
         return self.names_dims and not any(term.named for term in self.output.terms)
 
     @property
     def makes_sizes(self) -> bool:
-        """Whether a dim of the output has the size that the local result has."""
+        """Whether a dim of the output has the size of the local result."""
         return any(term.new for term in self.output.terms)
 
     def join_of(self, letter: str) -> str | None:
-        """What joins the results along a letter (``k``, or one of ``k...`` and ``...``: ``k0``, ``.0``) that is cut."""
+        """Return the reduction of results along a sharded letter (``k``; ``k0`` of ``k...``; ``.0`` of ``...``)."""
         joins = dict(self.joins)
         return joins.get(letter) or joins.get(letter.rstrip("0123456789").removesuffix("."))
 
     def bind(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
-        """Return the rule for operands of these shapes; None when they do not fit it.
+        """Return the rule for operands of these shapes; None if they do not fit.
 
         Args:
-            shapes: of the operands in order; None for one that the call does without.
-            dims: that the call names, counted from the front, sorted.
+            shapes: of the operands in order; None for an operand that the call does not pass.
+            dims: the dims that the call selects, counted from the front, sorted.
 
         Example:
             >>> from shardtensor.rules.reading import parse_pattern
@@ -118,7 +118,7 @@ class Pattern:
 @lru_cache(maxsize=8192)
 def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, ...], keepdim: bool) -> Rule | None:
     sides = pattern.sides * len(shapes) if pattern.listed else pattern.sides
-    if pattern.is_elementwise:  # a number may stand for an operand
+    if pattern.is_elementwise:  # an operand may be a number
         sides = pattern.sides[:1] * len(shapes)
     if len(shapes) != len(sides):
         return None
@@ -147,16 +147,16 @@ def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, .
 
 
 class _Binding:
-    """What the words stand for, as the operands are read one after the other."""
+    """The dims of each word, as the operands are bound one after the other."""
 
     def __init__(self, dims: tuple[int, ...]) -> None:
         self.dims = dims
-        self.counts: dict[str, int] = {}  # of dims that `i...` or `[k]` stands for; for the bare `...` the most
+        self.counts: dict[str, int] = {}  # the number of dims of `i...` or `[k]`; of `...` the largest number
         self.whole: set[str] = set()
-        self.single: set[str] = set()  # letters of one dim that an operand has
+        self.single: set[str] = set()  # letters of one dim
 
     def row(self, side: Side, ndim: int, suffix: str) -> list[tuple[str, Term]] | None:
-        """A name and its word for every dim of an operand; None when it has another number of dims."""
+        """Return a name and its word for every dim of an operand; None if it has another number of dims."""
         terms = list(side.terms)
         spare = ndim - sum(len(self.dims) if t.named else not t.many for t in terms)
         for term in [t for t in terms if t.optional]:
@@ -187,7 +187,7 @@ class _Binding:
         return names
 
     def inputs(self, rows: list[tuple[list[tuple[str, Term]], Shape]]) -> tuple[Letters, ...] | None:
-        """The letters of every operand; None where sizes differ that must not."""
+        """Return the letters of every operand; None if the sizes do not match."""
         sizes: dict[str, int] = {}
         for row, shape in rows:
             for (name, _), size in zip(row, shape, strict=True):
@@ -205,11 +205,11 @@ class _Binding:
         return tuple(found)
 
     def dot(self, name: str) -> str:
-        """The letter of a dim of the bare ``...``, which are counted from the right while operands are read."""
+        """Return the letter of a dim of ``...``; its names count from the right until all operands are bound."""
         return f".{self.counts[''] - int(name[1:])}" if name.startswith("#") else name
 
     def output(self, pattern: Pattern, keepdim: bool) -> tuple[Letters, list[str]]:
-        """The letters of the output, and those of them that no operand has."""
+        """Return the letters of the output, and those of them that no operand has."""
         letters: list[str | None] = []
         made: list[str] = []
         named: Term | None = None

@@ -1,4 +1,4 @@
-"""From the layouts that operands have to the layouts an operation needs and gives. Integers only."""
+"""The layouts that an operation needs and returns, for given layouts of its operands. Integers only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardtensor.rules.traffic import received_over
 
 @attrs.frozen
 class Need:
-    """What one operand must be before the local computation.
+    """The layout that an operation needs of one operand.
 
     Attributes:
-        layout: the layout to bring it to.
-        addend_axes: axes along which it is a copy that meets cut values, so that its gradient must be summed.
-        moves: whether an operand that is cut already must be laid out anew.
+        layout: the layout to redistribute it to.
+        addend_axes: axes along which it is replicated and the work is sharded, so that its gradient must be summed.
+        moves: whether it is a sharded or partial operand with another layout.
     """
 
     layout: CutLayout
@@ -31,11 +31,11 @@ class Need:
 
 @attrs.frozen
 class Recipe:
-    """What every operand needs, and what the local computation then gives.
+    """The layouts that an operation needs of its operands, and the layout of its result.
 
     Attributes:
-        output: of the local computation; ``output.partial`` has the axes along which the local results are addends.
-        settled: `output` with the addends joined.
+        output: of the local result; ``output.partial`` has the axes along which it is partial.
+        settled: `output` once reduced.
     """
 
     needs: tuple[Need, ...]
@@ -47,19 +47,19 @@ class Recipe:
 def propagate(
     rule: Rule, operands: tuple[Layout | Shape, ...], itemsizes: tuple[int, ...] | None = None
 ) -> Recipe | None:
-    """Choose the layouts for one call: of those that the rule allows, the ones that move the fewest bytes.
+    """Choose the layouts for one call: the cheapest that the rule allows.
 
-    Counted are the bytes that a rank receives to bring every operand to its need, and those of the all-reduce where
-    the result is partial. Of equals, the one that keeps most of what the largest operand has. What operands agree on
-    stays: no operand is made whole to save a reduction, after which every rank would do all of the work.
+    The cost is the bytes that a rank receives to redistribute the operands, and those of the all-reduce if the result
+    is partial. Of equal costs, the choice that keeps the most of the largest operand's layout wins. Layouts that match
+    are kept: no operand is gathered only to avoid a reduction, since then every rank would compute everything.
 
     Args:
-        rule: the letters of the operation, one per dim of each operand.
-        operands: for each, its layout, or the shape of a plain tensor (a copy on every rank).
-        itemsizes: of each operand, in bytes; all alike when None.
+        rule: the letters of the operation, one for each dim of each operand.
+        operands: the layout of each operand, or the shape of a plain tensor (which is replicated).
+        itemsizes: of each operand, in bytes; all equal if None.
 
     Returns:
-        The recipe, the same on every rank; None when no operand has a layout.
+        The layouts, the same on every rank; None if no operand has a layout.
     """
     layouts = [operand for operand in operands if isinstance(operand, Layout)]
     if not layouts:
@@ -84,7 +84,7 @@ def cost(
     itemsizes: tuple[int, ...] | None = None,
     enough: int | None = None,
 ) -> int:
-    """The bytes that a rank receives so that the letters are cut as `chosen`; counting may stop at `enough`."""
+    """Return the bytes that a rank receives if letters are cut as `chosen`; it may stop counting at `enough`."""
     itemsizes = itemsizes or (1,) * len(operands)
     total = 0
     lost = [axis for letter, cut in chosen.items() if letter not in rule.output for axis in cut.axes]
@@ -115,7 +115,7 @@ def _sizes(rule: Rule, operands: Sequence[Layout | Shape]) -> dict[str, int]:
 
 
 def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment, base: Layout) -> Recipe:
-    """What the call needs and gives when the letters are cut as `chosen`, over the grid of `base`."""
+    """Return the layouts of a call whose letters are cut as `chosen`, over the grid of `base`."""
     taken = {axis for cut in chosen.values() for axis in cut.axes}
     sizes = _sizes(rule, operands)
     needs = []
@@ -125,7 +125,7 @@ def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment
         own = {axis for dim in layout.dims if dim is not None for axis in dim.axes}
         moves = isinstance(operand, Layout) and operand != layout and not operand.is_replicated
         if operand == layout:
-            layout = operand  # the very object: what it has is told by identity
+            layout = operand  # the same object: callers compare by identity
         needs.append(Need(layout, tuple(sorted(taken - own)), moves))
     shape = tuple(1 if letter is None else sizes[letter] for letter in rule.output)
     settled = _laid_out(rule.output, shape, chosen, base)
@@ -144,7 +144,7 @@ def _laid_out(letters: Letters, shape: Shape, chosen: Assignment, base: Layout) 
 
 @lru_cache(maxsize=8192)
 def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> CutLayout:
-    """A layout over the grid of `base` of another shape, cut as `dims` say."""
+    """Return the layout of another shape over the grid of `base`, with these cuts."""
     if not any(dims):
         return replicated(shape, base.ranks, base.grid)
     return CutLayout(shape=shape, ranks=base.ranks, grid=base.grid, dims=dims, names=base.names)
@@ -152,7 +152,7 @@ def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> Cu
 
 @lru_cache(maxsize=8192)
 def follow(layout: CutLayout, shape: Shape) -> CutLayout:
-    """The layout of an operand of `shape` that is broadcast against a tensor of `layout`, which keeps its own."""
+    """Return the layout of an operand of `shape` broadcast to a tensor with `layout`, which stays."""
     skip = len(layout.shape) - len(shape)
     dims = tuple(
         cut if size == full else None

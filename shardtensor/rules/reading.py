@@ -1,4 +1,4 @@
-"""Reading the text of a rule; what is wrong with it is shown where it stands."""
+"""Parses the text of a rule; errors show the place in the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardtensor.rules.pattern import Pattern, Side, Term
 from shardtensor.spec.diagnostics import Source, listed, nearest
 
 JOINS = ("sum", "avg", "max", "min", "prod", "any", "all")
-"""What can join the ranks' results along a letter that is cut; anything else is a function, ``@name``."""
+"""Reductions of the ranks' results along a sharded letter; others are functions, ``@name``."""
 
 _WORD = re.compile(
     r"(?P<bang>!?)(?:\[(?P<inner>!?)(?P<named>[a-z]\w*)(?P<new_named>'?)\]"
@@ -19,11 +19,11 @@ _WORD = re.compile(
 
 @lru_cache(maxsize=4096)
 def parse_pattern(text: str, joins: str = "", file: str = "<rule>") -> Pattern:
-    """Read a rule and, apart by commas, what joins the ranks' results along which letters.
+    """Parse a rule and its joins: the reductions of the ranks' results along letters, separated by commas.
 
     Raises:
-        SpecError: with a caret: a word that is none, a letter of the output that no operand has, a contracted letter
-            without a join.
+        SpecError: with a caret: a word is not a dim, no operand has a letter of the output, or a contracted letter has
+            no join.
 
     Example:
         >>> parse_pattern("b k, n k -> b n", "k sum").joins

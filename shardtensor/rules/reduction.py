@@ -1,4 +1,4 @@
-"""What a reduction over some dims does to a layout. Integers only."""
+"""The layout of a result of a reduction over dims. Integers only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardtensor.rules.propagate import with_dims
 
 @attrs.frozen
 class Reduction:
-    """How one reduction goes.
+    """How to run one reduction.
 
     Attributes:
-        layout: of the result, once joined.
-        axes: along which ranks hold different elements of what is reduced; empty when the reduction is local.
-        count: the number of elements that make one of the result.
-        dims: the dims to reduce of the local tensor; a packed one has a single dim.
+        layout: of the result, once reduced over `axes`.
+        axes: along which the reduced dims are sharded; empty if the reduction is local.
+        count: the number of elements that are reduced to one.
+        dims: the dims of the local tensor to reduce; a packed one has one dim.
     """
 
     layout: CutLayout
@@ -29,7 +29,7 @@ class Reduction:
 
 @lru_cache(maxsize=8192)
 def reduction(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Reduction | None:
-    """Return how to reduce `dims` (not negative, sorted); None where boxes written out must be gathered first.
+    """Return how to reduce `dims` (not negative, sorted); None if listed boxes must be gathered first.
 
     Example:
         >>> from shardtensor.layout.layout import DimCut

@@ -1,4 +1,4 @@
-"""Why the operands of a call cannot be used as they lie, and the cheapest ways to lay them out, for messages."""
+"""Error texts for operands whose layouts do not match: the reason, and the cheapest redistributions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardtensor.rules.propagate import cost, recipe_of
 from shardtensor.rules.rule import Rule
 
 WAYS = 3
-"""Ways out that a message tells at most."""
+"""The largest number of ways out that a message shows."""
 
 
 def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str]) -> str:
-    """Say in one line what keeps the operands from meeting where they lie.
+    """Return in one line why the operation cannot use the operands' layouts.
 
     Example:
         >>> from shardtensor.layout.pieces import chunked
@@ -36,9 +36,9 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
             continue
         if operand.ranks != base.ranks or operand.grid != base.grid:
             other = next(n for n, x in zip(names, operands, strict=True) if x is base)
-            return f"the {name} and the {other} lie on different ranks or grids"
+            return f"the {name} and the {other} are on different ranks or grids"
         if not isinstance(operand, CutLayout):
-            return f"the {name} is not cut along its dims"
+            return f"the {name} is not sharded along its dims"
         for letter, cut in zip(letters, operand.dims, strict=True):
             if cut is None:
                 continue
@@ -55,18 +55,18 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
                 if known != letter and not set(cut.axes).isdisjoint(other_cut.axes):
                     return f"{_axes(base, cut)} splits {known} in the {first} but {letter} in the {name}"
             seen.append((name, letter, cut))
-    return "the operands must be laid out anew"
+    return "the operands must be redistributed"
 
 
 class Way(NamedTuple):
-    """One way to lay the operands out: which of them get which layouts, and the result, perhaps still to be joined."""
+    """One way to redistribute the operands: their new layouts by number, and the result's layout (maybe partial)."""
 
     moves: tuple[tuple[int, CutLayout], ...]
     output: CutLayout
 
 
 def ways_out(rule: Rule, operands: Sequence[Layout | Shape], itemsizes: tuple[int, ...]) -> list[Way]:
-    """Return the ways to lay the operands out, those that `propagate` finds cheapest first."""
+    """Return the ways to redistribute the operands, the cheapest first."""
     base = base_of([operand for operand in operands if isinstance(operand, Layout)])
     choices = assignments(rule, operands, base)
     choices.sort(key=lambda choice: cost(rule, operands, choice, base, itemsizes))  # stable

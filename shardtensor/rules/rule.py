@@ -1,14 +1,14 @@
-"""What an operation does to layouts, as letters: ``b k, n k -> b n``.
+"""The sharding rule of an operation, in einsum's notation: ``b k, n k -> b n``.
 
-Each dim of an operand has a letter. A letter that several operands share must be cut alike in all of them; a letter
-that the output keeps is cut there too; a letter it lacks is contracted, and what is cut along it is left to reduce.
-An operand without the letter that an axis cuts is a copy along that axis, and its gradient there is an addend.
-This is einsum's notation (as in einops and in Shardy's sharding rules) with two marks of our own:
+Each dim of an operand has a letter. If several operands have a letter, it must be sharded in the same way in all of
+them, and the output is sharded so too. A letter that the output lacks is contracted: if it is sharded, the result is
+partial. An operand without the letter that an axis shards is replicated along that axis, and its gradient is partial.
+There are two marks beside einsum's notation (which einops and Shardy's sharding rules use too):
 
-* ``!k``: dim k must be whole (softmax over it, a sort along it);
-* ``1``: a dim of size 1 that broadcasts: whole, and no letter.
+* ``!k``: dim k must not be sharded (softmax over it, a sort along it);
+* ``1``: a dim of size 1 that is broadcast; it is not sharded and has no letter.
 
-A `Rule` is for operands of a certain number of dims; `shardtensor.rules.pattern` makes one from a row of the table.
+A `Rule` is for operands of fixed numbers of dims; `shardtensor.rules.pattern` makes one from a row of the table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Letters = tuple[str | None, ...]
 
 @attrs.frozen(cache_hash=True)
 class Rule:
-    """Letters of every operand and of the output, and the letters that must be whole.
+    """The letters of every operand and of the output.
 
     Attributes:
-        made: letters that only the output has, with their sizes (the dim that `cat` fills, a reduced dim that stays).
-        joins: for letters that the output lacks, what joins the ranks' results where it is not their sum; "none" where
-            nothing does, as each has the whole result.
+        whole: letters that must not be sharded.
+        made: letters that only the output has, with their sizes (the dim of `cat`, a reduced dim under ``keepdim``).
+        joins: for letters that the output lacks, the reduction of the ranks' results if it is not a sum; "none" if each
+            rank has the full result.
     """
 
     inputs: tuple[Letters, ...]
@@ -45,7 +46,7 @@ class Rule:
 
 @lru_cache(maxsize=4096)
 def parse_rule(text: str) -> Rule:
-    """Read what a rule prints as.
+    """Parse the text of a rule.
 
     Example:
         >>> rule = parse_rule("b k, n k -> b n")

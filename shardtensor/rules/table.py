@@ -1,14 +1,16 @@
-"""What every operation does to layouts: one row for each, and nothing else decides it.
+"""The sharding rule of each operation: one row for each.
 
-The columns, apart by ``|``: the names (all of torch's spellings of them: ``torch.add``, ``Tensor.add``, ``+``); the
-rule, in the words of `shardtensor.rules.pattern`; what joins the ranks' results along a letter that is cut, where the
-local operation alone does not do; the arguments of the call, where they are not just the operands. ``@name`` says that
-a function gives the answer: in the second column one of this package, ``@views.reshaped``, for operations whose layout
-is arithmetic; in the third one of `shardtensor.ops`, for results that no single reduction joins. ``gathers`` is for
-what needs the whole by its nature, and says why.
+The columns, separated by ``|``:
 
-To add a row: write it here; if it joins by a function of its own, register that with `shardtensor.ops.by_rule.joins`;
-give `tests/rules/makers.py` a call to test it by. `shardtensor ops` prints the table.
+1. the names; each means all of torch's spellings (``torch.add``, ``Tensor.add``, ``+``);
+2. the rule, as in `shardtensor.rules.pattern`; or ``@views.reshaped``, a function of this folder that returns the
+   layout; or ``gathers``, if the operation needs the full tensor, with the reason in the next column;
+3. how to reduce the ranks' results along a letter that is sharded: a reduction, or ``@name``, a function of
+   `shardtensor.ops`;
+4. the arguments of the call, if they are not only the operands.
+
+To add a row: write it here; if it needs a function, register that with `shardtensor.ops.by_rule.joins`; and add a call
+to `tests/rules/makers.py` to test it. `shardtensor ops` prints the table.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardtensor.rules.reading import parse_pattern
 from shardtensor.rules.rule import Rule
 
 TABLE = """
-# elementwise: numbers may stand for operands; `name_`, `out=` and operators too
+# elementwise: operands may be numbers; `name_`, `out=` and operators too
 
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil conj
   conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expit expm1 fix floor frac i0 i0e i1 i1e invert
@@ -43,7 +45,7 @@ add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift 
                                                                                        | ..., ... -> ...
 addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where                  | ..., ..., ... -> ...
 
-# dims that the call names
+# along the dims that the call selects
 
 softmax log_softmax softmin                | ... [d] -> ... [d]
                                            | d @exponentials | input, dim=, _stacklevel=3, dtype=
@@ -64,7 +66,7 @@ msort                                      | !d ... -> d ...
 tril triu                                  | ... r c -> ... r c
                                            | r @band, c @band | input, diagonal=0
 
-# reductions of the dims that the call names, all when it names none
+# reductions over the dims that the call selects, or all
 
 sum nansum                          | ... [d] -> ... | d sum           | input, dim=None, keepdim=False
 mean                                | ... [d] -> ... | d avg           | input, dim=None, keepdim=False
@@ -79,7 +81,7 @@ max min argmax argmin               | ... [d] -> ... | d @first_of_all | input, 
 logsumexp                           | ... [d] -> ... | d @itself_again | input, dim=, keepdim=False
 linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @itself_again | input, ord=, dim=None, keepdim=False
 
-# gathered by index, laid end to end
+# indexing by tensors, concatenation
 
 gather                                     | i... [d], i... [at] -> i... [at]  | d sum | input, dim=, index
 take_along_dim                             | i... [!d], i... [at] -> i... [at] |       | input, indices, dim=
@@ -120,7 +122,7 @@ isin                 | ..., !t -> ...                          |              | 
 einsum               | @einsum.einsum_rule
 tensordot            | @einsum.tensordot_rule
 
-# norms: over whole dims local, over cut ones two passes
+# norms: local over unsharded dims, two passes over sharded ones
 
 layer_norm | ... [n], n..., n... -> ... [n] | n @moments     | input, normalized_shape=, weight, bias, eps=
 rms_norm   | ... [n], n... -> ... [n]       | n @mean_square | input, normalized_shape=, weight, eps=
@@ -140,7 +142,7 @@ scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> .
 grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1 l/1 s/1 -> ... h l f
                              | | query, key, value, attn_mask
 
-# convolutions, pooling and padding: places are whole, batches and channels may be cut
+# convolutions, pooling and padding: batches and channels may be sharded, spatial dims not
 
 conv1d                                     | n? i !h, o i !k, o -> n? o h'               | i sum | input, weight, bias
 conv2d                                     | n? i !h !w, o i !k !l, o -> n? o h' w'      | i sum | input, weight, bias
@@ -174,7 +176,7 @@ im2col                                     | n? !c !h !w -> n? c' h'            
 col2im                                     | n? !c !h -> n? c' h' w'                     |       | input, output_size=
 padded                                     | ... [!d] -> ... [d']                        |       | input, dim=
 
-# losses: then their sum, or their mean, as `reduction` says
+# losses: before `reduction`
 
 F.multi_margin_loss                        | n? !c, n?, !c -> n?           |  | input, target, p=1, margin=1, weight
 F.multilabel_margin_loss                   | n? !c, n? !c -> n?            |  | input, target
@@ -188,7 +190,7 @@ binary_cross_entropy F.kl_div
 F.binary_cross_entropy_with_logits         | ..., ..., ..., ... -> ...     |  | input, target, weight, pos_weight
 F.poisson_nll_loss F.hinge_embedding_loss  | ..., ... -> ...               |  | input, target
 
-# linear algebra: batches may be cut, a single matrix is gathered
+# linear algebra: batches may be sharded, a single matrix is gathered
 
 linalg.inv inverse linalg.pinv pinverse
   linalg.cholesky linalg.matrix_exp
@@ -199,7 +201,7 @@ linalg.det det logdet slogdet
 linalg.svdvals linalg.eigvalsh             | ... !m !k -> ... k'             |  | input
 linalg.solve                               | ... !m !k, ... !k !n -> ... m n |  | input, other
 
-# views: elements stay where they are, or the view is a copy
+# views: without communication, or the view is a copy
 
 view reshape flatten unflatten ravel
   squeeze unsqueeze view_as reshape_as     | @views.reshaped
@@ -213,7 +215,7 @@ tensor_split hsplit vsplit dsplit          | @indexing.indexing
 Tensor.__getitem__ narrow select split
   split_with_sizes chunk unbind            | @indexing.indexing
 
-# copies, likenesses and random numbers: laid out as the operand is
+# copies, `*_like` and random numbers: in the operand's layout
 
 clone detach Tensor.contiguous real imag   | ... -> ...
 zeros_like ones_like empty_like full_like
@@ -224,10 +226,10 @@ Tensor.fill_ Tensor.zero_ Tensor.uniform_
 Tensor.copy_                               | ..., ... -> ...
 equal allclose                             | ..., ... -> ()  | ... all
 
-# what needs the whole
+# operations that need the full tensor
 
-view_as_real view_as_complex           | gathers | a view that crosses cuts in a way of its own
-linalg.svd svd linalg.eigh             | gathers | a factorization needs all of the matrix
+view_as_real view_as_complex           | gathers | a view over shard boundaries
+linalg.svd svd linalg.eigh             | gathers | a factorization needs the full matrix
 """
 
 
@@ -238,9 +240,9 @@ class Row:
     Attributes:
         names: as written; ``F.embedding`` means this one only, ``add`` all of torch's spellings.
         section: the heading above it.
-        pattern: None where a function gives the layout, or the operation gathers.
-        function: of this package, ``views.reshaped``; empty elsewhere.
-        reason: why the operation gathers; empty elsewhere.
+        pattern: None if a function returns the layout, or the operation gathers.
+        function: the name of that function, ``views.reshaped``, or empty.
+        reason: why the operation gathers, or empty.
     """
 
     names: tuple[str, ...]
@@ -251,21 +253,21 @@ class Row:
     reason: str = ""
 
     def rule(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
-        """The rule for operands of these shapes; None when they do not fit."""
+        """Return the rule for operands of these shapes; None if they do not fit."""
         return None if self.pattern is None else self.pattern.bind(shapes, dims, keepdim)
 
     @property
     def compute(self) -> Callable[..., Any]:
-        """The pure function that a row without letters names."""
+        """The function that `function` names."""
         module, name = self.function.split(".")
         return getattr(import_module(f"shardtensor.rules.{module}"), name)
 
 
 def row_of(names: str, rule: str, joins: str = "", call: str = "", section: str = "") -> Row:
-    """Read one row.
+    """Parse one row.
 
     Raises:
-        SpecError: with a caret, where the rule, the joins or the call cannot be read.
+        SpecError: with a caret: the rule, the joins or the call is wrong.
     """
     split = tuple(names.split())
     if rule.startswith("@"):
@@ -282,7 +284,7 @@ def _usual_call(pattern: Pattern) -> str:
 
 
 def read_table(text: str) -> dict[str, Row]:
-    """Read rows, apart by line; lines that begin with a space go on with the row above. Keys are names without dots."""
+    """Parse rows, one a line; a line that begins with a space continues the row above. Keys are names without dots."""
     rows: dict[str, Row] = {}
     section = ""
     for line in text.replace("\n ", " ").splitlines():
@@ -297,17 +299,17 @@ def read_table(text: str) -> dict[str, Row]:
 
 _TABLE = read_table(TABLE)
 ROWS = dict(_TABLE)
-"""Every name's row. `shardtensor.register_op` adds to it."""
+"""The row of each name. `shardtensor.register_op` adds rows."""
 
 
 def rule_of(
     name: str, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False
 ) -> Rule | None:
-    """The rule of an operation for operands of these shapes; None when they do not fit. Cached.
+    """Return the rule of an operation for operands of these shapes; None if they do not fit. Cached.
 
     Args:
-        shapes: of the operands in order; None for one that the call does without.
-        dims: that the call names, counted from the front, sorted.
+        shapes: of the operands in order; None for an operand that the call does not pass.
+        dims: the dims that the call selects, counted from the front, sorted.
 
     Example:
         >>> str(rule_of("matmul", ((5, 2, 3), (3, 4))))
@@ -317,5 +319,5 @@ def rule_of(
 
 
 def rows() -> tuple[Row, ...]:
-    """The rows of the table in order, each once; not those that were registered."""
+    """Return the rows of the table in order, without registered ones."""
     return tuple(dict.fromkeys(_TABLE.values()))

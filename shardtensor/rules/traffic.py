@@ -1,4 +1,4 @@
-"""How much a rank receives when a tensor is laid out anew: the elements it needs and does not hold. Integers only."""
+"""The elements that a rank receives in a redistribution: those that it needs and does not hold. Integers only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
 
 EVERY = 8
-"""Grids of at most this many ranks are gone through; of larger ones, this many ranks stand for all."""
+"""On grids of up to this many ranks all ranks are counted; on larger ones, a sample of this many."""
 
 
 @lru_cache(maxsize=8192)
 def received(source: Layout, target: Layout) -> int:
-    """The elements that the rank which receives most must be sent to hold its part of `target`, holding `source`.
+    """Return the largest number of elements that a rank receives from `source` to `target`.
 
-    The same on every rank that asks. Exact on grids of up to eight ranks; on larger ones eight ranks stand for all.
+    The result is the same on every rank. It is exact on grids of up to eight ranks; on larger ones it is that of a
+    sample of eight ranks.
 
     Example:
         >>> from shardtensor.layout.layout import DimCut, replicated
@@ -32,23 +33,23 @@ def received(source: Layout, target: Layout) -> int:
         return 0
     if isinstance(target, CutLayout):
         return received_over(source, target.ranks, target.grid, target.dims)
-    return max(_by_boxes(source, target, rank) for rank in _standing_for_all(target.ranks))
+    return max(_by_boxes(source, target, rank) for rank in _sampled_ranks(target.ranks))
 
 
 def received_over(source: Layout, ranks: Ranks, grid: tuple[int, ...], dims: tuple[DimCut | None, ...]) -> int:
-    """`received`, where the target has the dims of `source` cut as `dims` over a grid."""
-    asked = _standing_for_all(ranks)
+    """Return `received` for a target that has the shape of `source` and the cuts `dims` over a grid."""
+    sampled = _sampled_ranks(ranks)
     if isinstance(source, CutLayout):
         if source.dims == dims and source.ranks == ranks and source.grid == grid:
             return 0
-        return _dim_by_dim(source, ranks, grid, dims, asked)
+        return _dim_by_dim(source, ranks, grid, dims, sampled)
     target = CutLayout(shape=source.shape, ranks=ranks, grid=grid, dims=dims)
-    return max(_by_boxes(source, target, rank) for rank in asked)
+    return max(_by_boxes(source, target, rank) for rank in sampled)
 
 
 @lru_cache(maxsize=64)
-def _standing_for_all(ranks: Ranks) -> Ranks:
-    """All ranks, or the first, the last and six spread by the golden ratio, so that no grid has them on a diagonal."""
+def _sampled_ranks(ranks: Ranks) -> Ranks:
+    """Return all ranks, or the first, the last and six between them, spaced irregularly (by the golden ratio)."""
     count = len(ranks)
     if count <= EVERY:
         return ranks
@@ -57,20 +58,20 @@ def _standing_for_all(ranks: Ranks) -> Ranks:
 
 
 def _dim_by_dim(
-    source: CutLayout, ranks: Ranks, grid: tuple[int, ...], dims: tuple[DimCut | None, ...], asked: Ranks
+    source: CutLayout, ranks: Ranks, grid: tuple[int, ...], dims: tuple[DimCut | None, ...], sampled: Ranks
 ) -> int:
-    """The most that one of `asked` needs and does not hold: both are products of what it has of each dim."""
-    count = len(asked)
+    """Return the largest number of elements that a sampled rank lacks: products of the sizes along each dim."""
+    count = len(sampled)
     needed = [1] * count
-    shared = [1] * count if source.ranks == ranks else [int(rank in source.ranks) for rank in asked]
+    shared = [1] * count if source.ranks == ranks else [int(rank in source.ranks) for rank in sampled]
     for size, have, want in zip(source.shape, source.dims, dims, strict=True):
         if want is None:
             needed = [n * size for n in needed]
         if have is None and want is None:
             shared = [n * size for n in shared]
             continue
-        here = _spans(have, source.ranks, source.grid, asked) if have is not None else None
-        there = _spans(want, ranks, grid, asked) if want is not None else None
+        here = _spans(have, source.ranks, source.grid, sampled) if have is not None else None
+        there = _spans(want, ranks, grid, sampled) if want is not None else None
         if there is not None:
             needed = list(map(mul, needed, there[1]))
         if here is None or there is None or here is there:
@@ -82,11 +83,11 @@ def _dim_by_dim(
 
 @lru_cache(maxsize=8192)
 def _spans(
-    cut: DimCut, ranks: Ranks, grid: tuple[int, ...], asked: Ranks
+    cut: DimCut, ranks: Ranks, grid: tuple[int, ...], sampled: Ranks
 ) -> tuple[list[tuple[Interval, ...]], list[int]]:
-    """The intervals of a cut dim that each rank in `asked` holds, and how many elements they are."""
+    """Return the intervals of a dim that each sampled rank holds, and their numbers of elements."""
     found: list[tuple[Interval, ...]] = []
-    for place in _places(ranks, grid, asked):
+    for place in _places(ranks, grid, sampled):
         if place is None:
             found.append(())
             continue
@@ -98,8 +99,8 @@ def _spans(
 
 
 @lru_cache(maxsize=1024)
-def _places(ranks: Ranks, grid: tuple[int, ...], asked: Ranks) -> tuple[tuple[int, ...] | None, ...]:
-    return tuple(coordinate(ranks, grid, rank) for rank in asked)
+def _places(ranks: Ranks, grid: tuple[int, ...], sampled: Ranks) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(coordinate(ranks, grid, rank) for rank in sampled)
 
 
 def _common(a: tuple[Interval, ...], b: tuple[Interval, ...]) -> int:

@@ -1,4 +1,4 @@
-"""What a view does to a layout: reshaped groups of dims, slices of cut dims. Integers only."""
+"""The layouts of views: reshapes, slices, permutations, expansions. Integers only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtensor.rules.propagate import with_dims
 
 
 def scaled(pieces: Pieces, factor: int) -> Pieces:
-    """The pieces of a dim whose every element becomes `factor` elements.
+    """Return the shards of a dim in which each element becomes `factor` elements.
 
     Example:
         >>> [scaled(Stepped(5, 2, 3), 4).interval(i) for i in range(2)]
@@ -27,7 +27,7 @@ def scaled(pieces: Pieces, factor: int) -> Pieces:
 
 
 def divided(pieces: Pieces, factor: int) -> Pieces | None:
-    """The pieces of a dim whose every `factor` elements become one; None when a piece ends within such a group."""
+    """Return the shards of a dim in which each `factor` elements become one; None if a shard ends between them."""
     if factor == 1:
         return pieces
     if isinstance(pieces, Blocked):
@@ -42,7 +42,7 @@ def divided(pieces: Pieces, factor: int) -> Pieces | None:
 
 
 def clipped(pieces: Pieces, start: int, stop: int, step: int) -> Pieces | None:
-    """The pieces of ``range(start, stop, step)`` of a dim, each where it lies; None for several stretches a piece.
+    """Return the shards of ``range(start, stop, step)`` of a dim, without communication; None for blocked shards.
 
     Example:
         >>> [clipped(Stepped(8, 4, 2), 1, 7, 2).size(i) for i in range(4)]
@@ -54,17 +54,17 @@ def clipped(pieces: Pieces, start: int, stop: int, step: int) -> Pieces | None:
 
 
 def taken(a: int, b: int, start: int, stop: int, step: int) -> tuple[int, int]:
-    """Where in ``[a, b)`` the first element of ``range(start, stop, step)`` lies, and how many of them do."""
+    """Return the offset in ``[a, b)`` of the first element of ``range(start, stop, step)``, and their number there."""
     first = start + max(0, -(-(a - start) // step)) * step
     return first - a, max(0, -(-(min(b, stop) - first) // step))
 
 
 @lru_cache(maxsize=8192)
 def reshaped(layout: CutLayout, shape: Shape) -> CutLayout | None:
-    """The layout of a tensor reshaped to `shape` with every element where it is; None when elements would move.
+    """Return the layout of a tensor reshaped to `shape` without communication; None if elements would have to move.
 
-    Dims fall into groups that hold the same elements before and after. A cut dim must be the outermost of its group
-    (only dims of size 1 before it), and the pieces must end where an element of the new outermost dim ends.
+    Dims form groups that hold the same elements before and after. A sharded dim must be the outermost of its group
+    (only dims of size 1 before it), and each shard must be a whole number of elements of the new outermost dim.
     """
     before, dims = layout.shape, layout.dims
     out: list[DimCut | None] = []
@@ -111,13 +111,13 @@ def _regroup(before: Shape, dims: tuple[DimCut | None, ...], shape: Shape) -> li
 
 @lru_cache(maxsize=8192)
 def permuted(layout: CutLayout, order: tuple[int, ...]) -> CutLayout:
-    """The layout with its dims in another order."""
+    """Return the layout with its dims in another order."""
     return with_dims(layout, tuple(layout.shape[d] for d in order), tuple(layout.dims[d] for d in order))
 
 
 @lru_cache(maxsize=8192)
 def expanded(layout: CutLayout, shape: Shape) -> CutLayout | None:
-    """The layout of a tensor broadcast to `shape`; None where a cut dim, of size 1, would grow."""
+    """Return the layout of a tensor broadcast to `shape`; None if a sharded dim, of size 1, would grow."""
     new = len(shape) - len(layout.shape)
     grown = zip(layout.shape, shape[new:], layout.dims, strict=True)
     if any(cut is not None and n != m for n, m, cut in grown):
@@ -127,7 +127,7 @@ def expanded(layout: CutLayout, shape: Shape) -> CutLayout | None:
 
 @lru_cache(maxsize=8192)
 def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
-    """The layout of a tensor repeated along its dims, and new ones in front; None where a cut dim would be."""
+    """Return the layout of a tensor repeated along its dims and new ones in front; None for a sharded dim."""
     new = len(times) - len(layout.shape)
     if any(n != 1 and cut is not None for n, cut in zip(times[new:], layout.dims, strict=True)):
         return None
@@ -137,7 +137,7 @@ def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
 
 @lru_cache(maxsize=4096)
 def windows(layout: CutLayout, dim: int, count: int, size: int) -> CutLayout | None:
-    """The layout of `count` windows of `size` along a dim, which are a new last dim; None where the dim is cut."""
+    """Return the layout of `count` windows along a dim, with a new last dim of `size`; None if the dim is sharded."""
     if layout.dims[dim] is not None:
         return None
     shape = (*(count if d == dim else n for d, n in enumerate(layout.shape)), size)
@@ -146,7 +146,7 @@ def windows(layout: CutLayout, dim: int, count: int, size: int) -> CutLayout | N
 
 @lru_cache(maxsize=4096)
 def on_diagonal(layout: CutLayout, dims: tuple[int, int], count: int) -> CutLayout | None:
-    """The layout of the diagonal of two dims, which is a new last dim; None where one of them is cut."""
+    """Return the layout of the diagonal of two dims, which is a new last dim; None if one of them is sharded."""
     if any(layout.dims[d] is not None for d in dims):
         return None
     kept = [d for d in range(len(layout.shape)) if d not in dims]

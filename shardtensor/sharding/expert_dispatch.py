@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
 from shardtensor.parallel.expert_places import place
 from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, stacked
@@ -53,7 +53,7 @@ def dispatch_to_experts(
         twin, called = stacked_twin(module, _STACKS, top_k)
         gate_up, down = (twin.get_parameter(name) for name in _STACKS)
         asked = f"dispatch({', '.join(axes)}, top_k={top_k})"
-        ways = {asked: lambda: _through_stacks(called, (gate_up, down), (count,), LoneGroup(), activation)}
+        ways = {asked: lambda: _through_stacks(called, (gate_up, down), (count,), SingleRankGroup(), activation)}
         refuse_another_result(site, lambda: twin(*called), asked, ways)
         return Use(
             lambda: _dispatching(module, StackedExperts, Dispatch(site.team(axes), count, activation=activation))
@@ -90,7 +90,7 @@ def _refuse_another_forward(
     twin, states = listed_twin(site.module)
 
     def given(normalize: bool, logits: bool) -> Any:
-        handle = _dispatching(twin, ListedExperts, Dispatch(LoneGroup(), count, top_k, normalize, logits))
+        handle = _dispatching(twin, ListedExperts, Dispatch(SingleRankGroup(), count, top_k, normalize, logits))
         try:
             return twin(states)
         finally:

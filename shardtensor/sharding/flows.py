@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardtensor.comm.along_dim import Stretches
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout
 from shardtensor.parallel.layers import LayerFlow, fused
@@ -39,7 +39,7 @@ class Binder:
             if self.group.mesh is not None:
                 self.group.mesh.refuse_unknown(axes, PlanError)
             return self.group
-        return team_along(self.group, axes, PlanError)
+        return group_along(self.group, axes, PlanError)
 
     def move(self, steps: Iterable[Change], sizes: Sizes | None = None) -> Move:
         """The steps along the groups."""
@@ -66,7 +66,7 @@ class Binder:
         known = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
         if known is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
-        stretches = Stretches(step.dim, known, cut.balanced)
+        stretches = DimSizes(step.dim, known, cut.balanced)
         if step.kind == "gather":
             return Gather(team, stretches, step.sums)
         return SumScatter(team, stretches) if step.kind == "sum_scatter" else Take(team, stretches)

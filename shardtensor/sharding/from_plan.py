@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, seen_on
+from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.errors import LayoutError, PlanError
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import Mesh
@@ -50,7 +50,7 @@ def group_of(plan: Plan, group: Group) -> Group:
             f"load it for this world: load_plan(..., world={group.size})",
         )
     if group.mesh is None:
-        return group if len(mesh.axes) == 1 else seen_on(group, Mesh(mesh.axes, group.ranks))
+        return group if len(mesh.axes) == 1 else group_on_mesh(group, Mesh(mesh.axes, group.ranks))
     wrong = [name for name, size in group.mesh.axes if name not in plan.axes.names or plan.axes.size(name) != size]
     leaves = plan.axes.leaves(name for name in group.mesh.names if name in plan.axes.names)
     if wrong or [axis for axis in mesh.names if axis in leaves] != list(leaves):
@@ -59,7 +59,7 @@ def group_of(plan: Plan, group: Group) -> Group:
             {"the plan's mesh": str(mesh), "the group's mesh": str(group.mesh)},
             ["give the default group: the plan makes its axes", "make the DeviceMesh with the axes of the plan"],
         )
-    return group if group.mesh.axes == mesh.axes else seen_on(group, Mesh(mesh.axes, group.mesh.ranks))
+    return group if group.mesh.axes == mesh.axes else group_on_mesh(group, Mesh(mesh.axes, group.mesh.ranks))
 
 
 def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Work:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from shardtensor.comm.group import Group, team_along
+from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import PlanError
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
@@ -39,7 +39,7 @@ class Site:
 
     def team(self, axes: str | Iterable[str]) -> Group:
         """The ranks along some axes of the plan. All ranks ask for it, and only when the hook is applied."""
-        return team_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
+        return group_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
 
     def refused(
         self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()

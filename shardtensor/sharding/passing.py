@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.fused_linear import is_large
@@ -31,13 +31,13 @@ class Wrapping:
     """Makes ShardedTensors of local values, for a module that may do anything with them and with its parameters."""
 
     spec: Spec
-    stretches: tuple[tuple[Group, Stretches], ...]
+    stretches: tuple[tuple[Group, DimSizes], ...]
     group: Group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
         for team, stretches in self.stretches:
-            shape[stretches.dim] = sum(stretches.of_own(x, team))
+            shape[stretches.dim] = sum(stretches.of_local(x, team))
         layout = bind_named(self.spec, tuple(shape), mesh_of(self.group))
         return x if layout.is_replicated else wrap(x, layout, self.spec, self.group)
 

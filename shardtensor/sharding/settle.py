@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from shardtensor.comm.along_dim import Stretches
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.errors import PlanError
 from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
 from shardtensor.plan.flows.flow import Axes, Flow, changes, cuts
@@ -151,7 +151,7 @@ def _container(
         moves[name] = binder.move(changes(flow, () if has_tensors else addends))
         if has_tensors and cuts(flow.after):
             stretches = tuple(
-                (team, Stretches(dim, cut.sizes, cut.balanced))
+                (team, DimSizes(dim, cut.sizes, cut.balanced))
                 for dim, cut in cuts(flow.after).items()
                 if (team := binder.team(cut.axes)) is not None
             )

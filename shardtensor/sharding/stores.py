@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, seen_on, team_along
+from shardtensor.comm.group import Group, group_along, group_on_mesh
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.lifecycle import release
@@ -117,7 +117,7 @@ def _size(group: Group, axes: Sequence[str]) -> int:
 def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str) -> Group:
     """The data ranks, those along `axes` as one axis, which is cut, and the rest of `data` before it, which repeats."""
     rest = tuple(axis for axis in data if axis not in axes)
-    team = team_along(group, (*rest, *axes))
+    team = group_along(group, (*rest, *axes))
     if team.size == 1:
         return team
     ranks = tuple(team.ranks)
@@ -125,7 +125,7 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str)
         ranks = group.mesh.ranks_along(group.rank, [group.mesh.names.index(axis) for axis in (*rest, *axes)])
     copies = _size(group, rest) if rest else 1
     grid = ((name, len(ranks)),) if copies == 1 else (("copies", copies), (name, len(ranks) // copies))
-    return seen_on(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
+    return group_on_mesh(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 
 def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""What the members of one group bring to their collectives, and whether it fits together."""
+"""The collectives of one simulated group: the calls of its members, and their common result."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shardtensor.mesh import Ranks
 
 @attrs.frozen
 class Call:
-    """One rank's part in a collective.
+    """One rank's call of a collective.
 
     Attributes:
         name: of the collective.
         text: its arguments, for messages.
-        alike: what has to be equal on all members.
-        brought: what it gives the others.
-        combine: from what all brought, in group order, to what each may read; it must not keep their memory.
-        check: from all calls to what is wrong with them, or "".
+        signature: must be equal on all members.
+        data: what this rank sends.
+        combine: makes the common result from the data of all, in group order; it must not keep their memory.
+        check: returns what is wrong with the calls of all members, or "".
     """
 
     name: str
     text: str
-    alike: tuple[Any, ...]
-    brought: Any
+    signature: tuple[Any, ...]
+    data: Any
     combine: Callable[[Sequence[Any]], Any]
     check: Callable[[Sequence[Call]], str] | None = None
 
@@ -36,17 +36,16 @@ class Call:
 
 
 class Slot:
-    """One collective of a group: the calls of its members, in group order, and once all are there what they made."""
+    """One collective of a group: the calls of its members, in group order, and the result once all have called."""
 
-    __slots__ = ("board", "calls", "channel", "fault", "left", "sites")
+    __slots__ = ("calls", "channel", "fault", "left", "result")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.calls: list[Call | None] = [None] * len(channel.ranks)
         self.left = len(channel.ranks)
-        self.board: Any = None
+        self.result: Any = None
         self.fault: Callable[[], BaseException] | None = None
-        self.sites: dict[int, str] = {}  # of ranks that went on after they had called
 
     @property
     def is_settled(self) -> bool:
@@ -55,24 +54,24 @@ class Slot:
     def has(self, rank: int) -> bool:
         return self.calls[self.channel.ranks.index(rank)] is not None
 
-    def put(self, index: int, call: Call) -> None:
+    def add(self, index: int, call: Call) -> None:
         """Add a member's call."""
         self.calls[index] = call
         self.left -= 1
 
     def combine(self) -> None:
-        """Make what all may read, once all have called. Keeps nothing of the tensors they brought."""
+        """Compute the result, once all have called. It keeps none of their tensors."""
         calls = self.all_calls()
         with torch.no_grad():
-            self.board = calls[0].combine([call.brought for call in calls])
+            self.result = calls[0].combine([call.data for call in calls])
 
     def all_calls(self) -> list[Call]:
-        """The calls that are there, in group order."""
+        """Return the calls made so far, in group order."""
         return [call for call in self.calls if call is not None]
 
 
 class Channel:
-    """The collectives of the ranks of one group, in the order in which each of them calls."""
+    """The collectives of one group, each matched by its number in the order of each rank's calls."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -80,14 +79,14 @@ class Channel:
         self._slots: dict[int, Slot] = {}
 
     def next_slot(self, index: int) -> Slot:
-        """The slot of a member's next collective."""
+        """Return the slot of a member's next collective."""
         number = self._made[index]
         self._made[index] += 1
         slot = self._slots.setdefault(number, Slot(self))
         if min(self._made) > number:
-            del self._slots[number]  # all members have it
+            del self._slots[number]  # all members have called
         return slot
 
     def open_slots(self) -> list[Slot]:
-        """Those that lack the call of a member."""
+        """Return the slots that lack the call of a member."""
         return list(self._slots.values())

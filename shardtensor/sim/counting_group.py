@@ -1,4 +1,4 @@
-"""A `Group` that moves nothing and counts what would move, for worlds of any size."""
+"""A `Group` that sends nothing and counts the bytes, for worlds of any size."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.group import Done, Group, LoneGroup, Pending, check_reduction
-from shardtensor.comm.parted import Parted
-from shardtensor.comm.regain import reduce
-from shardtensor.comm.torch_group import OutsideGroup
+from shardtensor.comm.base_group import BaseGroup
+from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 Count = Callable[[str, Ranks, int, int], None]
-"""Takes a collective's name, its group, and the bytes that this rank sends and receives."""
+"""Called with a collective's name, its group, and the bytes that this rank sends and receives."""
 
 
-class CountingGroup(Parted):
-    """One rank's view of a group whose other members are not there: they bring zeros, and to a reduction nothing.
+class CountingGroup(BaseGroup):
+    """One rank of a group whose other members do not exist.
 
-    Results have the shapes and dtypes of real ones; meta tensors are fine. Bytes are those of the data itself: of
-    what a rank must send and receive when reductions and gathers run as rings, without what a backend adds to uneven
-    parts to make them even.
+    A gather returns zeros for them, and a reduction returns this rank's values. Shapes and dtypes are right; meta
+    tensors can be used. The bytes are those that a rank sends and receives if gathers and reductions are rings,
+    without a backend's padding of uneven parts.
     """
 
     def __init__(self, rank: int, ranks: Ranks, count: Count, device_type: str = "cpu") -> None:
@@ -32,7 +31,7 @@ class CountingGroup(Parted):
         self.rank, self.ranks, self.count, self.device_type = rank, ranks, count, device_type
         self.size = len(ranks)
         self.index = ranks.index(rank)
-        self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
+        self.process_group: Any = self  # `as_group` accepts it
         self.mesh: Mesh | None = None
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -46,7 +45,7 @@ class CountingGroup(Parted):
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         counts = [t.numel()] * self.size if counts is None else counts
-        assert counts[self.index] == t.numel(), "this rank brings other than its count"
+        assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         received = (sum(counts) - t.numel()) * t.element_size()
         self.count("all_gather", self.ranks, _bytes(t) * (self.size - 1), received)
         return self._with_own(t, counts)
@@ -78,7 +77,7 @@ class CountingGroup(Parted):
         recv[src_index] = count
         own = like.new_zeros(count)
         if self.index == src_index:
-            assert parts is not None, "the source brings the parts"
+            assert parts is not None, "the source gives the parts"
             send = [part.numel() for part in parts]
             own = parts[self.index].detach().reshape(-1).to(like.device, like.dtype, copy=True)
         self._count_route("scatter", like, send, recv)
@@ -105,23 +104,23 @@ class CountingGroup(Parted):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
-            return OutsideGroup(self.rank, ranks)
+            return NonMemberGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank, device_type=self.device_type)
+            return SingleRankGroup(self.rank, device_type=self.device_type)
         if len(ranks) == self.size:
             return self
         return CountingGroup(self.rank, as_ranks(ranks), self.count, self.device_type)
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         group = CountingGroup(self.rank, self.ranks, self.count, self.device_type)
-        group._seen(self, mesh, axes)
+        group._share_subgroups(self, mesh, axes)
         return group
 
     def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return flat.detach().reshape(-1).narrow(0, sum(counts[: self.index]), counts[self.index])
 
     def _with_own(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Zeros for all members, but this rank's own part in its place."""
+        """Return this rank's elements in their range, and zeros for the other members."""
         whole = own.new_zeros(sum(counts))
         self._own(whole, counts).copy_(own.detach().reshape(-1))
         return whole
@@ -138,4 +137,4 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-copyreg.pickle(CountingGroup, reduce)
+copyreg.pickle(CountingGroup, reduce_group)

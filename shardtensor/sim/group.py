@@ -10,18 +10,17 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.group import Group, LoneGroup, Pending, check_reduction, overwrite
-from shardtensor.comm.parted import Parted
-from shardtensor.comm.regain import reduce
-from shardtensor.comm.torch_group import OutsideGroup
-from shardtensor.comm.wire import Wire
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.base_group import BaseGroup
+from shardtensor.comm.group import Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
+from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World
 
-# Tensors of all devices meet as they are; sums are made in the dtypes that gloo and NCCL make them in.
-_WIRE = Wire.of_backends("cpu:gloo,cuda:nccl", None)
-_WIRE = attrs.evolve(_WIRE, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
+# Tensors stay on their devices; sums have the dtypes of gloo and NCCL.
+_SUPPORT = BackendSupport.of_backends("cpu:gloo,cuda:nccl", None)
+_SUPPORT = attrs.evolve(_SUPPORT, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -32,11 +31,11 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class SimGroup(Parted):
-    """Two or more ranks of a simulated world; `as_group()` gives it inside of `simulate`.
+class SimGroup(BaseGroup):
+    """Two or more ranks of a simulated world; inside `simulate`, `as_group()` returns it.
 
-    What it returns and what it writes in place is as of a `TorchGroup`: results are fresh tensors, and a reduction in
-    place of a tensor that a backend takes as it is leaves the version counter alone. Sums are made in group order.
+    It behaves as a `TorchGroup`: results are new tensors, and the version counter of a tensor that is reduced in place
+    changes only if a backend would have to convert it. Sums are computed in group order.
     """
 
     device_type = "cpu"
@@ -45,7 +44,7 @@ class SimGroup(Parted):
         super().__init__()
         self._number = twin
         self.world, self.member = world, member
-        self.process_group: Any = self  # `as_group` takes it wherever it takes a process group
+        self.process_group: Any = self  # `as_group` accepts it
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = member.rank
@@ -54,9 +53,9 @@ class SimGroup(Parted):
         self._twin: SimGroup | None = None
 
     def _post(
-        self, name: str, text: str, alike: tuple[Any, ...], brought: Any, combine: Any, check: Any = None
+        self, name: str, text: str, signature: tuple[Any, ...], data: Any, combine: Any, check: Any = None
     ) -> Slot:
-        call = Call(name, text, (name, *alike), brought, combine, check)
+        call = Call(name, text, (name, *signature), data, combine, check)
         return self.world.post(self.member, self.ranks, call, self._number)
 
     def _collect(self, *args: Any) -> Any:
@@ -71,15 +70,15 @@ class SimGroup(Parted):
         check_reduction(op, t.dtype)
         slot = self._post(
             *("all_reduce", f"{op} of {_elements(t)}", (op, t.numel(), t.dtype)),
-            *(_product_terms(t) if op == "prod" else _WIRE.to_reduce(t), lambda terms: _reduced(terms, op)),
+            *(_product_terms(t) if op == "prod" else _SUPPORT.to_reduce(t), lambda terms: _reduced(terms, op)),
         )
 
-        def take(total: torch.Tensor) -> torch.Tensor:
-            as_is = (t.is_cuda, t.dtype, "sum") in _WIRE.reduced_as_is and t.is_contiguous()
-            _overwrite(t, _WIRE.from_reduce(total, t), as_is)
+        def finish(total: torch.Tensor) -> torch.Tensor:
+            as_is = (t.is_cuda, t.dtype, "sum") in _SUPPORT.reduced_as_is and t.is_contiguous()
+            _overwrite(t, _SUPPORT.from_reduce(total, t), as_is)
             return t
 
-        return _Started(self, slot, take)
+        return _Started(self, slot, finish)
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return self.reduce_scatter_async(flat, counts).wait()
@@ -91,17 +90,17 @@ class SimGroup(Parted):
         assert sum(counts) == flat.numel(), "counts must add up to the elements given"
         slot = self._post(
             *("reduce_scatter", f"{_elements(flat)} as {_counts(counts)}", (tuple(counts), flat.dtype)),
-            *(_WIRE.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
+            *(_SUPPORT.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
         )
         scale = 2 if flat.dtype.is_complex else 1
         return _Started(
-            self, slot, lambda total: _WIRE.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
+            self, slot, lambda total: _SUPPORT.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
         )
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
         return _Into(out, self.reduce_scatter_async(flat))
 
-    # -- moves --------------------------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return self._start_all_gather(t, counts).wait()
@@ -111,12 +110,12 @@ class SimGroup(Parted):
 
     def _start_all_gather(self, t: torch.Tensor, counts: Sequence[int] | None) -> Pending:
         counts = [t.numel()] * self.size if counts is None else list(counts)
-        assert counts[self.index] == t.numel(), "this rank brings other than its count"
+        assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         slot = self._post(
             *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
-            *(_WIRE.to_move(t), _joined),
+            *(_SUPPORT.to_move(t), _concatenated),
         )
-        return _Started(self, slot, lambda joined: _WIRE.from_move(joined.clone(), t))
+        return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
 
     def all_to_all(
         self,
@@ -137,18 +136,20 @@ class SimGroup(Parted):
         flat: torch.Tensor,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        alike: tuple[Any, ...] = (),
+        signature: tuple[Any, ...] = (),
     ) -> torch.Tensor:
-        brought = (_WIRE.to_move(flat), list(send_counts), list(recv_counts))
-        sent = self._collect(name, text, (flat.dtype, *alike), brought, _kept, self._unmatched)
-        scale = _WIRE.elements_per_item(flat.dtype)
-        return _WIRE.from_move(_joined([_range(data, counts, self.index, scale) for data, counts in sent]), flat)
+        data = (_SUPPORT.to_move(flat), list(send_counts), list(recv_counts))
+        sent = self._collect(name, text, (flat.dtype, *signature), data, _copied, self._unmatched)
+        scale = _SUPPORT.elements_per_item(flat.dtype)
+        return _SUPPORT.from_move(
+            _concatenated([_range(data, counts, self.index, scale) for data, counts in sent]), flat
+        )
 
     def _unmatched(self, calls: Sequence[Call]) -> str:
-        """Which member expects another number of elements than its peer sends."""
+        """Describe the first pair of members of which one sends more or fewer elements than the other expects."""
         for i, sender in enumerate(calls):
             for j, receiver in enumerate(calls):
-                sends, expects = sender.brought[1][j], receiver.brought[2][i]
+                sends, expects = sender.data[1][j], receiver.data[2][i]
                 if sends != expects:
                     return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
         return ""
@@ -160,7 +161,7 @@ class SimGroup(Parted):
         recv[src_index] = count
         flat = like.new_empty(0)
         if self.index == src_index:
-            assert parts is not None, "the source brings the parts"
+            assert parts is not None, "the source gives the parts"
             assert len(parts) == self.size, "one part for each member"
             flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
             send = [part.numel() for part in parts]
@@ -170,10 +171,10 @@ class SimGroup(Parted):
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self._collect(
             *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
-            *(_WIRE.to_move(t), lambda all_sent: all_sent[src_index].clone()),
+            *(_SUPPORT.to_move(t), lambda all_sent: all_sent[src_index].clone()),
         )
         if self.index != src_index:
-            _overwrite(t, _WIRE.from_move(sent, t), (t.is_cuda, t.dtype) in _WIRE.moved_as_is)
+            _overwrite(t, _SUPPORT.from_move(sent, t), (t.is_cuda, t.dtype) in _SUPPORT.moved_as_is)
         return t
 
     # -- small exchanges ----------------------------------------------------------------------------------------
@@ -193,9 +194,9 @@ class SimGroup(Parted):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
-            return OutsideGroup(self.rank, ranks)
+            return NonMemberGroup(self.rank, ranks)
         if len(ranks) == 1:
-            return LoneGroup(self.rank)
+            return SingleRankGroup(self.rank)
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
     def twin(self) -> Group:
@@ -205,7 +206,7 @@ class SimGroup(Parted):
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)
-        group._seen(self, mesh, axes)
+        group._share_subgroups(self, mesh, axes)
         return group
 
     def __repr__(self) -> str:
@@ -213,22 +214,22 @@ class SimGroup(Parted):
 
 
 class _Started:
-    """A collective that this rank has brought its part to; `take` makes the result of what all brought."""
+    """A started collective; `finish` makes this rank's result from the common one."""
 
-    __slots__ = ("group", "result", "slot", "take")
+    __slots__ = ("finish", "group", "result", "slot")
 
-    def __init__(self, group: SimGroup, slot: Slot, take: Callable[[Any], torch.Tensor]) -> None:
-        self.group, self.slot, self.take = group, slot, take
+    def __init__(self, group: SimGroup, slot: Slot, finish: Callable[[Any], torch.Tensor]) -> None:
+        self.group, self.slot, self.finish = group, slot, finish
         self.result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         if self.result is None:
-            self.result = self.take(self.group.world.wait(self.group.member, self.slot))
+            self.result = self.finish(self.group.world.wait(self.group.member, self.slot))
         return self.result
 
 
 class _Into:
-    """A collective that writes what it makes into a tensor."""
+    """A started collective that writes its result into a tensor."""
 
     __slots__ = ("out", "started")
 
@@ -240,7 +241,7 @@ class _Into:
 
 
 def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:
-    # Backends write what they take as it is without counting a version.
+    # A backend writes without a change of the version counter; the copy of a converted result changes it.
     (t.data if as_is else t.detach()).copy_(flat.view(t.shape))
 
 
@@ -254,24 +255,20 @@ def _reduced(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _product_terms(t: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as they are: the wire's pairs of reals add up, but do not multiply."""
-    return t.detach().resolve_conj().reshape(-1) if t.is_complex() else _WIRE.to_reduce(t)
+    """Return complex numbers unconverted: as pairs of reals, like for sums, a product would be wrong."""
+    return t.detach().resolve_conj().reshape(-1) if t.is_complex() else _SUPPORT.to_reduce(t)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
-def _kept(brought: Sequence[tuple[torch.Tensor, list[int], list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
-    return [(sent.clone(), counts) for sent, counts, _ in brought]
-
-
-def _kept_lists(brought: Sequence[tuple[list[torch.Tensor], list[int], list[int]]]) -> list[list[torch.Tensor]]:
-    return [[piece.clone() for piece in pieces] for pieces, _, _ in brought]
+def _copied(data: Sequence[tuple[torch.Tensor, list[int], list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
+    return [(sent.clone(), counts) for sent, counts, _ in data]
 
 
 def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) -> torch.Tensor:
-    """A member's range of `flat`, of whose items `scale` make one element."""
+    """Return a member's range of `flat`, in which `scale` items make one element."""
     return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
 
 
@@ -290,4 +287,4 @@ def _counts(counts: Sequence[int]) -> str:
     return shown if len(counts) <= 16 else f"{shown}+... ({len(counts)} parts)"
 
 
-copyreg.pickle(SimGroup, reduce)
+copyreg.pickle(SimGroup, reduce_group)

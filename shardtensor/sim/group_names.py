@@ -1,4 +1,4 @@
-"""What people call a group of the ranks of a mesh."""
+"""Names of groups of ranks, by the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardtensor.mesh import Mesh, Ranks
 
 
 def name_group(mesh: Mesh, ranks: Ranks) -> str:
-    """Name a group by the axes that it lies along, else by its ranks.
+    """Name a group by the axes along which its ranks differ, or by its ranks.
 
     Example:
         >>> from shardtensor.mesh import read_mesh
@@ -27,7 +27,7 @@ def name_group(mesh: Mesh, ranks: Ranks) -> str:
 
 
 def axes_along(mesh: Mesh, ranks: Ranks) -> tuple[int, ...]:
-    """The axes along which these ranks, and none but these, differ; none where the ranks are no such group."""
+    """Return the axes such that the ranks are all those that differ only along them; () if there are none."""
     if len(ranks) < 2:
         return ()
     places = [mesh.coordinate(rank) or () for rank in ranks]

@@ -1,4 +1,4 @@
-"""What a process has for itself and threads share: the simulator swaps it whenever another rank goes on."""
+"""State that each process has and threads share: the simulator swaps it when it switches to another rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 @attrs.frozen
 class ProcessState:
-    """Default generators of torch and Python's `random`, the default dtype, and the filters of warnings.
+    """The default generators of torch and Python's `random`, the default dtype, and the filters of warnings.
 
-    NumPy's global generator is not among them: a swap of it would cost more than all the rest.
+    NumPy's global generator is left out: swapping it would cost more than all the rest.
     """
 
     cpu: torch.Tensor
@@ -25,7 +25,7 @@ class ProcessState:
 
     @classmethod
     def capture(cls) -> ProcessState:
-        """Read the state of this process, in about 10 microseconds."""
+        """Return the state of this process; takes about 10 microseconds."""
         on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         return cls(
             torch.default_generator.get_state(),
@@ -36,7 +36,7 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Give this process the state."""
+        """Set the state of this process."""
         torch.default_generator.set_state(self.cpu)
         for generator, state in zip(torch.cuda.default_generators, self.cuda, strict=False):
             generator.set_state(state)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardtensor.comm import process_group
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.sim.group import SimGroup
 from shardtensor.sim.world import World
@@ -15,26 +15,27 @@ from shardtensor.sim.world import World
 def simulate(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` as every rank of a world in this process and return the results, by rank.
 
-    Inside of `fn` the world is what None means as a process group: tensors made from a spec lie on its ranks, and
-    ``as_group()`` tells ``rank``, ``size`` and, with two axes or more, ``mesh``. Forward, backward, optimizers and
-    hooks do what they do on as many processes. Ranks take turns, in rank order, wherever they wait in a collective;
-    so a run is deterministic. Each rank starts with the caller's state of torch's and Python's default generators and
-    has them for itself from there on: it draws what a process alone would draw. The caller's are as before, afterwards.
+    Inside `fn`, None as a process group means this world: tensors made from a spec are sharded over its ranks, and
+    ``as_group()`` has ``rank``, ``size`` and, with two axes or more, ``mesh``. Forward, backward, optimizers and hooks
+    do the same as on as many processes. One rank runs at a time, until it waits in a collective; then the next in rank
+    order runs, so a run is deterministic. Each rank has its own default generators of torch and Python, which start
+    with the caller's state: it draws the same numbers as a process would. The caller's generators do not change.
 
-    The ranks share all else that a process has: module-level variables, and the arguments. Let `fn` make its own model.
+    The ranks share everything else in the process, such as module-level variables and the arguments. So `fn` should
+    make its own model.
 
     Args:
         mesh: the axes and their sizes, ``"tp=4"`` or ``"dp=2, tp=2"``, major first; or a number of ranks.
-        fn: what each rank runs.
-        args, kwargs: what it is called with.
+        fn: the function that each rank runs.
+        args, kwargs: its arguments.
 
     Returns:
-        One result a rank.
+        The results, one for each rank.
 
     Raises:
-        DisagreementError: (a ValueError, raised on the ranks) their collectives do not fit together, or they would
-            wait for ever: names the calls, their group, and where in the code they are.
-        Exception: whatever `fn` raised first on a rank, with a note that tells the rank and how the others ended.
+        DisagreementError: (a ValueError, raised on the ranks) their collectives do not match, or they would wait for
+            ever; it names the calls, their group, and their places in the code.
+        Exception: the first exception that `fn` raised, with a note that names its rank and how the others ended.
 
     Example:
         >>> import torch
@@ -57,7 +58,7 @@ def simulate(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, **kwarg
 def _group_of(world: World, rank: int) -> Group:
     mesh = world.mesh
     if mesh.size == 1:
-        group: Group = LoneGroup(0)
+        group: Group = SingleRankGroup(0)
     else:
         group = SimGroup(world, world.members[rank], mesh.ranks)
     return group.on_mesh(mesh, {}) if len(mesh.axes) > 1 else group

@@ -1,4 +1,4 @@
-"""`count_bytes`: what one rank of a world of any size would send and receive, and where in the code."""
+"""`count_bytes`: the bytes that one rank of a world of any size would send and receive, by place in the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 from shardtensor.comm import process_group
 from shardtensor.comm.call_site import call_site
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import LayoutError
 from shardtensor.layout.explain import say_bytes
 from shardtensor.mesh import Mesh, Ranks, read_mesh
@@ -33,12 +33,12 @@ class Line:
 
 @attrs.frozen
 class Traffic:
-    """What one rank sent and received; printed, it is a table, the heaviest first.
+    """The bytes that one rank sends and receives; ``print`` shows a table, with the largest lines first.
 
     Attributes:
-        mesh, rank: whose traffic it is.
-        lines: by collective, group and place.
-        result: what the function returned. Its values mean nothing, its shapes do.
+        mesh, rank: the rank.
+        lines: one for each collective, group and place in the code.
+        result: the return value of the function. Its shapes are right, its values are not.
     """
 
     mesh: Mesh
@@ -81,18 +81,18 @@ def count_bytes(
     device_type: str = "cpu",
     **kwargs: Any,
 ) -> Traffic:
-    """Run ``fn(*args, **kwargs)`` as one rank of a world whose other ranks are not there; count what it would move.
+    """Run ``fn(*args, **kwargs)`` as one rank of a world without its other ranks, and count the bytes of collectives.
 
-    Nothing is sent, so worlds of 16,384 ranks cost what one process costs; with tensors on ``torch.device("meta")``
-    sizes do not matter either. The numbers that collectives return mean nothing: a function that looks at them to
-    decide what to do next is counted on a path of its own.
+    Nothing is sent, so a world of 16,384 ranks takes the time of one process; tensors on ``torch.device("meta")`` take
+    no memory. Collectives return wrong values of the right shapes, so a function that branches on values may take
+    another branch than in a real run.
 
     Args:
         mesh: the axes and their sizes, ``"dp=64, tp=256"``, or a number of ranks.
-        fn: what the rank runs, such as one training step. Inside, None as a process group means this world.
-        rank: which rank to be.
-        device_type: ``"cuda"`` for a world of GPUs, which brings what is sharded to the current one, as NCCL's does.
-        args, kwargs: what `fn` is called with.
+        fn: the function, such as one training step. Inside it, None as a process group means this world.
+        rank: the rank to run.
+        device_type: ``"cuda"`` for a world of GPUs: sharded tensors are then copied to the current one, as with NCCL.
+        args, kwargs: the arguments of `fn`.
 
     Returns:
         The bytes by collective, group and place in the code; ``print`` shows them as a table.
@@ -117,7 +117,7 @@ def count_bytes(
         raise LayoutError(f"the mesh has no rank {rank}", {"mesh": axes, "ranks": f"0 to {axes.size - 1}"})
     tally = _Tally(axes)
     if axes.size == 1:
-        group: Group = LoneGroup(rank, device_type=device_type)
+        group: Group = SingleRankGroup(rank, device_type=device_type)
     else:
         group = CountingGroup(rank, axes.ranks, tally.count, device_type)
     if len(axes.axes) > 1:

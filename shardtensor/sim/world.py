@@ -1,31 +1,37 @@
-"""Ranks as threads that take turns: one runs at a time, and hands over only where it waits in a collective.
+"""Ranks as threads of which one runs at a time, until it waits in a collective.
 
-The next to run is the next in rank order that can, so a run is deterministic; what a process has for itself is swapped
-at each hand-over, so each rank equals a lone process, bit for bit. Nothing waits by time: as soon as a rank cannot go
-on, it is known why.
+Then the next rank that can run does, in rank order, so a run is deterministic. The state that each process has is
+swapped at each switch, so each rank computes the same bits as a process. There are no timeouts: a deadlock is found at
+once.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from typing import Any
 
 import torch
 
+from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import DisagreementError, RuleError
 from shardtensor.mesh import Mesh, Ranks
 from shardtensor.sim.channel import Call, Channel, Slot
-from shardtensor.sim.faults import RankStopped, deadlock, different_calls, unfit_calls
 from shardtensor.sim.group_names import name_group
 from shardtensor.sim.process_state import ProcessState
 
+_ORDER = "make the same calls in the same order on every rank of the group"
+
+
+class RankStopped(BaseException):
+    """Ends a rank that waits for a rank that has failed. User code should not catch it."""
+
 
 class Member:
-    """One rank: its thread, its turn, what it waits for, and how it ended."""
+    """One rank: its thread, the collective that it waits for, and how it ended."""
 
     def __init__(self, rank: int, state: ProcessState) -> None:
         self.rank = rank
@@ -42,7 +48,7 @@ class Member:
 
 
 class World:
-    """The ranks of a mesh, which run a body each as threads of this process.
+    """The ranks of a mesh, as threads of this process.
 
     Args:
         mesh: the axes, and the ranks 0, 1, ...
@@ -52,8 +58,8 @@ class World:
         self.mesh = mesh
         state = ProcessState.capture()
         self.members = [Member(rank, state) for rank in range(mesh.size)]
-        self.failures: dict[int, BaseException] = {}  # by rank, the first one first
-        self.stopped: dict[int, str] = {}  # where the ranks stood that were stopped
+        self.failures: dict[int, BaseException] = {}  # by rank, in the order of time
+        self.stopped: dict[int, str] = {}  # by rank: the collective in which it was stopped
         self._start = state
         self._channels: dict[tuple[Ranks, int], Channel] = {}
         self._names: dict[Ranks, str] = {}
@@ -62,9 +68,9 @@ class World:
     # -- running ------------------------------------------------------------------------------------------------
 
     def run(self, body: Callable[[int], Any], prepare: Callable[[int], None]) -> list[Any]:
-        """Run ``body(rank)`` on all ranks and return what they return; `prepare` is called before it, in its context.
+        """Run ``body(rank)`` on all ranks and return their results; call `prepare` before it, in the same context.
 
-        Raises what a rank raised first, with a note that says which ranks did and where the others stood.
+        Raises the first exception of a rank, with a note on which ranks raised it and how the others ended.
         """
         modes = torch.is_grad_enabled(), torch.get_default_device()
         threads = []
@@ -75,16 +81,16 @@ class World:
         try:
             self.members[0].turn.release()
             self._over.acquire()
-            for thread in threads:  # their last lines, lest they meet the end of the process
+            for thread in threads:  # before the process ends
                 thread.join()
-        except BaseException as error:  # the caller was interrupted: let no rank go on
+        except BaseException as error:  # the caller was interrupted: no rank may continue
             for member in self.members:
                 self.failures.setdefault(member.rank, error)
             raise
         finally:
             self._start.restore()
         if self.failures:
-            raise self._told()
+            raise self._first_failure()
         return [member.result for member in self.members]
 
     def _serve(
@@ -101,20 +107,20 @@ class World:
         except BaseException as error:
             member.ended = "failed"
             self.failures.setdefault(member.rank, error)
-        self._leave(member)
+        self._finish(member)
 
     def _run_body(self, rank: int, body: Any, prepare: Any, modes: tuple[bool, torch.device]) -> Any:
         prepare(rank)
         is_grad_enabled, device = modes
-        # Backward of CUDA tensors would run in one thread for all ranks, which could not wait for itself.
+        # Else backward of CUDA tensors would run in one thread for all ranks, and a rank would block the others.
         with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(is_grad_enabled):
             if device.type == "cpu":
                 return body(rank)
             with device:
                 return body(rank)
 
-    def _leave(self, member: Member) -> None:
-        """End a rank: those that wait for it learn it at once."""
+    def _finish(self, member: Member) -> None:
+        """End a rank's turn for good; ranks that wait for it fail."""
         for channel in self._channels.values():
             if member.rank in channel.ranks:
                 for slot in channel.open_slots():
@@ -125,8 +131,8 @@ class World:
         else:
             following.turn.release()
 
-    def _told(self) -> BaseException:
-        """The first failure, with a note on who failed and where the other ranks stood."""
+    def _first_failure(self) -> BaseException:
+        """Return the first failure, with a note on which ranks failed and how the others ended."""
         rank, error = next(iter(self.failures.items()))
         alike = [r for r, e in self.failures.items() if type(e) is type(error) and str(e) == str(error)]
         if len(alike) == len(self.members):
@@ -144,26 +150,26 @@ class World:
             error.add_note(note)
         return error
 
-    # -- taking turns -------------------------------------------------------------------------------------------
+    # -- switching ranks ----------------------------------------------------------------------------------------
 
     def _next_after(self, member: Member) -> Member | None:
-        """The next rank that can run, in rank order from `member` on, itself the last."""
+        """Return the next rank that can run, in rank order after `member`; `member` itself is the last choice."""
         n = len(self.members)
         turns = (self.members[(member.rank + step) % n] for step in range(1, n + 1))
         return next((other for other in turns if other.can_run), None)
 
     def wait(self, member: Member, slot: Slot) -> Any:
-        """Let the others run until all members of the slot have called; return what they made together.
+        """Run other ranks until all members of the slot have called; return the common result.
 
         Raises:
-            DisagreementError: their calls do not fit together, or some would wait for ever.
+            DisagreementError: their calls do not match, or some ranks would wait for ever.
         """
         member.waits = slot
         following = self._next_after(member)
         if following is None:
             self._break_deadlock()
             following = self._next_after(member)
-            assert following is not None, "a deadlock sets those who wait free"
+            assert following is not None, "after a deadlock the waiting ranks can run, to raise"
         if following is not member:
             member.state = ProcessState.capture()
             following.turn.release()
@@ -174,25 +180,25 @@ class World:
             self.stopped[member.rank] = self._wait_text(member.rank, slot).replace("\n", "\n  ")
         if slot.fault is not None:
             raise slot.fault()
-        return slot.board
+        return slot.result
 
     def post(self, member: Member, ranks: Ranks, call: Call, twin: int = 0) -> Slot:
-        """Bring a rank's part in its next collective of the group of `ranks`, or of a twin of it."""
+        """Add a rank's call to its next collective of the group of `ranks`, or of a twin of it."""
         self._check_running(member, call)
         channel = self.channel(ranks, twin)
         index = ranks.index(member.rank)
         slot = channel.next_slot(index)
-        other = next((i for i, there in enumerate(slot.calls) if there is not None), None)
-        slot.put(index, call)
+        other = next((i for i, made in enumerate(slot.calls) if made is not None), None)
+        slot.add(index, call)
         if slot.fault is not None:
             return slot
-        if other is not None and slot.calls[other].alike != call.alike:  # type: ignore[union-attr]
+        if other is not None and slot.calls[other].signature != call.signature:  # type: ignore[union-attr]
             pair = sorted([ranks[other], member.rank])
-            self._fail(slot, different_calls(self.name(ranks), self._where(slot, pair)))
+            self._fail(slot, _different_calls(self.name(ranks), self._calls_of(slot, pair)))
         elif not slot.left:
             fault = call.check(slot.all_calls()) if call.check is not None else ""
             if fault:
-                self._fail(slot, unfit_calls(fault, self.name(ranks), self._where(slot, list(ranks))))
+                self._fail(slot, _unmatched_counts(fault, self.name(ranks), self._calls_of(slot, list(ranks))))
             else:
                 slot.combine()
         else:
@@ -200,7 +206,7 @@ class World:
         return slot
 
     def channel(self, ranks: Ranks, twin: int = 0) -> Channel:
-        """The channel of the group of some ranks; one for all groups of these, but for those that are twins."""
+        """Return the channel of the groups of these ranks; each twin has a channel of its own."""
         if (ranks, twin) not in self._channels:
             self._channels[ranks, twin] = Channel(ranks)
         return self._channels[ranks, twin]
@@ -217,7 +223,7 @@ class World:
         )
 
     def _check_reachable(self, slot: Slot) -> None:
-        """Set free those who wait in a slot for a rank that has ended."""
+        """Fail a slot in which ranks wait for a rank that has ended."""
         missing = [self.members[rank] for rank in slot.channel.ranks if not slot.has(rank)]
         ended = [member for member in missing if member.ended]
         if slot.fault is not None or not ended:
@@ -226,18 +232,18 @@ class World:
             slot.fault = RankStopped
             return
         waits = {rank: self._wait_text(rank, slot) for rank in slot.channel.ranks if slot.has(rank)}
-        self._fail(slot, deadlock(waits, [member.rank for member in ended]))
+        self._fail(slot, _deadlock(waits, [member.rank for member in ended]))
 
     def _break_deadlock(self) -> None:
         waiting = {member.rank: member.waits for member in self.members if member.waits is not None}
-        text = deadlock({rank: self._wait_text(rank, slot) for rank, slot in waiting.items()}, [])
+        text = _deadlock({rank: self._wait_text(rank, slot) for rank, slot in waiting.items()}, [])
         for slot in waiting.values():
             self._fail(slot, text)
 
     def _fail(self, slot: Slot, text: str) -> None:
         slot.fault = lambda: DisagreementError(text)
 
-    def _where(self, slot: Slot, ranks: list[int]) -> dict[int, tuple[Call, str]]:
+    def _calls_of(self, slot: Slot, ranks: list[int]) -> dict[int, tuple[Call, str]]:
         calls = ((rank, slot.calls[slot.channel.ranks.index(rank)]) for rank in ranks)
         return {rank: (call, self._site(rank)) for rank, call in calls if call is not None}
 
@@ -246,12 +252,42 @@ class World:
         return f"{call} over {self.name(slot.channel.ranks)}\n  {self._site(rank)}"
 
     def _site(self, rank: int) -> str:
-        """Where in the user's code a rank stands now."""
+        """Return the line of the user's code that a rank is in."""
         frame = sys._current_frames().get(self.members[rank].thread)
         return call_site(frame) if frame is not None else "its thread has ended"
 
     def name(self, ranks: Ranks) -> str:
-        """A group as people call it: by its axes where it lies along some, else by its ranks."""
+        """Return the name of a group, by its axes or by its ranks."""
         if ranks not in self._names:
             self._names[ranks] = name_group(self.mesh, ranks)
         return self._names[ranks]
+
+
+def _describe_call(call: Call, group: str, site: str) -> str:
+    """Return a call with its group, and on a second line the place in the user's code."""
+    return f"{call} over {group}\n  {site}"
+
+
+def _different_calls(group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
+    """Return the error text for two ranks whose calls do not match."""
+    (first, (one, _)), (second, (other, _)) = calls.items()
+    what = "collectives" if one.name != other.name else f"calls of {one.name}"
+    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
+    return str(
+        DisagreementError(f"ranks {first} and {second} are in different {what}; nothing was moved", facts, _ORDER)
+    )
+
+
+def _unmatched_counts(fault: str, group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
+    """Return the error text for calls of one collective whose counts do not match."""
+    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
+    return str(DisagreementError(f"{fault}; nothing was moved", facts, _ORDER))
+
+
+def _deadlock(waits: Mapping[int, str], finished: Sequence[int]) -> str:
+    """Return the error text for ranks that wait for each other, or for ranks that have returned."""
+    facts = {f"rank {rank}": text for rank, text in waits.items()}
+    if finished:
+        facts[name_ranks(finished)] = "returned" if len(finished) == 1 else "have returned"
+    whom = "a rank that has returned" if finished else "each other"
+    return str(DisagreementError(f"deadlock: {name_ranks(list(waits))} would wait for {whom} for ever", facts, _ORDER))

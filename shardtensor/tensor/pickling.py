@@ -17,7 +17,7 @@ import torch
 
 import shardtensor
 from shardtensor.comm.group import Group
-from shardtensor.comm.regain import Grid, Place, grid_of, place_of, regained
+from shardtensor.comm.group_pickling import MeshState, RankInfo, mesh_state, rank_info, unpickle_group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout, same_boxes
@@ -41,7 +41,7 @@ def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
     group, local = tensor._group, tensor._local
     if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: not all of what it views
         local = local.detach().clone().requires_grad_(local.requires_grad)
-    where = grid_of(group), place_of(group)
+    where = mesh_state(group), rank_info(group)
     state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), *where, attributes_of(tensor))
     return shardtensor._rebuild, state if tensor._remote is None else (*state, True)
 
@@ -67,8 +67,8 @@ def rebuild(
     local: torch.Tensor,
     spec: str | ShardingSpec,
     shape: tuple[int, ...],
-    mesh: Grid | None,
-    place: Place | None,
+    mesh: MeshState | None,
+    place: RankInfo | None,
     attributes: dict[str, Any],
     init_rrefs: bool = False,
 ) -> ShardedTensor:
@@ -77,7 +77,7 @@ def rebuild(
     Raises:
         RuntimeError: there is no process group, or this process has another place in it than the one that wrote.
     """
-    group = regained(place, mesh)
+    group = unpickle_group(place, mesh)
     bound = as_spec(spec)
     layout = bind(bound, tuple(shape), placing.mesh_of(group))
     _check_shape(local, layout, group)

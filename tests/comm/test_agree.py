@@ -7,7 +7,7 @@ import torch.distributed as dist
 from harness import every_size
 
 from shardtensor.comm.agree import agree
-from shardtensor.comm.group import LoneGroup
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import DisagreementError, LayoutError, RuleError, ShardTensorError, SpecError
 
@@ -104,9 +104,9 @@ def test_a_fault_that_all_ranks_found_is_raised_as_it_is(world):
 def test_alone_the_fault_itself_is_raised():
     fault = SpecError("bad", line=3)
     with pytest.raises(SpecError) as raised:
-        agree(LoneGroup(), "call", {}, fault)
+        agree(SingleRankGroup(), "call", {}, fault)
     assert raised.value is fault
-    assert agree(LoneGroup(), "call", {}) is None
+    assert agree(SingleRankGroup(), "call", {}) is None
 
 
 def check_subgroup() -> None:

@@ -10,15 +10,15 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.along_dim import (
-    Scattering,
-    Stretches,
-    gather,
-    gathered,
+    DimSizes,
+    PendingReduceScatter,
+    all_gather,
+    all_gather_no_grad,
+    local_slice,
     reduce_scatter,
-    scattered,
-    take,
+    reduce_scatter_no_grad,
 )
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 
@@ -28,42 +28,42 @@ def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def cases(size: int) -> Iterator[tuple[tuple[int, ...], Stretches, list[int]]]:
-    """Shapes of the whole, how a dim is cut, and the stretch of each member."""
+def cases(size: int) -> Iterator[tuple[tuple[int, ...], DimSizes, list[int]]]:
+    """Shapes of the whole, how a dim is cut, and the size of each slice."""
     for shape in ((2, 3, 4), (1, 3, 2), (3, 1)):
         for dim in range(-len(shape), len(shape)):
             lead = shape[:dim] if dim >= 0 else shape[: len(shape) + dim]
             rest = shape[len(lead) + 1 :]
             even, uneven = [2] * size, [2 if i < 1 else 1 for i in range(size)]
             lopsided = [0, 3, 1, 0][:size] if size > 1 else [3]
-            for sizes, stretches in (
-                (even, Stretches(dim)),
-                (even, Stretches(dim, balanced=True)),
-                (uneven, Stretches(dim, balanced=True)),
-                (lopsided, Stretches(dim, tuple(lopsided))),
-                (even, Stretches(dim, tuple(even))),
+            for sizes, dim_sizes in (
+                (even, DimSizes(dim)),
+                (even, DimSizes(dim, balanced=True)),
+                (uneven, DimSizes(dim, balanced=True)),
+                (lopsided, DimSizes(dim, tuple(lopsided))),
+                (even, DimSizes(dim, tuple(even))),
             ):
-                yield (*lead, sum(sizes), *rest), stretches, sizes
+                yield (*lead, sum(sizes), *rest), dim_sizes, sizes
 
 
 def check() -> None:
     group = as_group()
     me = group.index
-    for shape, stretches, sizes in cases(group.size):
-        dim = stretches.dim
+    for shape, dim_sizes, sizes in cases(group.size):
+        dim = dim_sizes.dim
         whole = numbers(shape, 1)
         part = whole.split(sizes, dim)[me].clone()
         terms = [numbers(shape, 2 + rank) for rank in range(group.size)]
         mine = sum(terms).split(sizes, dim)[me]
-        for get in (gathered, gather, lambda *args: gather(*args, sums=True)):
-            assert torch.equal(get(part, stretches, group), whole)
-            assert torch.equal(get(part.mT, stretches._replace(dim=swapped(dim, part.dim())), group), whole.mT)
-        assert torch.equal(take(whole, stretches, group), part)
-        for get in (scattered, reduce_scatter, lambda *args: Scattering(*args).wait()):
-            result = get(terms[me], stretches, group)
+        for get in (all_gather_no_grad, all_gather, lambda *args: all_gather(*args, sum_gradient=True)):
+            assert torch.equal(get(part, dim_sizes, group), whole)
+            assert torch.equal(get(part.mT, dim_sizes._replace(dim=swapped(dim, part.dim())), group), whole.mT)
+        assert torch.equal(local_slice(whole, dim_sizes, group), part)
+        for get in (reduce_scatter_no_grad, reduce_scatter, lambda *args: PendingReduceScatter(*args).wait()):
+            result = get(terms[me], dim_sizes, group)
             assert torch.equal(result, mine) and result.is_contiguous()
             strided = terms[me].mT.contiguous().mT
-            assert torch.equal(get(strided, stretches, group), mine)
+            assert torch.equal(get(strided, dim_sizes, group), mine)
 
 
 def swapped(dim: int, ndim: int) -> int:
@@ -92,27 +92,27 @@ def check_adjoints() -> None:
         return numbers(shape, seed if kind == "copy" else seed + 1 + me)
 
     calls: list[tuple[str, str, Callable[..., torch.Tensor]]] = [
-        ("part", "copy", gather),
-        ("part", "partial", lambda *args: gather(*args, sums=True)),
-        ("copy", "part", take),
+        ("part", "copy", all_gather),
+        ("part", "partial", lambda *args: all_gather(*args, sum_gradient=True)),
+        ("copy", "part", local_slice),
         ("partial", "part", reduce_scatter),
     ]
-    for (shape, stretches, sizes), (source, target, move) in product(cases(group.size), calls):
+    for (shape, dim_sizes, sizes), (source, target, move) in product(cases(group.size), calls):
         own = list(shape)
-        own[stretches.dim] = sizes[me]
+        own[dim_sizes.dim] = sizes[me]
         shapes = {"part": tuple(own), "copy": shape, "partial": shape}
         x = draw(source, shapes[source], 10).requires_grad_()
         y = draw(target, shapes[target], 20).requires_grad_()
-        out = move(x, stretches, group)
+        out = move(x, dim_sizes, group)
         (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
         assert grad.shape == x.shape
         assert dot(target, out.detach(), y.detach()) == dot(source, x.detach(), grad.detach())
         z = draw(source, shapes[source], 30)
         (second,) = torch.autograd.grad(grad, y, z)  # the backward is linear in y: its own is the forward again
-        assert torch.equal(second, move(z, stretches, group))
-        assert not move(x.detach(), stretches, group).requires_grad
+        assert torch.equal(second, move(z, dim_sizes, group))
+        assert not move(x.detach(), dim_sizes, group).requires_grad
         with torch.no_grad():
-            assert torch.equal(move(x, stretches, group), out)
+            assert torch.equal(move(x, dim_sizes, group), out)
 
 
 @pytest.mark.worlds("sim")
@@ -142,19 +142,19 @@ def test_a_sum_may_take_the_memory_of_its_term(world, size):
 
 
 def test_uneven_stretches_have_to_be_asked_for():
-    group: Group = LoneGroup()
+    group: Group = SingleRankGroup()
     group.size = 3
     x = torch.ones(2, 7)
-    for move in (take, scattered, reduce_scatter):
+    for move in (local_slice, reduce_scatter_no_grad, reduce_scatter):
         with pytest.raises(LayoutError, match="7 elements of dim 1 cannot be cut evenly over 3 ranks") as caught:
-            move(x, Stretches(1), group)
+            move(x, DimSizes(1), group)
         assert "2 x 7" in str(caught.value) and "multiple of 3" in str(caught.value)
-    assert Stretches(1, balanced=True).of_whole(x, group) == [3, 2, 2]
-    assert Stretches(0, (1, 1, 0)).of_whole(x, group) == (1, 1, 0)
+    assert DimSizes(1, balanced=True).of_full(x, group) == [3, 2, 2]
+    assert DimSizes(0, (1, 1, 0)).of_full(x, group) == (1, 1, 0)
 
 
 def test_alone_there_is_nothing_to_join():
-    alone, x = LoneGroup(), numbers((2, 3), 0).requires_grad_()
-    for move in (gather, take, reduce_scatter):
-        out = move(x, Stretches(1), alone)
+    alone, x = SingleRankGroup(), numbers((2, 3), 0).requires_grad_()
+    for move in (all_gather, local_slice, reduce_scatter):
+        out = move(x, DimSizes(1), alone)
         assert torch.equal(out, x) and out.requires_grad

@@ -270,7 +270,7 @@ def test_one_rank_calls_alone(world, method, call):
     operation = call.split(":")[0]
     assert name == "AbsentRankError"
     lines = text.splitlines()
-    assert lines[0] == f"{operation}: ranks 1-3 did not come within 2 s; nothing was moved"
+    assert lines[0] == f"{operation}: ranks 1-3 did not join within 2 s; nothing was moved"
     assert lines[1].split(None, 1) == ["call", call]
     assert lines[3:] == [
         "  by         rank 0",
@@ -299,7 +299,7 @@ def test_where_absent_ranks_are(world):
     assert third is None
     assert first == (
         "AbsentRankError",
-        "all_reduce: ranks 1-2 did not come within 2 s; nothing was moved\n"
+        "all_reduce: ranks 1-2 did not join within 2 s; nothing was moved\n"
         "  call    all_reduce sum of 1 float32\n"
         "          test_checked.py:N in <lambda>\n"
         "  by      rank 0\n"
@@ -310,7 +310,7 @@ def test_where_absent_ranks_are(world):
         "  in      collective 1 of ranks 0-2\n"
         "  fix     call it on all of ranks 0-2, or on none",
     )
-    assert second[1].startswith("all_reduce: rank 2 did not come within 4 s; nothing was moved\n")
+    assert second[1].startswith("all_reduce: rank 2 did not join within 4 s; nothing was moved\n")
 
 
 def go_round() -> tuple[str, str]:
@@ -350,7 +350,7 @@ def make_a_part_alone() -> tuple[str, str] | None:
 def test_a_group_that_one_rank_makes_alone(world):
     name, text = world(make_a_part_alone, 3)[0]
     assert name == "AbsentRankError"
-    assert text.startswith("subgroup: rank 1 did not come within 2 s; nothing was moved\n")
+    assert text.startswith("subgroup: rank 1 did not join within 2 s; nothing was moved\n")
     assert "rank 1  nothing since" not in text and "rank 1  in no collective yet" in text
 
 
@@ -452,7 +452,7 @@ def test_axes_of_a_mesh(world):
 
 def count_keys() -> tuple[int, int]:
     group = checked_group()
-    store = group._meeting.board.store
+    store = group._rendezvous.statuses.store
     t = torch.ones(1, device=device())
     counts = []
     for _ in range(2):
@@ -518,7 +518,7 @@ def wait_in_vain() -> str | None:
 def test_without_the_mode_a_timeout_of_gloo_names_the_call(world):
     text = world(wait_in_vain, 2)[0]
     assert re.sub(r"backend  .*", "backend  ...", text) == (
-        "full_tensor: other ranks of the group did not come, or were lost\n"
+        "full_tensor: other ranks of the group did not join, or were lost\n"
         "  call     all_gather of 6 float32\n"
         "           test_checked.py:N in wait_in_vain\n"
         "  ranks    0-1\n"
@@ -568,7 +568,7 @@ def test_a_rank_that_is_no_more():
     for how, (when, what) in ways.items():
         out, err = programs[how].communicate(timeout=60)
         lines = out.splitlines()
-        assert lines[0] == f"AbsentRankError sum: rank 1 did not come {when}; nothing was moved", err
+        assert lines[0] == f"AbsentRankError sum: rank 1 did not join {when}; nothing was moved", err
         assert lines[4] == f"  rank 1  {what}"
 
 
@@ -576,4 +576,4 @@ def test_a_rank_that_is_no_more():
 def test_one_rank_calls_alone_on_nccl(gpu_world):
     name, text = the_one(gpu_world(call_alone, 2, method="full_tensor"))
     assert name == "AbsentRankError"
-    assert text.startswith("full_tensor: rank 1 did not come within 2 s; nothing was moved\n")
+    assert text.startswith("full_tensor: rank 1 did not join within 2 s; nothing was moved\n")

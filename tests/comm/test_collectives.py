@@ -9,7 +9,7 @@ from harness import device, every_size
 from torch.autograd import forward_ad
 
 from shardtensor.comm import collectives
-from shardtensor.comm.group import LoneGroup
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
 
@@ -43,7 +43,7 @@ def check_adjoints() -> None:
         counts = pattern[:n]
         own, total = counts[me], sum(counts)
         cases += [
-            ("copy", total, "part", own, lambda x, c=counts: collectives.take(x, c, group)),
+            ("copy", total, "part", own, lambda x, c=counts: collectives.local_slice(x, c, group)),
             ("part", own, "copy", total, lambda x, c=counts: collectives.all_gather(x, c, group)),
             ("part", own, "partial", total, lambda x, c=counts: collectives.all_gather_sum_gradient(x, c, group)),
             ("partial", total, "part", own, lambda x, c=counts: collectives.reduce_scatter(x, c, group)),
@@ -79,7 +79,7 @@ def check_dense() -> None:
         counts = pattern[:n]
         full = numbers(sum(counts), 5)
         part = full.split(counts)[me]
-        assert torch.equal(collectives.take(full, counts, group), part)
+        assert torch.equal(collectives.local_slice(full, counts, group), part)
         assert torch.equal(collectives.all_gather(part, counts, group), full)
         assert torch.equal(collectives.all_gather_sum_gradient(part, counts, group), full)
         terms = [numbers(sum(counts), r) for r in range(n)]
@@ -118,11 +118,11 @@ def test_f_and_g_make_a_split_mlp_equal_the_dense_one(world, size):
 
 
 def test_alone_they_return_their_argument():
-    alone, x = LoneGroup(), torch.ones(3, requires_grad=True)
+    alone, x = SingleRankGroup(), torch.ones(3, requires_grad=True)
     assert collectives.sum_gradient(x, alone) is x
     assert collectives.all_reduce(x, alone) is x
     for result in (
-        collectives.take(x, (3,), alone),
+        collectives.local_slice(x, (3,), alone),
         collectives.all_gather(x, (3,), alone),
         collectives.all_gather_sum_gradient(x, (3,), alone),
         collectives.reduce_scatter(x, (3,), alone),
@@ -139,7 +139,7 @@ def check_compiled(name: str) -> None:
     moves = {
         "sum_gradient": (6, lambda x: collectives.sum_gradient(x, group)),
         "all_reduce": (6, lambda x: collectives.all_reduce(x, group)),
-        "take": (sum(counts), lambda x: collectives.take(x, counts, group)),
+        "local_slice": (sum(counts), lambda x: collectives.local_slice(x, counts, group)),
         "all_gather": (counts[me], lambda x: collectives.all_gather(x, counts, group)),
         "lopsided all_gather": (lopsided[me], lambda x: collectives.all_gather(x, lopsided, group)),
         "reduce_scatter": (sum(counts), lambda x: collectives.reduce_scatter(x, counts, group)),
@@ -158,7 +158,7 @@ def check_compiled(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["sum_gradient", "all_reduce", "take", "all_gather", "lopsided all_gather", "reduce_scatter", "all_to_all"],
+    ["sum_gradient", "all_reduce", "local_slice", "all_gather", "lopsided all_gather", "reduce_scatter", "all_to_all"],
 )
 def test_compiled_they_are_one_graph_with_the_same_values(world, name):
     world(check_compiled, 2, name=name, timeout_s=180.0)
@@ -177,7 +177,7 @@ def check_unrecorded() -> None:
             for move in (
                 lambda: collectives.sum_gradient(x, group),
                 lambda: collectives.all_reduce(leaf, group),
-                lambda: collectives.take(x, [3] * group.size, group),
+                lambda: collectives.local_slice(x, [3] * group.size, group),
             ):
                 with pytest.raises(RuleError, match="a collective would lose the tangents"):
                     move()

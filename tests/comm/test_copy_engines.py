@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm import copy_engines
-from shardtensor.comm.copy_engines import lease
-from shardtensor.comm.group import LoneGroup
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.copy_engines import gather_buffer
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.comm.torch_group import TorchGroup
-from shardtensor.comm.wire import Wire
 
 CUDA = torch.device("cuda", 1)
 
@@ -23,7 +23,12 @@ class Pretended(TorchGroup):
     """A group of four GPUs that is never called, but for its exchange of answers."""
 
     def __init__(self, ranks: tuple[int, ...] = (0, 1, 2, 3), config: str = "cuda:nccl") -> None:
-        self.wire, self.ranks, self.size, self.process_group = Wire.of_backends(config, None), ranks, 4, None
+        self.support, self.ranks, self.size, self.process_group = (
+            BackendSupport.of_backends(config, None),
+            ranks,
+            4,
+            None,
+        )
         self.others: list[bytes] | None = None
         self.asked: list[bytes] = []
 
@@ -99,10 +104,10 @@ def test_the_answer_of_one_other_rank_is_enough_against_it(gpus):
 
 
 def test_elsewhere_memory_and_group_are_the_plain_ones(gpus):
-    groups: list[Any] = [LoneGroup(), Pretended(config="cpu:gloo")]
+    groups: list[Any] = [SingleRankGroup(), Pretended(config="cpu:gloo")]
     for group in groups:
         for device, size in ((torch.device("cpu"), 12), (torch.device("meta"), 0)):
-            plain = lease(group, size, device)
+            plain = gather_buffer(group, size, device)
             assert plain.group is group
             assert (plain.memory.numel(), plain.memory.dtype, plain.memory.device) == (size, torch.uint8, device)
             assert plain.end() is None
@@ -144,16 +149,16 @@ def test_a_group_has_one_communicator_and_each_lease_its_memory(gpus):
     gpus.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype, device="meta"))
     group = Pretended()
     checked = SimpleNamespace(_group=group)
-    leases = [lease(group, 12, CUDA), lease(checked, 20, CUDA), lease(group, 8, CUDA)]
+    leases = [gather_buffer(group, 12, CUDA), gather_buffer(checked, 20, CUDA), gather_buffer(group, 8, CUDA)]
     assert made == [group] and backend.registered == pools and len(pools) == 3
     assert leases[0].group is leases[1].group is leases[2].group is not group
     assert [each.memory.numel() for each in leases] == [12, 20, 8]
     leases[1].end()
     assert backend.registered == [pools[0], pools[2]]
-    for none in (lease(group, 0, CUDA), lease(checked, 0, CUDA)):
+    for none in (gather_buffer(group, 0, CUDA), gather_buffer(checked, 0, CUDA)):
         assert none.group in (group, checked) and len(pools) == 3
     other = Pretended()
-    assert lease(other, 8, CUDA).group is not leases[0].group and made == [group, other]
+    assert gather_buffer(other, 8, CUDA).group is not leases[0].group and made == [group, other]
 
 
 def test_the_communicator_asks_for_copy_engines_and_is_connected(gpus):

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from harness import device, every_size
 
-from shardtensor.comm.group import LoneGroup
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.torch_group import TorchGroup
-from shardtensor.comm.wire import Wire
 from shardtensor.errors import RuleError
 from shardtensor.mesh import Mesh
 
@@ -206,7 +206,7 @@ def check_gloo_moves_what_stands_on_a_gpu() -> None:
     assert same(group.all_gather(t), torch.arange(float(n), device=device()).repeat_interleave(3))
     assert same(group.all_reduce(t), torch.full((3,), float(sum(range(n))), device=device()))
     mixed = as_group(dist.new_group(backend="cpu:gloo,cuda:nccl"))
-    assert mixed.wire.backends == {"cpu": "gloo", "cuda": "nccl"}
+    assert mixed.support.backends == {"cpu": "gloo", "cuda": "nccl"}
     for where in ("cpu", device()):
         assert same(mixed.all_reduce(torch.ones(3, device=where)), torch.full((3,), float(n), device=where))
         assert same(mixed.all_gather(torch.ones(3, device=where).bool()), torch.ones(3 * n, device=where).bool())
@@ -296,7 +296,7 @@ def test_parts_of_any_shape_are_scattered_as_the_result_is_asked_for(world, size
 
 
 def test_alone_everything_is_given_back_flat():
-    alone = LoneGroup(3, "a process group", "cuda")
+    alone = SingleRankGroup(3, "a process group", "cuda")
     assert (alone.rank, list(alone.ranks), alone.index, alone.size) == (3, [3], 0, 1)
     x = torch.arange(6.0).view(2, 3).t()
     for got in (alone.all_gather(x), alone.reduce_scatter(x), alone.reduce_scatter_async(x).wait()):
@@ -338,9 +338,9 @@ def test_a_twin_meets_beside_its_group(world):
 def test_a_twin_of_ranks_in_another_order_is_the_group_itself():
     """A new group would have them in ascending order."""
     group = object.__new__(TorchGroup)
-    group.wire, group.ranks, group._twin = Wire.of_backends("cpu:gloo", None), (0, 2, 1), None
+    group.support, group.ranks, group._twin = BackendSupport.of_backends("cpu:gloo", None), (0, 2, 1), None
     assert group.twin() is group
-    group.wire, group.ranks = Wire.of_backends("cpu:fake", None), (0, 1, 2)
+    group.support, group.ranks = BackendSupport.of_backends("cpu:fake", None), (0, 1, 2)
     assert group.twin() is group, "pretended ranks have no communicators"
 
 

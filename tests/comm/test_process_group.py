@@ -11,9 +11,9 @@ import torch.distributed as dist
 from harness import device, every_size
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardtensor.comm.group import Group, LoneGroup
+from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup
 from shardtensor.comm.process_group import as_group, load_with_process_group
-from shardtensor.comm.torch_group import OutsideGroup, TorchGroup
+from shardtensor.comm.torch_group import TorchGroup
 
 
 def facts(group: Group) -> tuple[int, int, list[int], int]:
@@ -45,7 +45,7 @@ def check_default() -> None:
     assert isinstance(group.ranks, range)
     assert as_group(dist.group.WORLD) is group is as_group(group) is as_group()
     assert group.process_group is dist.group.WORLD
-    assert isinstance(group, LoneGroup if group.size == 1 else TorchGroup)
+    assert isinstance(group, SingleRankGroup if group.size == 1 else TorchGroup)
 
 
 @every_size
@@ -62,7 +62,7 @@ def check_subgroups() -> None:
         # Places in the group are group ranks; `ranks` are global.
         assert odd.broadcast(torch.tensor([rank], device=device()), 1).item() == 3
     else:
-        assert isinstance(odd, OutsideGroup)
+        assert isinstance(odd, NonMemberGroup)
         assert odd.index == -1
         with pytest.raises(RuntimeError, match=f"rank {rank} is not a member"):
             odd.all_reduce(torch.ones(1))

@@ -99,5 +99,5 @@ def test_a_faulty_profile_says_what_is_wrong(tmp_path):
         read_profile(file)
     with pytest.raises(LayoutError, match="no collective is called"):
         seconds("all_reduces", 8, 2, read_profile("cpu"))
-    with pytest.raises(LayoutError, match="growing numbers"):
+    with pytest.raises(LayoutError, match="ascending numbers"):
         attrs.evolve(read_profile("cpu").within["all_gather"], received_bytes=(2, 1, 3))

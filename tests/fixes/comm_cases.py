@@ -16,25 +16,25 @@ from torch import nn
 
 import shardtensor as st
 from fixes.case import Case, alone, mlp, placed, rank, weight
-from shardtensor.comm.board import Board
-from shardtensor.comm.meeting import Meeting
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.rendezvous import Rendezvous
+from shardtensor.comm.status_store import StatusStore
 
 NOT_FOLLOWED = {
-    "comm/lost.py:told": "a backend says it of ranks that died in a collective",
-    "comm/meeting.py:Meeting.meet": "the process that keeps the store has died",
+    "comm/primitives.py:_explained": "a backend says it of ranks that died in a collective",
+    "comm/rendezvous.py:Rendezvous.wait": "the process that keeps the store has died",
 }
 
 
 def met(*calls: Callable[[Any], Any], timeout_s: float = 10.0) -> None:
-    """Ranks that are threads run a function each, which is given what makes meetings of some; raise the first error."""
+    """Ranks that are threads run a function each, given a function that makes a rendezvous; raise the first error."""
     store = dist.HashStore()
     errors: list[BaseException] = []
 
     def run(rank: int, call: Callable[[Any], Any]) -> None:
-        board = Board(store, rank)
+        statuses = StatusStore(store, rank)
         try:
-            call(lambda *ranks: Meeting(board, f"of {ranks}", ranks, timeout_s).meet)
+            call(lambda *ranks: Rendezvous(statuses, f"of {ranks}", ranks, timeout_s).wait)
         except Exception as error:
             errors.append(error)
 

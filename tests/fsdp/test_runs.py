@@ -11,7 +11,7 @@ from torch import nn, optim
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
-from shardtensor.optim.runs import find_runs
+from shardtensor.optim.flat_groups import find_flat_groups
 
 ELEMENTWISE = {
     "adamw": (optim.AdamW, {"lr": 1e-2}),
@@ -67,7 +67,7 @@ def same(dense, model, optimizers):
 
 
 def runs_of(optimizer):
-    return [run for runs, _ in optimizer._runs._groups for run in runs]
+    return [run for runs, _ in optimizer._flat_groups._groups for run in runs]
 
 
 def stepped_as_one(name):
@@ -80,7 +80,7 @@ def stepped_as_one(name):
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)
         same(dense, model, both)
-    assert [run.is_one for run in runs_of(both[1])] == [True, True]
+    assert [run.is_merged for run in runs_of(both[1])] == [True, True]
     assert all(run.tensor.grad is None for run in runs_of(both[1]))
     names = set(both[1].state_dict()["state"])
     assert names == ({n for n, _ in dense.named_parameters()} if name != "sgd" else set())
@@ -108,7 +108,7 @@ def falls_back_and_comes_back():
     state = ours.state[model.outer.weight]
     dense.uses_scale = model.uses_scale = False
     step(1)  # one parameter of the outer unit has no gradient: its count of steps stays behind
-    assert [run.is_one for run in runs_of(ours)] == [True, False] or [run.is_one for run in runs_of(ours)] == [
+    assert [run.is_merged for run in runs_of(ours)] == [True, False] or [run.is_merged for run in runs_of(ours)] == [
         False,
         True,
     ]
@@ -193,4 +193,4 @@ def test_runs_of_the_leaves_that_share_hyperparameters(world):
 
 def test_leaves_of_their_own_are_in_no_run():
     leaves = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    assert find_runs(leaves) == ([], leaves)
+    assert find_flat_groups(leaves) == ([], leaves)

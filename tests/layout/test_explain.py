@@ -37,7 +37,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(LayoutError) as caught:
         explain_reshard("[tp, -]", "replicate", mesh="tp=4")
     assert str(caught.value) == (
-        "specs alone do not say what moves\n"
+        "specs alone do not determine what is sent\n"
         "  missing  shape\n"
         '  fix      pass shape=(rows, columns) and mesh="tp=4", or a ShardedTensor'
     )

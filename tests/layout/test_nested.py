@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.nested import Addends, CutDim, nearest_nested, nested_layout, say_nested
-from shardtensor.layout.regrid import on_mesh
+from shardtensor.layout.nested import Addends, CutDim, nearest_nested, nested_layout, on_mesh, say_nested
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 

@@ -164,7 +164,7 @@ def test_other_inputs_are_refused_before_anything_runs(recorders, args, fault, c
     train = graphed(training.step, warmup=1)
     train(*batch(0)), train(*batch(1))
     before = training.values()
-    with pytest.raises(CaptureError, match=f"^{fault} of a graphed step: not what was captured; nothing") as told:
+    with pytest.raises(CaptureError, match=f"^{fault} of a graphed step: not as in the capture; nothing") as told:
         train(*args)
     assert f"captured  {captured}\n" in str(told.value)
     assert found is None or f"found     {found}\n" in str(told.value)
@@ -179,7 +179,7 @@ def test_a_value_that_is_no_tensor_is_baked_in(recorders):
     with pytest.raises(CaptureError) as told:
         train(*batch(3), 3.0)
     assert str(told.value) == (
-        "input 2 of a graphed step: not what was captured; nothing has run\n"
+        "input 2 of a graphed step: not as in the capture; nothing has run\n"
         "  captured  2.0\n"
         "  found     3.0\n"
         "  either    call the step itself, without a graph, for a batch of another shape\n"
@@ -334,7 +334,7 @@ def test_optimizers_that_step_with_numbers_of_the_host_are_refused(recorders):
         with pytest.raises(CaptureError) as told:
             graphed(training.step)(*batch(0))
         assert str(told.value) == (
-            "AdamW, as it was made, steps with numbers of the host, which a CUDA graph repeats for ever\n"
+            "AdamW with these options reads numbers on the host, so every replay would repeat those of the capture\n"
             "  found   fused=None, capturable=False\n"
             "  either  AdamW(..., fused=True)\n"
             "  or      AdamW(..., capturable=True)"
@@ -346,11 +346,11 @@ def test_a_fix_names_only_what_the_class_takes(recorders):
     for make, way in ((torch.optim.SGD, "SGD(..., fused=True)"), (torch.optim.NAdam, "NAdam(..., capturable=True)")):
         training = Training(is_sharded=False)
         training.optimizer = make(training.model.parameters())
-        with pytest.raises(CaptureError, match="numbers of the host") as told:
+        with pytest.raises(CaptureError, match="reads numbers on the host") as told:
             graphed(training.step)(*batch(0))
         assert str(told.value).endswith(f"  fix    {way}")
     training.optimizer = torch.optim.Adafactor(training.model.parameters())
-    with pytest.raises(CaptureError, match="Adafactor decides on the host"):
+    with pytest.raises(CaptureError, match="Adafactor computes its step on the host"):
         graphed(training.step)(*batch(0))
 
 

@@ -15,13 +15,14 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CaptureError, StaleParameterError
 from shardtensor.mesh import Mesh
-from shardtensor.optim.facts import say_group, say_options
 from shardtensor.optim.graphed_optimizers import GraphedOptimizer
 from shardtensor.optim.named_params import (
-    Held,
-    Watch,
+    ParamRecord,
+    StalenessCheck,
     changed,
     named_params_with_sharded_tensor,
+    options_text,
+    params_text,
     read_groups,
     read_pairs,
 )
@@ -92,9 +93,12 @@ def test_parameters_without_names_are_refused(params, error, text):
 
 
 def test_a_change_of_anything_that_state_was_made_for_is_seen():
-    def held() -> list[Held]:
+    def held() -> list[ParamRecord]:
         plain = nn.Parameter(torch.ones(4))
-        return [Held.of("p", plain), Held.of("s", st.distribute(torch.ones(4), "[tp]", requires_grad=True))]
+        return [
+            ParamRecord.of("p", plain),
+            ParamRecord.of("s", st.distribute(torch.ones(4), "[tp]", requires_grad=True)),
+        ]
 
     for plain, sharded in (held(), held()):
         assert changed([plain, sharded]) == [] and plain.now is plain.leaf is plain.param
@@ -116,7 +120,7 @@ def test_a_change_of_anything_that_state_was_made_for_is_seen():
 
 
 def test_a_copy_of_what_is_held_is_of_the_copied_parameter():
-    held = Held.of("p", nn.Parameter(torch.ones(2)))
+    held = ParamRecord.of("p", nn.Parameter(torch.ones(2)))
     memo: dict[int, Any] = {}
     again = copy.deepcopy(held, memo)
     assert again.param is again.leaf is memo[id(held.param)] and again.param is not held.param
@@ -127,7 +131,7 @@ def tree() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
 
 
-def stale(model: nn.Module, watch: Watch) -> list[str]:
+def stale(model: nn.Module, watch: StalenessCheck) -> list[str]:
     with pytest.raises(StaleParameterError) as caught:
         watch.check()
     line = str(caught.value).splitlines()[1]
@@ -135,9 +139,9 @@ def stale(model: nn.Module, watch: Watch) -> list[str]:
 
 
 def test_what_was_replaced_is_named_and_nothing_else():
-    def watched() -> tuple[nn.Module, Watch]:
+    def watched() -> tuple[nn.Module, StalenessCheck]:
         model = tree()
-        return model, Watch(model, [Held.of(*pair) for pair in model.named_parameters()])
+        return model, StalenessCheck(model, [ParamRecord.of(*pair) for pair in model.named_parameters()])
 
     model, watch = watched()
     watch.check()
@@ -158,7 +162,7 @@ def test_what_was_replaced_is_named_and_nothing_else():
     del model[1][1].bias
     assert stale(model, watch) == ["1.1.bias"]
     holder = Holder()
-    watch = Watch(holder, [Held.of(*pair) for pair in named_params_with_sharded_tensor(holder)])
+    watch = StalenessCheck(holder, [ParamRecord.of(*pair) for pair in named_params_with_sharded_tensor(holder)])
     watch.check()
     holder.cache = st.distribute(torch.ones(3), "replicate")
     assert stale(holder, watch) == ["cache"]
@@ -166,7 +170,7 @@ def test_what_was_replaced_is_named_and_nothing_else():
 
 def test_of_many_names_eight_are_shown():
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(10)))
-    watch = Watch(model, [Held.of(*pair) for pair in model.named_parameters()])
+    watch = StalenessCheck(model, [ParamRecord.of(*pair) for pair in model.named_parameters()])
     for layer in model:
         layer.weight = nn.Parameter(torch.ones(1, 1))
     assert stale(model, watch)[-1] == "7.weightand2more"
@@ -191,15 +195,15 @@ def test_options_as_text_tell_apart_what_ranks_must_agree_on():
         (torch.optim.Adam, (), {"betas": (0.9, 0.99)}),
         (torch.optim.Adam, (), {"params": object()}),
     ]
-    texts = [say_options(*each) for each in options]
+    texts = [options_text(*each) for each in options]
     assert len(set(texts)) == len(texts)
     assert texts[4] == "SGD(lr=0.1, nesterov=True)" and texts[5] == "SGD(tensor () torch.float32)"
     assert texts[7] == "Adam(betas=(0.9, 0.95))" and texts[9] == "Adam(params=object)"
-    assert say_options(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
-    assert say_options(None, (), {"lr": None}) == "(lr=None)"
+    assert options_text(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
+    assert options_text(None, (), {"lr": None}) == "(lr=None)"
     pairs = [("w", torch.ones(2, 3)), ("b", torch.ones(3).double())]
-    assert say_group({"params": pairs}) == "w (2, 3) torch.float32\nb (3,) torch.float64"
-    assert say_group({"params": []}) == "(none)"
+    assert params_text({"params": pairs}) == "w (2, 3) torch.float32\nb (3,) torch.float64"
+    assert params_text({"params": []}) == "(none)"
 
 
 # -- inputs of a graphed step ------------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_inputs_like_the_captured_ones_are_taken_and_no_others():
             inputs = StaticInputs((torch.ones(1), {"x": first}), {"y": 3}, CPU)
             call = (torch.zeros(1), {"x": second}), {"y": 3}
             if i != j:
-                with pytest.raises(CaptureError, match=r"(input 1|arguments) of a graphed step: not what was captured"):
+                with pytest.raises(CaptureError, match=r"(input 1|arguments) of a graphed step: not as in the capture"):
                     inputs.fill(*call)
                 continue
             inputs.fill(*call)
@@ -298,23 +302,23 @@ def test_what_is_baked_in_is_all_but_rates_and_notes():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], fused=True)
     graphed = GraphedOptimizer(optimizer, CPU)
-    before = graphed.baked_in()
+    before = graphed.host_values()
     optimizer.param_groups[0] |= {"lr": 9.0, "initial_lr": 1.0, "max_lr": 2.0, "min_lr": 0.0, "swa_lr": 1.0}
-    assert graphed.baked_in() == before
+    assert graphed.host_values() == before
     for key, value in (("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1.0), ("maximize", True)):
         kept = optimizer.param_groups[0][key]
         optimizer.param_groups[0][key] = value
-        assert graphed.baked_in() != before
+        assert graphed.host_values() != before
         optimizer.param_groups[0][key] = kept
-    assert graphed.baked_in() == before
+    assert graphed.host_values() == before
     weight.data = torch.ones(2)
-    assert graphed.baked_in() != before
+    assert graphed.host_values() != before
     for make in (
         lambda w: st.ShardedOptimizer({"w": w}, torch.optim.AdamW, fused=True),
         lambda w: st.ShardedOptimizer(nn.ParameterDict({"w": w}), torch.optim.AdamW, fused=True),
     ):
         own = GraphedOptimizer(make(nn.Parameter(torch.ones(2))), CPU)
-        assert own.baked_in() == own.baked_in() and own.state_count() == 0
+        assert own.host_values() == own.host_values() and own.state_count() == 0
         assert own.was_loaded() is False
         own._optimizer.load_state_dict(own._optimizer.state_dict())
         assert (own.was_loaded(), own.was_loaded()) == (True, False)

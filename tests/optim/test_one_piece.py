@@ -12,7 +12,7 @@ import torch
 from torch import optim
 
 import shardtensor as st
-from shardtensor.optim.runs import ELEMENTWISE, Run, Runs, find_runs
+from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroup, FlatGroups, find_flat_groups
 from shardtensor.tensor.pieces import Pieces
 
 SHAPES = ((2, 3), (4,), (1, 5), (3,), (2, 2))
@@ -207,8 +207,8 @@ def test_every_elementwise_class_is_tried():
     assert {cls for cls, _ in KINDS.values()} == ELEMENTWISE
 
 
-def runs_of(optimizer: Any) -> list[Run]:
-    return [run for runs, _ in optimizer._runs._groups for run in runs]
+def runs_of(optimizer: Any) -> list[FlatGroup]:
+    return [run for runs, _ in optimizer._flat_groups._groups for run in runs]
 
 
 def test_what_lies_together_is_stepped_as_one():
@@ -221,7 +221,7 @@ def test_what_lies_together_is_stepped_as_one():
         ["b0", "b1"],
         ["b3", "b4"],
     ]
-    assert all(run.is_one and not run.is_apart for run in runs)
+    assert all(run.is_merged and not run.is_split for run in runs)
     assert {run.tensor.numel() for run in runs} == {LENGTH, 12, 8}
     inner = twins.optimizers[0]._inner
     assert sum(len(group["params"]) for group in inner.param_groups) == 11, "people see their parameters"
@@ -244,7 +244,7 @@ def test_what_lies_together_is_stepped_as_one():
 def test_gradients_that_are_pieces_of_one_are_not_copied():
     twins = Twins("sgd", groups=False)
     twins.give_gradients(random.Random(0), "one")
-    for run in (run for run in find_runs(twins.ours.values())[0]):
+    for run in (run for run in find_flat_groups(twins.ours.values())[0]):
         grad, is_uneven = run.gradient()
         base = run.leaves[0].grad._base
         assert not is_uneven and grad.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
@@ -253,7 +253,7 @@ def test_gradients_that_are_pieces_of_one_are_not_copied():
             assert run.part(i, grad).data_ptr() == leaf.grad.data_ptr()
             assert run.part(i, run.tensor).data_ptr() == leaf.data_ptr()
     twins.give_gradients(random.Random(0), "own")
-    for run in find_runs(twins.ours.values())[0]:
+    for run in find_flat_groups(twins.ours.values())[0]:
         grad, is_uneven = run.gradient()
         assert not is_uneven and not grad.requires_grad
         assert all(torch.equal(run.part(i, grad), leaf.grad) for i, leaf in enumerate(run.leaves))
@@ -271,7 +271,7 @@ def test_each_leaf_has_a_count_of_its_own_once_they_part():
     counts = [ours.state[twins.ours[f"a{i}"]]["step"] for i in range(5)]
     assert len({count.data_ptr() for count in counts}) == 5
     step(twins, random.Random(1), "some")
-    ours._runs.dissolve()
+    ours._flat_groups.split_all()
     counts = [ours.state[twins.ours[f"a{i}"]]["step"] for i in range(5)]
     counts[0].add_(5)
     assert len({float(count) for count in counts[1:]}) == 2 and float(counts[0]) >= 6
@@ -285,7 +285,7 @@ def test_states_that_differ_in_more_than_elements_are_not_joined():
     step(twins, draw, "one")
     twins.same(**CLOSE)
     (run,) = [run for run in runs_of(twins.optimizers[0]) if len(run.leaves) == 5]
-    assert run.is_apart and not run.is_one
+    assert run.is_split and not run.is_merged
     twins.optimizers[0].load_state_dict(twins.optimizers[0].state_dict())
     step(twins, draw, "one")
     twins.same(**CLOSE)
@@ -298,7 +298,7 @@ def test_a_run_joins_states_that_lie_in_one_tensor_without_a_copy():
     ours = twins.optimizers[0]
     (run,) = [run for run in runs_of(ours) if len(run.leaves) == 5]
     before = ours._inner.state[run.tensor]["momentum_buffer"].data_ptr()
-    ours._runs.dissolve()
+    ours._flat_groups.split_all()
     assert run.tensor not in ours._inner.state and all(leaf in ours._inner.state for leaf in run.leaves)
     step(twins, random.Random(1), "one")
     (run,) = [run for run in runs_of(ours) if len(run.leaves) == 5]
@@ -320,10 +320,12 @@ def test_pickles_hold_the_state_of_each_leaf():
     assert torch.equal(copied, weight)
     twins = Twins("momentum", groups=False)
     step(twins, random.Random(0), "one")
-    assert all(run.is_one for run in runs_of(twins.optimizers[0]))
+    assert all(run.is_merged for run in runs_of(twins.optimizers[0]))
     own = twins.optimizers[0]
     own.__getstate__()
-    assert own._runs._groups is None and all(x in own._inner.state for x in twins.ours.values() if x.requires_grad)
+    assert own._flat_groups._groups is None and all(
+        x in own._inner.state for x in twins.ours.values() if x.requires_grad
+    )
 
 
 def test_a_differentiable_step_sees_the_leaves():
@@ -338,7 +340,7 @@ def test_a_differentiable_step_sees_the_leaves():
 
 def test_state_of_a_leaf_that_is_unknown_is_made_by_the_optimizer():
     _, (leaf, other, *_) = laid_end_to_end(0)
-    runs = Runs(optim.SGD([leaf, other]))
+    runs = FlatGroups(optim.SGD([leaf, other]))
     assert leaf not in runs and len(runs) == 0 and list(runs) == []
     assert runs[leaf] == {} and leaf in runs
     runs[other] = {"a": 1}

@@ -54,12 +54,12 @@ FAULTS = {
     "other ranks": (
         "b k, n k -> b n",
         (bind(ChunkShardingSpec(0, ["rank:0-1/cpu"]), (8, 8), MESH), cut("[tp, -]", 8, 8)),
-        "the input and the weight lie on different ranks or grids",
+        "the input and the weight are on different ranks or grids",
     ),
     "flat": (
         "b k, n k -> b n",
         (cut("flat(dp)", 8, 8), (8, 8)),
-        "the input is not cut along its dims",
+        "the input is not sharded along its dims",
     ),
 }
 

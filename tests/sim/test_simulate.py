@@ -213,7 +213,7 @@ def test_gradients_meet_in_backward_nested_and_checkpointed():
         leaf = torch.arange(1.0, 5.0, requires_grad=True)
 
         def total(whole: torch.Tensor) -> torch.Tensor:
-            part = collectives.take(whole, [3, 1], group)
+            part = collectives.local_slice(whole, [3, 1], group)
             return collectives.all_reduce(part.square().sum(), group)
 
         (checkpoint(total, leaf, use_reentrant=reentrant) ** 2).backward()

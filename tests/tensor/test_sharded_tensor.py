@@ -16,7 +16,7 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor import GatherWarning, custom_sharded_op_impl, custom_sharding_spec_op
-from shardtensor.comm.group import LoneGroup
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.tensor import dispatch
 from shardtensor.tensor.dispatch import HANDLERS
 
@@ -72,7 +72,7 @@ def test_every_property_answers_for_the_whole(world, size):
     world(check_properties, size)
 
 
-class Silent(LoneGroup):
+class Silent(SingleRankGroup):
     """A group of two that nobody may talk in."""
 
     size = 2
@@ -173,7 +173,7 @@ def test_gather_fills_one_rank_and_faults_are_the_same_everywhere(world):
 
 def run_as_thread(rank: int, results: list, errors: list) -> None:
     try:
-        group = LoneGroup(rank)
+        group = SingleRankGroup(rank)
         with st.strict(rank == 0):
             x = st.distribute(torch.arange(4.0) + rank, "[tp]", process_group=group, requires_grad=True)
             (x * 2).backward(torch.ones(4))

@@ -191,7 +191,7 @@ def recorded():
     with pytest.raises(st.RuleError) as error:
         make_fx(module)(inputs())
     assert str(error.value) == (
-        "a collective was met by make_fx, or an export through it, which would record its start and not its end\n"
+        "make_fx, or an export through it, records the start of a collective and not its end\n"
         "  either  torch.compile(module) records both\n"
         "  or      unshard_module(module) first"
     )

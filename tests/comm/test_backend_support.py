@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardtensor.comm.wire import Wire
+from shardtensor.comm.backend_support import BackendSupport
 
 MOVED = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.bool),
@@ -29,7 +29,7 @@ BACKENDS = {
 def test_backends_are_read_from_torchs_description(monkeypatch, config, has_cuda):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     backends, device_type, averages = BACKENDS[config, has_cuda]
-    wire = Wire.of_backends(config, None)
+    wire = BackendSupport.of_backends(config, None)
     assert wire.backends == backends and wire.device_type == device_type and wire.bound_device is None
     assert wire.ops == {"sum", "max", "min", "prod"} | ({"avg"} if averages else set())
     assert {is_cuda for is_cuda, _ in wire.moved_as_is} == {kind == "cuda" for kind in backends}
@@ -65,7 +65,7 @@ def forms(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_there_and_back_nothing_is_lost(dtype):
-    wire = Wire.of_backends("cpu:gloo", None)
+    wire = BackendSupport.of_backends("cpu:gloo", None)
     for x in forms(dtype):
         plain = x.resolve_conj().resolve_neg().contiguous().view(-1)
         sent = wire.to_move(x)
@@ -82,7 +82,7 @@ def test_there_and_back_nothing_is_lost(dtype):
 
 
 def test_what_is_added_up_has_room():
-    wire = Wire.of_backends("cpu:gloo", None)
+    wire = BackendSupport.of_backends("cpu:gloo", None)
     for dtype in MOVED:
         ones = torch.ones(2).to(dtype)
         sent = wire.to_reduce(ones)
@@ -97,13 +97,13 @@ def test_what_is_added_up_has_room():
 
 def test_other_devices_go_where_the_backend_moves():
     meta = torch.ones(3, device="meta")
-    wire = Wire.of_backends("cuda:nccl", torch.device("meta", 0))
+    wire = BackendSupport.of_backends("cuda:nccl", torch.device("meta", 0))
     assert wire._device(torch.ones(1)) == torch.device("meta", 0), "the one device of the group"
-    assert Wire.of_backends("cuda:nccl", None)._device(torch.ones(1)) == torch.device("cuda")
-    assert Wire.of_backends("cpu:gloo", None)._device(meta) == torch.device("cpu")
-    assert Wire.of_backends("cpu:gloo", None)._device(torch.ones(1)) == torch.device("cpu")
+    assert BackendSupport.of_backends("cuda:nccl", None)._device(torch.ones(1)) == torch.device("cuda")
+    assert BackendSupport.of_backends("cpu:gloo", None)._device(meta) == torch.device("cpu")
+    assert BackendSupport.of_backends("cpu:gloo", None)._device(torch.ones(1)) == torch.device("cpu")
     assert wire.to_move(torch.ones(2)).device.type == "meta" and wire.to_reduce(torch.ones(2)).device.type == "meta"
-    plain = Wire.of_backends("cpu:gloo", None)
+    plain = BackendSupport.of_backends("cpu:gloo", None)
     assert (
         plain.from_move(torch.ones(3), meta).device.type == plain.from_reduce(torch.ones(3), meta).device.type == "meta"
     )

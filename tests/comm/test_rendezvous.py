@@ -14,8 +14,8 @@ from zlib import crc32
 import pytest
 import torch.distributed as dist
 
-from shardtensor.comm.board import CAME, Board, Whereabouts
-from shardtensor.comm.meeting import Meeting, pair_sum
+from shardtensor.comm.rendezvous import Rendezvous, pair_sum
+from shardtensor.comm.status_store import ARRIVAL, RankStatus, StatusStore
 from shardtensor.errors import AbsentRankError, CallMismatchError
 
 SHORT_S = 0.4
@@ -26,14 +26,14 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.store = dist.HashStore()
-        self.boards = [Board(self.store, rank) for rank in range(count)]
+        self.statuses = [StatusStore(self.store, rank) for rank in range(count)]
 
-    def meeting(self, rank: int, ranks: tuple[int, ...], timeout_s: float = 10.0) -> Meeting:
-        return Meeting(self.boards[rank], f"of {ranks}", ranks, timeout_s)
+    def rendezvous(self, rank: int, ranks: tuple[int, ...], timeout_s: float = 10.0) -> Rendezvous:
+        return Rendezvous(self.statuses[rank], f"of {ranks}", ranks, timeout_s)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """What a body returns on each rank, or the error that it raises."""
-        results: list[Any] = [None] * len(self.boards)
+        results: list[Any] = [None] * len(self.statuses)
 
         def call(rank: int) -> None:
             try:
@@ -41,7 +41,7 @@ class Ranks:
             except Exception as error:
                 results[rank] = error
 
-        threads = [Thread(target=call, args=(rank,)) for rank in range(len(self.boards))]
+        threads = [Thread(target=call, args=(rank,)) for rank in range(len(self.statuses))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -62,9 +62,9 @@ def test_equal_calls_pass_and_leave_nothing_behind():
     keys = []
 
     def body(rank: int) -> None:
-        meeting = ranks.meeting(rank, (0, 1, 2))
+        rendezvous = ranks.rendezvous(rank, (0, 1, 2))
         for k in range(12):
-            meeting.meet("f", f"f {k}", None if k % 3 else pair_sum((0, 1, 2), rank, [1, 1, 1], [1, 1, 1]))
+            rendezvous.wait("f", f"f {k}", None if k % 3 else pair_sum((0, 1, 2), rank, [1, 1, 1], [1, 1, 1]))
             if rank == 0:
                 keys.append(ranks.store.num_keys())
 
@@ -72,15 +72,15 @@ def test_equal_calls_pass_and_leave_nothing_behind():
     assert max(keys[6:]) <= max(keys[:6])
 
 
-def meet_with(ranks: Ranks, members: tuple[int, ...], calls: tuple[str, ...], rank: int) -> None:
-    ranks.meeting(rank, members).meet("f", calls[rank])
+def wait_with(ranks: Ranks, members: tuple[int, ...], calls: tuple[str, ...], rank: int) -> None:
+    ranks.rendezvous(rank, members).wait("f", calls[rank])
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_whoever_makes_another_call_is_named_on_all_ranks(count):
     for calls in product("ab", repeat=count):
         ranks = Ranks(count)
-        results = ranks.run(partial(meet_with, ranks, tuple(range(count)), calls))
+        results = ranks.run(partial(wait_with, ranks, tuple(range(count)), calls))
         if len(set(calls)) == 1:
             assert results == [None] * count
             continue
@@ -99,12 +99,12 @@ def test_after_a_mismatch_the_ranks_meet_again():
     ranks = Ranks(2)
 
     def body(rank: int) -> str:
-        meeting = ranks.meeting(rank, (0, 1))
+        rendezvous = ranks.rendezvous(rank, (0, 1))
         with pytest.raises(CallMismatchError):
-            meeting.meet("f", f"f {rank}")
-        meeting.meet("f", "f")
+            rendezvous.wait("f", f"f {rank}")
+        rendezvous.wait("f", "f")
         with pytest.raises(CallMismatchError) as caught:
-            meeting.meet("f", f"g {rank}", own="my own words")
+            rendezvous.wait("f", f"g {rank}", own="my own words")
         return str(caught.value)
 
     first, second = ranks.run(body)
@@ -118,7 +118,7 @@ def test_numbers_that_do_not_add_up():
 
         def body(rank: int, ranks: Ranks, received: list[tuple[int, int]]) -> None:
             pairs = pair_sum((0, 1), rank, sent[rank], received[rank])
-            ranks.meeting(rank, (0, 1)).meet("f", "f", pairs, f"as rank {rank}")
+            ranks.rendezvous(rank, (0, 1)).wait("f", "f", pairs, f"as rank {rank}")
 
         results = Ranks(2).run(partial(body, ranks=Ranks(2), received=received))
         if (first, second) == (2, 3):
@@ -133,22 +133,22 @@ def test_who_does_not_come_is_named_to_all_that_do():
     ranks = Ranks(3)
 
     def body(rank: int) -> Any:
-        meeting = ranks.meeting(rank, (0, 1, 2), SHORT_S)
-        meeting.meet("f", "first")
+        rendezvous = ranks.rendezvous(rank, (0, 1, 2), SHORT_S)
+        rendezvous.wait("f", "first")
         start = time.monotonic()
         if rank == 2:
             time.sleep(1.1 * SHORT_S)
         try:
-            meeting.meet("f", "second", own=f"second of rank {rank}")
+            rendezvous.wait("f", "second", own=f"second of rank {rank}")
         except AbsentRankError as error:
             waited = time.monotonic() - start
             assert rank == 2 or SHORT_S / 2 < waited < SHORT_S
-            meeting.meet("f", "third")
+            rendezvous.wait("f", "third")
             return str(error)
 
     first, second, third = ranks.run(body)
     assert first == second == third
-    assert first.startswith(f"f: rank 2 did not come within {SHORT_S:g} s; nothing was moved\n")
+    assert first.startswith(f"f: rank 2 did not join within {SHORT_S:g} s; nothing was moved\n")
     lines = [" ".join(line.split()) for line in first.splitlines()]
     assert "by ranks 0-1" in lines
     assert "rank 2 nothing since first" in lines
@@ -161,7 +161,7 @@ def test_a_mismatch_of_some_is_told_though_another_never_comes():
 
     def body(rank: int) -> Any:
         if rank < 2:
-            ranks.meeting(rank, (0, 1, 2), SHORT_S).meet("f", f"f {rank}")
+            ranks.rendezvous(rank, (0, 1, 2), SHORT_S).wait("f", f"f {rank}")
 
     *two, _ = ranks.run(body)
     text = the_one(two, CallMismatchError)
@@ -170,14 +170,14 @@ def test_a_mismatch_of_some_is_told_though_another_never_comes():
 
 def test_a_rank_that_has_ended_is_not_waited_for():
     ranks = Ranks(3)
-    ranks.boards[1]._at_exit()
+    ranks.statuses[1]._at_exit()
 
     def body(rank: int) -> Any:
         if rank == 1:
             return None
         start = time.monotonic()
         try:
-            ranks.meeting(rank, (0, 1, 2), 30.0).meet("f", "f")
+            ranks.rendezvous(rank, (0, 1, 2), 30.0).wait("f", "f")
         finally:
             assert time.monotonic() - start < 5
 
@@ -188,11 +188,11 @@ def test_a_rank_that_has_ended_is_not_waited_for():
 
 def test_a_board_that_is_no_more_says_nothing():
     ranks = Ranks(1)
-    leave = ranks.boards[0]._at_exit
-    ranks.boards.clear()
+    leave = ranks.statuses[0]._at_exit
+    ranks.statuses.clear()
     gc.collect()
     leave()
-    assert Board(ranks.store, 1).read(0) is None
+    assert StatusStore(ranks.store, 1).read(0) is None
 
 
 def test_a_rank_that_waits_elsewhere_is_shown_there():
@@ -201,9 +201,9 @@ def test_a_rank_that_waits_elsewhere_is_shown_there():
     def body(rank: int) -> Any:
         if rank == 0:
             time.sleep(0.1)
-            ranks.meeting(0, (0, 1), SHORT_S).meet("f", "f")
+            ranks.rendezvous(0, (0, 1), SHORT_S).wait("f", "f")
         elif rank == 1:  # waits for one that does not come
-            ranks.meeting(1, (1, 2), 2 * SHORT_S).meet("g", "g of two")
+            ranks.rendezvous(1, (1, 2), 2 * SHORT_S).wait("g", "g of two")
 
     first, second, _ = ranks.run(body)
     assert isinstance(first, AbsentRankError) and isinstance(second, AbsentRankError)
@@ -220,8 +220,8 @@ def test_ranks_that_wait_for_each_other_are_told_at_once(count):
         start = time.monotonic()
         try:
             for pair in (pairs[rank], pairs[rank - 1]):
-                meeting = Meeting(ranks.boards[rank], f"pair {pairs.index(pair)}", tuple(sorted(pair)), 30.0)
-                meeting.meet("f", f"f of {pair}")
+                rendezvous = Rendezvous(ranks.statuses[rank], f"pair {pairs.index(pair)}", tuple(sorted(pair)), 30.0)
+                rendezvous.wait("f", f"f of {pair}")
         finally:
             assert time.monotonic() - start < 5
 
@@ -236,13 +236,13 @@ def test_a_chain_that_ends_at_a_rank_at_work_is_no_circle():
 
     def body(rank: int) -> Any:
         if rank == 0:
-            ranks.meeting(0, (0, 1)).meet("f", "f")
+            ranks.rendezvous(0, (0, 1)).wait("f", "f")
         if rank == 1:
-            ranks.meeting(1, (1, 2)).meet("g", "g")
-            ranks.meeting(1, (0, 1)).meet("f", "f")
+            ranks.rendezvous(1, (1, 2)).wait("g", "g")
+            ranks.rendezvous(1, (0, 1)).wait("f", "f")
         if rank == 2:
             time.sleep(0.7)
-            ranks.meeting(2, (1, 2)).meet("g", "g")
+            ranks.rendezvous(2, (1, 2)).wait("g", "g")
 
     assert ranks.run(body) == [None] * 3
 
@@ -250,67 +250,67 @@ def test_a_chain_that_ends_at_a_rank_at_work_is_no_circle():
 def test_a_rank_of_two_threads_may_yet_come():
     """What it said last is where one of its threads is; the other may be on its way here."""
     ranks = Ranks(2)
-    ranks.boards[1]._threads |= {1, 2}
+    ranks.statuses[1]._threads |= {1, 2}
 
     def body(rank: int) -> Any:
         try:
-            Meeting(ranks.boards[rank], f"group {rank}", (0, 1), SHORT_S * 2).meet("f", "f")
+            Rendezvous(ranks.statuses[rank], f"group {rank}", (0, 1), SHORT_S * 2).wait("f", "f")
         except AbsentRankError as error:
             return str(error)
 
     for text in ranks.run(body):
-        assert "did not come within" in text
+        assert "did not join within" in text
 
 
 def test_who_gives_up_as_the_last_one_comes_stays():
     ranks = Ranks(2)
-    meeting = ranks.meeting(0, (0, 1))
-    here = Whereabouts("a meeting", "", "f", (0, 1))
-    store, digest = ranks.boards[0].store, crc32(b"f")
-    error = AbsentRankError("f: rank 1 did not come")
-    store.add(here.key, 2 * (CAME + digest))
-    meeting._leave(here, digest, error)
-    assert store.add(here.key, 0) == 2 * (CAME + digest)
-    store.add(here.key, -(CAME + digest))
-    with pytest.raises(AbsentRankError, match="rank 1 did not come"):
-        meeting._leave(here, digest, error)
+    rendezvous = ranks.rendezvous(0, (0, 1))
+    here = RankStatus("a rendezvous", "", "f", (0, 1))
+    store, digest = ranks.statuses[0].store, crc32(b"f")
+    error = AbsentRankError("f: rank 1 did not join")
+    store.add(here.key, 2 * (ARRIVAL + digest))
+    rendezvous._withdraw(here, digest, error)
+    assert store.add(here.key, 0) == 2 * (ARRIVAL + digest)
+    store.add(here.key, -(ARRIVAL + digest))
+    with pytest.raises(AbsentRankError, match="rank 1 did not join"):
+        rendezvous._withdraw(here, digest, error)
     assert store.add(here.key, 0) == 0
 
 
 def test_a_meeting_is_open_until_all_are_there_or_a_fault_is_found():
     ranks = Ranks(2)
-    board = ranks.boards[0]
-    here = Whereabouts("key", "place", "call", (0, 1), 3)
-    board.say(here)
-    assert ranks.boards[1].read(0) == here and board.read(1) is None
-    assert board.is_open(here) is False, "nobody came"
-    board.store.add("key", CAME + 7)
-    assert board.is_open(here) is True
-    board.store.add("key", CAME + 7)
-    assert board.is_open(here) is False
-    board.store.add("key", -CAME)
-    board.store.set("key/why", "a fault")
-    assert board.is_open(here) is False
-    assert board.is_open(Whereabouts("")) is False
+    status_store = ranks.statuses[0]
+    here = RankStatus("key", "place", "call", (0, 1), 3)
+    status_store.write(here)
+    assert ranks.statuses[1].read(0) == here and status_store.read(1) is None
+    assert status_store.is_open(here) is False, "nobody came"
+    status_store.store.add("key", ARRIVAL + 7)
+    assert status_store.is_open(here) is True
+    status_store.store.add("key", ARRIVAL + 7)
+    assert status_store.is_open(here) is False
+    status_store.store.add("key", -ARRIVAL)
+    status_store.store.set("key/why", "a fault")
+    assert status_store.is_open(here) is False
+    assert status_store.is_open(RankStatus("")) is False
 
 
 def test_names_are_told_apart_by_what_the_store_knew_before():
     ranks = Ranks(2)
-    names = [ranks.meeting(0, (0, 1)).name for _ in range(2)]
+    names = [ranks.rendezvous(0, (0, 1)).name for _ in range(2)]
     assert names[0] != names[1]
-    assert [ranks.meeting(1, (0, 1)).name for _ in range(2)] == names
-    assert ranks.meeting(0, (0,)).name not in names
+    assert [ranks.rendezvous(1, (0, 1)).name for _ in range(2)] == names
+    assert ranks.rendezvous(0, (0,)).name not in names
 
 
 def test_a_store_that_is_gone_is_an_error_of_its_own():
     ranks = Ranks(1)
-    meeting = ranks.meeting(0, (0,))
+    rendezvous = ranks.rendezvous(0, (0,))
 
     class Gone:
         def set(self, *_: object) -> None:
             raise dist.DistNetworkError("gone")
 
-    ranks.boards[0].store = Gone()
+    ranks.statuses[0].store = Gone()
     with pytest.raises(AbsentRankError, match="f: the store of the process groups cannot be reached") as caught:
-        meeting.meet("f", "f with its place")
+        rendezvous.wait("f", "f with its place")
     assert "f with its place" in str(caught.value) and isinstance(caught.value.__cause__, dist.DistNetworkError)

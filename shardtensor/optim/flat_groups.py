@@ -1,6 +1,6 @@
-"""Leaves that lie next to each other in memory, stepped as one tensor by optimizers that treat every element alone.
+"""Flat parameter groups: leaves that are adjacent in memory, which elementwise optimizers step as one tensor.
 
-One call for many leaves, and one state. People see the state of each parameter all the same, as views.
+One tensor and one state replace many; users still see the state of each parameter, as views.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ELEMENTWISE = frozenset(
         optim.SGD,
     }
 )
-"""Classes whose update of an element depends on that element alone. Exactly these: a subclass may do otherwise."""
+"""Classes whose update of an element depends only on that element; not their subclasses, which may differ."""
 
 
-class Run:
-    """Consecutive pieces of one tensor that are stepped alike.
+class FlatGroup:
+    """Adjacent pieces of one flat tensor, with the same hyperparameters.
 
     Args:
-        pieces: what the leaves are pieces of.
+        pieces: the flat tensor and its pieces.
         first: the number of the first leaf.
         leaves: in order.
 
     Attributes:
-        tensor: the memory from the first leaf to the last, as a leaf of its own.
-        is_one: whether the optimizer's state is that of `tensor` now, rather than of the leaves.
-        is_apart: the states of the leaves differ in more than their elements (counts of steps): not one any more.
+        tensor: the memory from the first leaf to the last, as one leaf.
+        is_merged: whether the optimizer has state for `tensor` now, rather than for the leaves.
+        is_split: the states of the leaves differ in more than their elements (in step counts), so they stay separate.
     """
 
     def __init__(self, pieces: Pieces, first: int, leaves: Sequence[torch.Tensor]) -> None:
@@ -55,15 +55,15 @@ class Run:
         self._length = end - self._from
         self.tensor = pieces.whole.narrow(0, self._from, self._length).detach().requires_grad_()
         self._starts = [start - self._from for start in pieces.starts[first : last + 1]]
-        self.is_one = self.is_apart = False
+        self.is_merged = self.is_split = False
 
     def part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
-        """What belongs to leaf `i` of a tensor like `tensor`: a view."""
+        """Return the view of leaf `i` in `whole`, which has the shape of `tensor`."""
         leaf = self.leaves[i]
         return whole.narrow(0, self._starts[i], leaf.numel()).view(leaf.shape)
 
     def gradient(self) -> tuple[torch.Tensor | None, bool]:
-        """The gradients of all leaves as one tensor; None without any. And whether some have one and some do not."""
+        """Return the gradients of all leaves as one tensor, or None; and whether only some leaves have one."""
         grads = [leaf.grad for leaf in self.leaves]
         base = None if grads[0] is None else grads[0]._base
         if base is not None and base.shape == self._shape and all([g is not None and g._base is base for g in grads]):
@@ -71,29 +71,29 @@ class Run:
         found = [g for g in grads if g is not None]
         if len(found) < len(grads):
             return None, bool(found)
-        made = torch.zeros_like(self.tensor, requires_grad=False)  # of the user's own, not the pieces of one
+        made = torch.zeros_like(self.tensor, requires_grad=False)  # the gradients are not adjacent
         torch._foreach_copy_([self.part(i, made) for i in range(len(grads))], found)
         return made, False
 
-    def join(self, state: MutableMapping[Any, Any]) -> None:
-        """Make the states of the leaves one, where they differ in elements alone."""
+    def merge(self, state: MutableMapping[Any, Any]) -> None:
+        """Replace the states of the leaves by one, unless they differ in more than elements."""
         states = [state.get(leaf) for leaf in self.leaves]
         if any(states):
             first = states[0] or {}
             keys = [key for key, value in first.items() if _is_like(value, self.leaves[0])]
             rest = {key: value for key, value in first.items() if key not in keys}
             if not all(other is not None and self._agrees(other, first, rest) for other in states):
-                self.is_apart = True
+                self.is_split = True
                 return
-            state[self.tensor] = {**first, **{key: self._joined([s[key] for s in states if s]) for key in keys}}
+            state[self.tensor] = {**first, **{key: self._merged([s[key] for s in states if s]) for key in keys}}
         for leaf in self.leaves:
             state.pop(leaf, None)
-        self.is_one = True
+        self.is_merged = True
 
     def _agrees(self, other: dict[str, Any], first: dict[str, Any], rest: dict[str, Any]) -> bool:
         return other.keys() == first.keys() and all(_equal(other[key], value) for key, value in rest.items())
 
-    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _merged(self, parts: list[torch.Tensor]) -> torch.Tensor:
         base = parts[0]._base
         places = zip(parts, self._starts, strict=True)
         if (
@@ -107,7 +107,7 @@ class Run:
         return whole
 
     def state_of(self, i: int, state: MutableMapping[Any, Any]) -> dict[str, Any] | None:
-        """The state of leaf `i` out of the state of all; numbers in tensors are copies, as every leaf has its own."""
+        """Return the state of leaf `i` from the state of `tensor`: views, and copies of 0-d tensors."""
         own = state.get(self.tensor)
         if not own:
             return None
@@ -115,52 +115,52 @@ class Run:
             key: self.part(i, value) if _is_like(value, self.tensor) else _copied(value) for key, value in own.items()
         }
 
-    def part_ways(self, state: MutableMapping[Any, Any]) -> None:
-        """Give each leaf its own state again, over the same memory."""
-        if self.is_one:
+    def split(self, state: MutableMapping[Any, Any]) -> None:
+        """Replace the state of `tensor` by one for each leaf, with the same memory."""
+        if self.is_merged:
             for i, leaf in enumerate(self.leaves):
                 own = self.state_of(i, state)
                 if own is not None:
                     state[leaf] = own
             state.pop(self.tensor, None)
-        self.is_one = False
+        self.is_merged = False
 
 
-class Runs(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
-    """The runs of an optimizer, and its state by leaf whether or not the leaf is stepped in a run.
+class FlatGroups(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
+    """The flat parameter groups of an optimizer; as a mapping, its state by leaf.
 
     Args:
-        optimizer: what steps; its groups hold the leaves, but while it steps.
+        optimizer: its groups contain the leaves, except while it steps.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[tuple[list[Run], list[torch.Tensor]]] | None = None
-        self._places: dict[int, tuple[Run, int]] = {}
+        self._groups: list[tuple[list[FlatGroup], list[torch.Tensor]]] | None = None
+        self._places: dict[int, tuple[FlatGroup, int]] = {}
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """As the optimizer keeps it."""
+        """The optimizer's own state."""
         return self._optimizer.state
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def dissolve(self) -> None:
-        """Give every leaf its own state; the next step looks anew at what lies next to each other."""
-        for runs, _ in self._groups or ():
-            for run in runs:
-                run.part_ways(self.state)
+    def split_all(self) -> None:
+        """Give every leaf its own state; the next step groups the leaves again."""
+        for flats, _ in self._groups or ():
+            for flat in flats:
+                flat.split(self.state)
         self._groups, self._places = None, {}
 
     def step(self, options: Iterable[dict[str, Any]], step: Callable[[], Any]) -> None:
-        """Call `step` with groups that hold runs where those have their gradients as one, and leaves elsewhere.
+        """Call `step` with param groups that contain flat tensors with flat gradients, and the other leaves.
 
         Args:
-            options: of each group, the hyperparameters to step with.
+            options: the hyperparameters of each param group.
         """
         groups = self._optimizer.param_groups
         leaves = [group["params"] for group in groups]
-        stepped = leaves if self._optimizer.defaults.get("differentiable") else self._form(leaves)
+        stepped = leaves if self._optimizer.defaults.get("differentiable") else self._grouped(leaves)
         for group, values, params in zip(groups, options, stepped, strict=True):
             group.update(values)
             group["params"] = params
@@ -169,68 +169,68 @@ class Runs(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         finally:
             for group, params in zip(groups, leaves, strict=True):
                 group["params"] = params
-            for runs, _ in self._groups or ():
-                for run in runs:
-                    run.tensor.grad = None  # whose memory goes with the leaves' gradients
+            for flats, _ in self._groups or ():
+                for flat in flats:
+                    flat.tensor.grad = None  # its memory is that of the leaves' gradients
 
-    def _form(self, leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def _grouped(self, leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         if self._groups is None:
-            self._groups = list(map(find_runs, leaves))
+            self._groups = list(map(find_flat_groups, leaves))
             self._places = {
-                id(leaf): (run, i) for runs, _ in self._groups for run in runs for i, leaf in enumerate(run.leaves)
+                id(leaf): (flat, i) for flats, _ in self._groups for flat in flats for i, leaf in enumerate(flat.leaves)
             }
-        return [[x for run in runs for x in self._ready(run)] + alone for runs, alone in self._groups]
+        return [[x for flat in flats for x in self._ready(flat)] + alone for flats, alone in self._groups]
 
-    def _ready(self, run: Run) -> list[torch.Tensor]:
-        if run.is_apart:
-            return run.leaves
-        grad, is_uneven = run.gradient()
+    def _ready(self, flat: FlatGroup) -> list[torch.Tensor]:
+        if flat.is_split:
+            return flat.leaves
+        grad, is_uneven = flat.gradient()
         if grad is None and not is_uneven:
             return []
         if is_uneven:
-            run.part_ways(self.state)
-            run.is_apart = True
-        elif not run.is_one:
-            if run.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                return run.leaves  # to compare states would wait for the device
-            run.join(self.state)
-        if run.is_apart:
-            return run.leaves
-        run.tensor.grad = grad
-        return [run.tensor]
+            flat.split(self.state)
+            flat.is_split = True
+        elif not flat.is_merged:
+            if flat.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                return flat.leaves  # comparing the states would wait for the device
+            flat.merge(self.state)
+        if flat.is_split:
+            return flat.leaves
+        flat.tensor.grad = grad
+        return [flat.tensor]
 
     # -- state by leaf ----------------------------------------------------------------------------------------------
 
     def values_of(self, leaf: torch.Tensor) -> dict[str, Any] | None:
-        """The state of a leaf: the dict of the optimizer itself, or one of views."""
-        run, i = self._places.get(id(leaf), (None, 0))
-        return self.state.get(leaf) if run is None or not run.is_one else run.state_of(i, self.state)
+        """Return the state of a leaf: the optimizer's own dict, or a dict of views."""
+        flat, i = self._places.get(id(leaf), (None, 0))
+        return self.state.get(leaf) if flat is None or not flat.is_merged else flat.state_of(i, self.state)
 
-    def apart(self, leaf: torch.Tensor) -> MutableMapping[Any, Any]:
-        """The optimizer's state, in which `leaf` has its own from now on."""
-        run, _ = self._places.get(id(leaf), (None, 0))
-        if run is not None:
-            run.part_ways(self.state)
+    def split_state(self, leaf: torch.Tensor) -> MutableMapping[Any, Any]:
+        """Give `leaf` a state of its own, and return the optimizer's state."""
+        flat, _ = self._places.get(id(leaf), (None, 0))
+        if flat is not None:
+            flat.split(self.state)
         return self.state
 
     def __getitem__(self, leaf: torch.Tensor) -> MutableMapping[str, Any]:
         if leaf not in self:
-            return self.state[leaf]  # which makes one, or raises
+            return self.state[leaf]  # a defaultdict may make one
         return LeafState(self, leaf)
 
     def __setitem__(self, leaf: torch.Tensor, values: MutableMapping[str, Any]) -> None:
-        self.apart(leaf)[leaf] = values
+        self.split_state(leaf)[leaf] = values
 
     def __delitem__(self, leaf: torch.Tensor) -> None:
-        del self.apart(leaf)[leaf]
+        del self.split_state(leaf)[leaf]
 
     def __contains__(self, leaf: object) -> bool:
-        run, _ = self._places.get(id(leaf), (None, 0))
-        return leaf in self.state if run is None or not run.is_one else run.tensor in self.state
+        flat, _ = self._places.get(id(leaf), (None, 0))
+        return leaf in self.state if flat is None or not flat.is_merged else flat.tensor in self.state
 
     def __iter__(self) -> Iterator[Any]:
-        of_runs = {id(run.tensor): run.leaves for run, _ in self._places.values() if run.is_one}
-        return iter([leaf for key in self.state for leaf in of_runs.get(id(key), (key,))])
+        of_flats = {id(flat.tensor): flat.leaves for flat, _ in self._places.values() if flat.is_merged}
+        return iter([leaf for key in self.state for leaf in of_flats.get(id(key), (key,))])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -239,20 +239,20 @@ class Runs(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 class LeafState(MutableMapping[str, Any]):
     """The state of one leaf; a live view."""
 
-    def __init__(self, runs: Runs, leaf: torch.Tensor) -> None:
-        self._runs, self._leaf = runs, leaf
+    def __init__(self, flats: FlatGroups, leaf: torch.Tensor) -> None:
+        self._flat_groups, self._leaf = flats, leaf
 
     def _values(self) -> dict[str, Any]:
-        return self._runs.values_of(self._leaf) or {}
+        return self._flat_groups.values_of(self._leaf) or {}
 
     def __getitem__(self, key: str) -> Any:
         return self._values()[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._runs.apart(self._leaf)[self._leaf][key] = value
+        self._flat_groups.split_state(self._leaf)[self._leaf][key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._runs.apart(self._leaf)[self._leaf][key]
+        del self._flat_groups.split_state(self._leaf)[self._leaf][key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values())
@@ -264,8 +264,8 @@ class LeafState(MutableMapping[str, Any]):
         return repr(self._values())
 
 
-def find_runs(leaves: Iterable[torch.Tensor]) -> tuple[list[Run], list[torch.Tensor]]:
-    """The runs among leaves that are stepped alike, and the leaves that are in none."""
+def find_flat_groups(leaves: Iterable[torch.Tensor]) -> tuple[list[FlatGroup], list[torch.Tensor]]:
+    """Return the flat groups among the leaves of one param group, and the leaves that are in none."""
     found: dict[int, tuple[Pieces, dict[int, torch.Tensor]]] = {}
     alone = []
     for leaf in leaves:
@@ -274,22 +274,22 @@ def find_runs(leaves: Iterable[torch.Tensor]) -> tuple[list[Run], list[torch.Ten
             alone.append(leaf)
         else:
             found.setdefault(id(piece[0]), (piece[0], {}))[1][piece[1]] = leaf
-    runs = []
+    flats = []
     for pieces, members in found.values():
-        for first, count in _stretches(sorted(members)):
-            run = [members[first + i] for i in range(count)]
+        for first, count in _consecutive(sorted(members)):
+            adjacent = [members[first + i] for i in range(count)]
             if count > 1:
-                runs.append(Run(pieces, first, run))
+                flats.append(FlatGroup(pieces, first, adjacent))
             else:
-                alone += run
-    return runs, alone
+                alone += adjacent
+    return flats, alone
 
 
-def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First number and count of each stretch of consecutive ones.
+def _consecutive(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first number and the count of each range of consecutive numbers.
 
     Example:
-        >>> _stretches([1, 2, 3, 7])
+        >>> _consecutive([1, 2, 3, 7])
         [(1, 3), (7, 1)]
     """
     found: list[tuple[int, int]] = []

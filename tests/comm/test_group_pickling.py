@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardtensor as st
-from shardtensor.comm.group import team_along
+from shardtensor.comm.group import group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.mesh import Mesh
 
@@ -98,15 +98,15 @@ def test_alone_a_group_is_read_alone_only():
 
 
 def test_a_mesh_of_other_ranks_is_refused():
-    from shardtensor.comm.regain import regained
+    from shardtensor.comm.group_pickling import unpickle_group
 
     def read() -> None:
         group = as_group()
         place = (group.index, group.rank, group.size, group.size)
         for axes, ranks in (((("a", 2), ("b", 1)), (0, 1)), ((("a", 2), ("b", 2)), (0, 1, 2, 4))):
             with pytest.raises(ValueError, match="the tensor was made on a mesh of other ranks"):
-                regained(place, (axes, ranks))
-        again = regained(place, ((("a", 2), ("b", 2)), (0, 1, 2, 3)))
+                unpickle_group(place, (axes, ranks))
+        again = unpickle_group(place, ((("a", 2), ("b", 2)), (0, 1, 2, 3)))
         assert again.mesh.names == ("a", "b")
         seen = again.on_mesh(Mesh((("c", 4),)), {})
         assert seen.mesh.names == ("c",)
@@ -118,15 +118,15 @@ def check_teams() -> None:
     group = as_group().on_mesh(Mesh((("a", 2), ("b", 2), ("c", 1))), {})
     for names in ((), ("a",), ("b",), ("c",), ("a", "b"), ("b", "a"), ("a", "c"), ("a", "b", "c")):
         axes = [group.mesh.names.index(name) for name in sorted(names)]
-        team = team_along(group, iter(names))
+        team = group_along(group, iter(names))
         assert tuple(team.ranks) == group.mesh.ranks_along(group.rank, axes)
-        assert team is team_along(group, reversed(names))
+        assert team is group_along(group, reversed(names))
     with pytest.raises(st.LayoutError, match="no mesh axis is called `d`"):
-        team_along(group, ("a", "d"))
+        group_along(group, ("a", "d"))
     with pytest.raises(st.SpecError, match="no mesh axis is called `d`"):
-        team_along(group, ("d",), st.SpecError)
+        group_along(group, ("d",), st.SpecError)
     flat = as_group()
-    assert team_along(flat, ("anything",)) is flat
+    assert group_along(flat, ("anything",)) is flat
 
 
 @pytest.mark.worlds("sim")

@@ -1,7 +1,7 @@
-"""What a backend takes, and how any other tensor is brought into that form and back.
+"""Which tensors a backend supports, and the conversions for all others.
 
-Gloo moves memory of the CPU and NCCL memory of CUDA devices; each knows a few dtypes. Moves are moves of bytes, so
-an unknown dtype travels as bytes. Reductions do arithmetic, so an unknown dtype is widened to one that holds its sums.
+Gloo sends memory of the CPU and NCCL memory of CUDA devices; each supports a few dtypes. A collective that only moves
+data sends other dtypes as bytes. One that reduces sends them widened to a dtype that can hold their sums.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from shardtensor.comm.group import REDUCTIONS
 
-# What both gloo and NCCL reduce and move. Bool is left out: its "sum" of two Trues writes 2 into a bool.
+# What both gloo and NCCL reduce and move. Without bool: a sum of two Trues writes 2 into a bool.
 _NATIVE = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
@@ -28,16 +28,16 @@ _WIDER = {
 
 
 @attrs.frozen
-class Wire:
-    """The tensors that go as they are, and the ways there and back for the rest.
+class BackendSupport:
+    """Which tensors the backends of a group send as they are, and the conversions for all others.
 
     Attributes:
-        backends: backend of each device type that tensors reach without a detour.
-        device_type: where a tensor of any other device is moved.
-        bound_device: the one device of the group, where torch was told it.
+        backends: the backend of each device type that it supports.
+        device_type: the device type to which tensors on other devices are copied.
+        bound_device: the device that the process group was created with (``device_id``), if any.
         reduced_as_is: triples (is on cuda, dtype, op) that the backend reduces.
-        moved_as_is: pairs (is on cuda, dtype) that it moves.
-        ops: reductions that it does itself; the one that may be missing is "avg".
+        moved_as_is: pairs (is on cuda, dtype) that the backend moves.
+        ops: the reductions that the backend has; only "avg" may be missing.
     """
 
     backends: dict[str, str]
@@ -48,8 +48,8 @@ class Wire:
     ops: frozenset[str]
 
     @classmethod
-    def of_backends(cls, config: str, bound_device: torch.device | None) -> Wire:
-        """Read torch's description of a group's backends, such as ``cpu:gloo,cuda:nccl``."""
+    def of_backends(cls, config: str, bound_device: torch.device | None) -> BackendSupport:
+        """Parse torch's description of a group's backends, such as ``cpu:gloo,cuda:nccl``."""
         named = dict(pair.split(":") for pair in config.split(","))
         # Gloo registers itself for cuda but implements few of the calls there.
         backends = {device: name for device, name in named.items() if (device, name) != ("cuda", "gloo")}
@@ -80,18 +80,18 @@ class Wire:
         return self.bound_device if self.bound_device is not None else torch.device(self.device_type)
 
     def to_move(self, t: torch.Tensor) -> torch.Tensor:
-        """`t` flat, contiguous, on the wire's device, as bytes where its dtype is unknown. May share memory."""
+        """Return `t` flat, contiguous, on a supported device, as bytes if its dtype is not supported. May be a view."""
         if (t.is_cuda, t.dtype) in self.moved_as_is:
             return t.detach().contiguous().view(-1)
         flat = t.detach().to(self._device(t)).resolve_conj().resolve_neg().contiguous().view(-1)
         if (flat.is_cuda, flat.dtype) in self.moved_as_is:
             return flat
-        if flat.stride(0) != 1:  # one element or none is contiguous with any stride, but is seen as bytes with 1 only
+        if flat.stride(0) != 1:  # contiguous with any stride if it has at most one element, but `view` needs stride 1
             flat = flat.clone(memory_format=torch.contiguous_format)
         return flat.view(torch.uint8)
 
     def elements_per_item(self, dtype: torch.dtype) -> int:
-        """How many elements on the wire one element is in `to_move`."""
+        """Return how many elements `to_move` makes of one element."""
         return 1 if (self.device_type == "cuda", dtype) in self.moved_as_is else dtype.itemsize
 
     def from_move(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Wire:
         return sent if sent.device == like.device else sent.to(like.device)
 
     def to_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        """`t` flat, contiguous, on the wire's device, wide enough to add up. May share memory."""
+        """Return `t` flat, contiguous, on a supported device, in a dtype that the backend can sum. May be a view."""
         if (t.is_cuda, t.dtype, "sum") in self.reduced_as_is:
             return t.detach().contiguous().view(-1)
         dtype = t.dtype
@@ -109,13 +109,13 @@ class Wire:
             flat = t.detach().to(self._device(t)).resolve_conj().contiguous().view(-1)
             return torch.view_as_real(flat).view(-1)
         if dtype not in _NATIVE:
-            dtype = _WIDER.get(dtype, torch.float32)  # what is left are floats of 8 bits
+            dtype = _WIDER.get(dtype, torch.float32)  # the others are floats of 8 bits
         return t.detach().to(self._device(t), dtype).contiguous().view(-1)
 
     def from_reduce(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Undo `to_reduce`: flat, with the dtype and device of `like`."""
         if like.dtype.is_complex:
             sent = torch.view_as_complex(sent.view(-1, 2))
-        # Not `to` for nothing: torch 2.11 compiles that to a result without a gradient.
-        is_alike = sent.dtype == like.dtype and sent.device == like.device
-        return sent if is_alike else sent.to(like.device, like.dtype)
+        # No `to` without a change: torch 2.11 compiles it to a result without a gradient.
+        is_same = sent.dtype == like.dtype and sent.device == like.device
+        return sent if is_same else sent.to(like.device, like.dtype)

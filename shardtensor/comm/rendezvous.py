@@ -1,0 +1,227 @@
+"""Ranks wait for each other in a store before each collective, so that a rank that is missing or calls another
+collective raises an error instead of a hang.
+
+The store is the one through which torch's process groups found each other; it needs no collective. A rank writes its
+status (what it calls, and where), adds itself to the counter of this rendezvous, and polls the counter until all ranks
+have arrived. The counter holds the number of ranks that have arrived and the sum of the digests of their calls, so one
+read shows whether they all make the same call. The first rank that finds a fault stores the error, and every rank
+raises it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from zlib import crc32
+
+import torch.distributed as dist
+
+from shardtensor import errors
+from shardtensor.comm.agree import name_ranks, ranks_by_value
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.group import Group
+from shardtensor.comm.primitives import timeout_of
+from shardtensor.comm.status_store import ARRIVAL, RankStatus, StatusStore, world_status_store
+from shardtensor.errors import AbsentRankError, CallMismatchError, ShardTensorError
+from shardtensor.mesh import Ranks
+
+_MISMATCH_WAIT_S = 1.0  # after a mismatch, how long to wait for the other ranks, so that the error shows their calls
+_CHECK_ABSENT_S = 0.2  # how often a waiting rank reads the status of the absent ones
+_ORDER = "make the same calls in the same order on every rank of the group, each from one line of the program"
+
+
+class Rendezvous:
+    """Where the ranks of one group wait for each other before each of their collectives.
+
+    Args:
+        name: the same on all ranks, and different from that of any other group that exists at the same time.
+        ranks: the global ranks of the group.
+        timeout_s: the timeout of the group; a rank that waits raises before it is over.
+    """
+
+    def __init__(self, statuses: StatusStore, name: str, ranks: Ranks, timeout_s: float) -> None:
+        self.statuses, self.ranks, self.timeout_s = statuses, ranks, timeout_s
+        name = f"group/{sha256(repr((name, tuple(ranks))).encode()).hexdigest()[:16]}"
+        # An earlier group may have had the same name.
+        made = statuses.store.add(f"{name}/made/{statuses.rank}", 1)
+        self.name = f"{name}/{made}"
+        self._count = 0
+        self._keys: list[str] = []  # of the last collective, in the store
+
+    def wait(self, operation: str, call: str, pairs: int | None = None, own: str = "") -> None:
+        """Return when all ranks have arrived with the same `call`.
+
+        Args:
+            operation: its short name, for the first line of messages.
+            call: what must be equal on every rank.
+            pairs: a number whose sum over the ranks is zero when each receives as many elements as are sent to it.
+            own: the call of this rank, for messages, if it is not the same on every rank.
+
+        Raises:
+            CallMismatchError: on every rank, with one text: some ranks make another call.
+            AbsentRankError: on every rank that arrives, in time or late, with one text: some did not arrive in time.
+        """
+        self._count += 1
+        key, store = f"{self.name}/{self._count}", self.statuses.store
+        place = f"collective {self._count} of {name_ranks(self.ranks)}"
+        here = RankStatus(key, place, own or call, tuple(self.ranks), self.statuses.count_threads())
+        digest = crc32(call.encode())
+        before, self._keys = self._keys, [key] if pairs is None else [key, f"{key}/pairs"]
+        try:
+            self.statuses.write(here)
+            if pairs is not None:
+                store.add(f"{key}/pairs", pairs)
+            arrived = store.add(key, ARRIVAL + digest)
+            if arrived == len(self.ranks) * (ARRIVAL + digest):
+                for old in before:  # no rank reads these any more
+                    store.delete_key(old)
+            else:
+                self._poll(here, operation, digest, arrived)
+            if pairs is not None and store.add(f"{key}/pairs", 0):
+                raise self._shared_error(key, self._mismatch(here, "the numbers of elements sent and received differ"))
+        except dist.DistNetworkError as error:
+            raise AbsentRankError(
+                f"{operation}: the store of the process groups cannot be reached; nothing was moved",
+                {"call": call, "in": place},
+                "look for the error of the rank that keeps it, most often rank 0: it has ended before the others",
+            ) from error
+
+    def is_awaited(self) -> bool:
+        """Whether other ranks already wait for this one. Costs a request to the store."""
+        return bool(self.statuses.store.check([f"{self.name}/{self._count + 1}"]))
+
+    def _poll(self, here: RankStatus, operation: str, digest: int, arrived: int) -> None:
+        """Read the counter until all ranks have arrived."""
+        start = time.monotonic()
+        # Before the timeout, so that this error is raised before the backend's.
+        patience = self.timeout_s - min(1.0, self.timeout_s / 4)
+        checked = 0.0
+        while arrived != len(self.ranks) * (ARRIVAL + digest):
+            waited = time.monotonic() - start
+            count, total = divmod(arrived, ARRIVAL)
+            if total != count * digest:
+                if count < len(self.ranks) and waited < min(_MISMATCH_WAIT_S, patience):
+                    time.sleep(0.01)
+                else:
+                    raise self._shared_error(here.key, self._mismatch(here, "the ranks are in different calls"))
+            elif waited > patience:
+                self._withdraw(here, digest, self._absence(here, operation, f"within {self.timeout_s:g} s"))
+            elif waited - checked > _CHECK_ABSENT_S:
+                checked = waited
+                self._check_absent(here, operation, digest)
+            else:
+                time.sleep(min(waited / 4, 0.002))
+            if waited > 0.001 and self.statuses.store.check([f"{here.key}/why"]):
+                raise self._shared_error(here.key, None)
+            arrived = self.statuses.store.add(here.key, 0)
+
+    def _check_absent(self, here: RankStatus, operation: str, digest: int) -> None:
+        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a circle."""
+        absent = self._absent(here)
+        if any(at is not None and not at.key for at in absent.values()):
+            self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
+        circle = self._circle(here)
+        if circle and circle == self._circle(here):
+            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(circle.items())}
+            fault = f"{name_ranks(circle)} wait for each other in different groups; nothing was moved"
+            error = CallMismatchError(fault, facts, _ORDER)
+            for at in circle.values():  # else the others would see this rank leave, and wait for it
+                if at.key != here.key:
+                    self._shared_error(at.key, error)
+            self._withdraw(here, digest, error)
+
+    def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
+        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait.
+
+        A rank with one thread, whose last rendezvous is still open, waits there.
+        """
+        path = {self.statuses.rank: here}
+        while True:
+            at = path[next(reversed(path))]
+            if at.threads > 1 or not self.statuses.is_open(at):
+                return {}
+            found = {rank: self.statuses.read(rank) for rank in at.ranks}
+            absent = {rank: other for rank, other in found.items() if other is None or other.key != at.key}
+            for rank, other in absent.items():
+                if other is None or not other.key:
+                    return {}
+                if rank in path:
+                    return path if rank == self.statuses.rank else {}
+                path[rank] = other
+                break
+            else:
+                return {}
+
+    def _withdraw(self, here: RankStatus, digest: int, error: ShardTensorError) -> None:
+        """Remove this rank from the counter and raise; return if the last rank has arrived in the meantime."""
+        store = self.statuses.store
+        if store.add(here.key, -(ARRIVAL + digest)) == (len(self.ranks) - 1) * (ARRIVAL + digest):
+            store.add(here.key, ARRIVAL + digest)
+        else:
+            raise self._shared_error(here.key, error)
+
+    def _shared_error(self, key: str, error: ShardTensorError | None) -> ShardTensorError:
+        """Store the error unless another rank has stored one; return the stored one, the same on all ranks."""
+        own = "" if error is None else json.dumps([type(error).__name__, str(error)])
+        if key in self._keys:
+            self._keys.append(f"{key}/why")
+        name, text = json.loads(self.statuses.store.compare_set(f"{key}/why", "", own))
+        return getattr(errors, name)(text)
+
+    def _absent(self, here: RankStatus) -> dict[int, RankStatus | None]:
+        found = {rank: self.statuses.read(rank) for rank in self.ranks}
+        return {rank: at for rank, at in found.items() if at is None or at.key != here.key}
+
+    def _mismatch(self, here: RankStatus, what: str) -> ShardTensorError:
+        found = {rank: self.statuses.read(rank) for rank in self.ranks}
+        calls = {rank: at.call for rank, at in found.items() if at is not None and at.key == here.key}
+        facts = {name_ranks(ranks): call for call, ranks in ranks_by_value(calls).items()}
+        facts |= self._describe_absent({rank: at for rank, at in found.items() if rank not in calls})
+        return CallMismatchError(f"{what}; nothing was moved", {**facts, "in": here.place}, _ORDER)
+
+    def _absence(self, here: RankStatus, operation: str, when: str) -> ShardTensorError:
+        absent = self._absent(here)
+        fault = f"{operation}: {name_ranks(absent)} did not join {when}; nothing was moved"
+        facts = {"call": here.call, "by": name_ranks(rank for rank in self.ranks if rank not in absent)}
+        facts |= {**self._describe_absent(absent), "in": here.place}
+        return AbsentRankError(fault, facts, f"call it on all of {name_ranks(self.ranks)}, or on none")
+
+    def _describe_absent(self, absent: Mapping[int, RankStatus | None]) -> dict[str, str]:
+        texts = {rank: self._describe(at) for rank, at in absent.items()}
+        return {name_ranks(ranks): text for text, ranks in ranks_by_value(texts).items()}
+
+    def _describe(self, status: RankStatus | None) -> str:
+        if status is None:
+            return "in no collective yet"
+        if not status.key:
+            return "ended"
+        if self.statuses.is_open(status):
+            return f"waiting in {status.call}\n{status.place}"
+        return f"nothing since {status.call}\n{status.place}"
+
+
+def rendezvous_of(group: Group, purpose: str) -> Rendezvous | None:
+    """Return a rendezvous of a group's ranks for one purpose; None for one rank, or simulated ones."""
+    # A group with checks wraps another one.
+    support: BackendSupport | None = getattr(getattr(group, "_group", group), "support", None)
+    if support is None or not set(support.backends.values()) <= {"gloo", "nccl"}:
+        return None
+    process_group = group.process_group
+    name = f"{purpose} of process group {process_group.group_name}"
+    return Rendezvous(world_status_store(), name, group.ranks, timeout_of(process_group))
+
+
+def pair_sum(ranks: Sequence[int], rank: int, sent: Sequence[int], received: Sequence[int]) -> int:
+    """Return a number for the counts that a rank sends and receives; over all ranks these sum to zero if they match.
+
+    Example:
+        >>> ranks = (0, 1)
+        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (2, 4))
+        0
+        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (1, 4)) == 0
+        False
+    """
+    out = sum(crc32(b"%d %d %d" % (rank, peer, count)) for peer, count in zip(ranks, sent, strict=True))
+    return out - sum(crc32(b"%d %d %d" % (peer, rank, count)) for peer, count in zip(ranks, received, strict=True))
