@@ -29,7 +29,7 @@ def figure(shown: Shown, number: int, is_plan: bool) -> Markup:
         body = el("p", "Its boxes are too fine to be drawn.", class_="note")
     else:
         body = drawing(
-            shown.picture, shown.plane, shown.tensor.dims, [part_label(shown, p) for p in shown.picture.parts]
+            shown.picture, shown.plane, shown.tensor.dims, [_part_label(shown, p) for p in shown.picture.parts]
         )
     notes = [el("li", note) for note in _notes(shown)]
     return el(
@@ -103,7 +103,7 @@ def bytes_text(part: Part, item: int) -> str:
     return text if part.places == 1 else f"{text} each"
 
 
-def part_label(shown: Shown, part: Part) -> str:
+def _part_label(shown: Shown, part: Part) -> str:
     """All that is to be said of a part, for those who do not see it."""
     boxes = ", ".join(map(str, part.boxes[:MAX_BOXES])) + (", …" if len(part.boxes) > MAX_BOXES else "")
     at, device = where_text(shown.picture, part), device_of(shown.spec)(part.rank)

@@ -63,7 +63,7 @@ def _step(step: Step, number: int, item: int) -> Markup:
         notes.append(f"the first {ROWS} of {len(team.members):,} ranks; grey comes from the others")
     if step.op:
         notes.append("an addend comes from every rank of the team")
-    svg = step_drawing(step)
+    svg = _step_drawing(step)
     drawn = el("p", "Its boxes cannot be drawn on one plane.", class_="note")
     if svg is not None:
         drawn = el("div", svg, class_="scroll")
@@ -76,7 +76,7 @@ def _said(step: Step, item: int) -> list[Markup]:
     return [el("code", kind), *(el("span", word) for word in rest.strip().split("   ") if word)]
 
 
-def step_drawing(step: Step) -> Markup | None:
+def _step_drawing(step: Step) -> Markup | None:
     """What the ranks of a team hold before and after a step, with a line for every message between them."""
     team = team_of(step, limit=_DRAWN)
     shown = team.members[:ROWS]
