@@ -71,7 +71,7 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
     if options.numeric and not _errors(findings):
         found, ran = _numeric(options, resolved)
         findings = (*findings, *found)
-    return findings, None if _errors(findings) else summarize(resolved, options.plan, dict(options.set)), ran
+    return findings, None if _errors(findings) else summarize(resolved, options.plan), ran
 
 
 def _errors(findings: Sequence[Any]) -> list[Any]:

@@ -88,9 +88,6 @@ def summary_text(summary: Summary, ran: str = "") -> str:
         lines += ["", "not counted", *(f"  {each}" for each in summary.uncounted)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
-    if summary.passing:
-        lines += ["", "values that pass for this model and world"]
-        lines += [f"  {name}  {', '.join(map(str, values)) or 'none'}" for name, values in summary.passing.items()]
     return "\n".join(lines)
 
 

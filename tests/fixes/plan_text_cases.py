@@ -179,8 +179,7 @@ CASES: dict[str, Case] = {
         changed("(dp = world / tp,", "(dp = 2,"),
         {
             "write `dp = world / tp`": TEXT,
-            "run with --set tp=4": at(changed("(dp = world / tp,", "(dp = 2,"), tp=4),
-            "with --world 16": at(changed("(dp = world / tp,", "(dp = 2,"), world=16),
+            "or run with --world 16": at(changed("(dp = world / tp,", "(dp = 2,"), world=16),
         },
     ),
     "factors that make another number": text_case(
@@ -205,21 +204,18 @@ CASES: dict[str, Case] = {
         },
     ),
     "an axis of no ranks": text_case(
-        partial(read, world=2), PRODUCT, {"tp that fit this model and --world 2: 1": at(PRODUCT, world=2, tp=1)}
+        partial(read, world=2), PRODUCT, {"give `tp` another value, as in --set tp=N": at(PRODUCT, world=2, tp=1)}
     ),
     "a division that is not exact": text_case(
-        partial(read, world=6, tp=4), TEXT, {"tp that fit this model and --world 6: 1, 2": at(TEXT, world=6, tp=2)}
+        partial(read, world=6, tp=4), TEXT, {"give `tp` another value, as in --set tp=N": at(TEXT, world=6, tp=2)}
     ),
     "a requirement": text_case(
-        partial(read, world=6, tp=6), TEXT, {"tp that fit this model and --world 6: 1, 2": at(TEXT, world=6, tp=1)}
+        partial(read, world=6, tp=6), TEXT, {"give `tp` another value, as in --set tp=N": at(TEXT, world=6, tp=1)}
     ),
     "numbers that no one parameter makes fit": text_case(
         partial(read, world=1),
         NUMBERS,
-        {
-            "run with --world 8, 16, 32, ...": at(NUMBERS, world=16),
-            "or with --set ep=1 --set tp=1": at(NUMBERS, world=1, ep=1, tp=1),
-        },
+        {"give `ep` or `tp` another value": at(NUMBERS, world=1, ep=1, tp=1)},
     ),
     "a parameter without a value": text_case(
         read, "shard 1\nparam new\n", {"give one: --set new=VALUE": at("shard 1\nparam new\n", new=3)}

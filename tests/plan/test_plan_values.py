@@ -204,7 +204,7 @@ b: [tp] if 2 > 1 else replicate
     plan = read_plan(text, world=4)
     (note,) = plan.findings
     assert (note.code, note.severity, note.fault) == ("N001", "note", "the `else` side was taken: `replicate`")
-    assert note.why == "fits=false, n=6, tp=4, 6 % 4 = 2"
+    assert note.why == "fits=false, n=6, tp=4"
     assert [line.other for line in plan.lines] == ["fits", ""]
     assert read_plan(text, world=3).findings == ()
 

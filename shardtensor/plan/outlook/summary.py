@@ -1,4 +1,4 @@
-"""What a plan without errors comes to: layouts, bytes of a rank, process groups, and the values that pass as well."""
+"""What a plan without errors comes to: layouts, bytes of a rank, process groups, collectives of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import attrs
 
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import plan_bytes
-from shardtensor.plan.outlook.search import passing_values
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.spec.nodes import Spec
@@ -79,7 +78,6 @@ class Summary:
         traffic: what the collectives of a training step bring to a rank.
         uncounted: the modules that may send more than that, and why it is not known.
         fallbacks: where an ``else`` side was taken, and which.
-        passing: by parameter, the values that pass for this model and world, the others as they are.
     """
 
     plan: str
@@ -96,20 +94,14 @@ class Summary:
     traffic: tuple[Traffic, ...]
     uncounted: tuple[str, ...]
     fallbacks: tuple[tuple[str, str], ...]
-    passing: Mapping[str, tuple[int, ...]]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
         return attrs.asdict(self)
 
 
-def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -> Summary:
-    """Sum up a plan without errors.
-
-    Args:
-        path: of the plan, which is read again for the other values of its parameters.
-        params: values that were given; they stay, but for the one that is tried.
-    """
+def summarize(resolved: Resolved, path: str | Path) -> Summary:
+    """Sum up a plan without errors; `path` is what messages call it."""
     plan, own = resolved.plan, own_tensors(resolved)
     tokens = min([TOKENS, *(n for key in _LENGTHS if type(n := plan.config.get(key)) is int and n > 0)])
     held = plan_bytes(resolved, optimizer=OPTIMIZER)
@@ -132,7 +124,6 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
         _traffic(resolved, tokens),
         tuple(map(str, uncounted(resolved))),
         tuple(fallbacks.items()),
-        passing_values(path, resolved.model, config=plan.config, world=plan.world, params=params),
     )
 
 

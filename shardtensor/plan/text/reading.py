@@ -18,9 +18,8 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.definitions import Definitions
 from shardtensor.plan.text.entries import Above, Body, Entries, data_axis_fault, flow_axes
 from shardtensor.plan.text.evaluate import Evaluator
-from shardtensor.plan.text.explain import explain
-from shardtensor.plan.text.fitting import Fitting
 from shardtensor.plan.text.meshes import MeshReader
+from shardtensor.plan.text.names import known_values, other_values, params_in
 from shardtensor.plan.text.scope import AxisValue, Node, Poisoned, Scope, finding_of
 from shardtensor.plan.text.sources import File, Files
 from shardtensor.plan.text.statements import TensorStatements
@@ -111,7 +110,6 @@ class PlanReader:
         self.tensors = TensorStatements(self)
         self.axes: Axes | None = None
         self.data: tuple[str, ...] = ()
-        self.fitting = Fitting(self)
         self.evaluator = Evaluator(Source(""), scope)
         self._open: list[File] = []
         self._done: dict[str, Origin | None] = {}
@@ -133,10 +131,10 @@ class PlanReader:
         for note, _ in self.scope.notes:
             self.find(note)
 
-    def again(self, given: Mapping[str, Any], world: int | None = None) -> PlanReader:
-        """Read the numbers of the same plan for other values of parameters, or another number of ranks."""
+    def again(self, given: Mapping[str, Any]) -> PlanReader:
+        """Read the numbers of the same plan for other values of parameters."""
         assert self._main is not None
-        scope = Scope(self.scope.config, world or self.scope.world, self.scope.config_source)
+        scope = Scope(self.scope.config, self.scope.world, self.scope.config_source)
         other = PlanReader(self.files, scope, given, only_head=True)
         other.read(self._main)
         return other
@@ -264,10 +262,10 @@ class PlanReader:
         if self.evaluator.truth(condition):
             return
         finding = finding_of(self.fault("E106", condition, f"requirement not met: {reason}"))
-        names = self.fitting.params_in(condition)
+        names = params_in(self.scope, condition)
         given = [binding.given for name in names if (binding := self.scope.names[name]).given]
-        why = explain(self.evaluator, condition)
-        self.find(attrs.evolve(finding, why=why, fix=self.fitting.advice(names), notes=tuple(given)))
+        why = known_values(self.evaluator, condition)
+        self.find(attrs.evolve(finding, why=why, fix=other_values(names), notes=tuple(given)))
 
     # ---------- the plan ----------
 

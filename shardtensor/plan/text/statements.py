@@ -11,7 +11,6 @@ from lark import Token
 from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.line import Dims, Store, Tie, Unmatched
 from shardtensor.plan.text.entries import pattern_of
-from shardtensor.plan.text.explain import explain
 from shardtensor.plan.text.expressions import is_kind
 from shardtensor.plan.text.scope import POISON, Node, Poisoned, kind_of
 from shardtensor.spec.diagnostics import nearest
@@ -52,7 +51,7 @@ class TensorStatements:
         """Of a dim, or of one of the blocks that it is made of."""
         length = self.plan.evaluator.number(said)
         if length < 0:
-            raise self.plan.fault("E107", said, f"a dim has {length} elements", explain(self.plan.evaluator, said))
+            raise self.plan.fault("E107", said, f"a dim has {length} elements")
         return length
 
     def _counted(self, pattern: str, glob: Node) -> str:
