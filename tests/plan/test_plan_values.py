@@ -129,9 +129,9 @@ def test_a_file_that_is_included_on_two_ways_is_read_once(tmp_path):
 
 
 def test_depth_says_how_deep_a_line_was_included(tmp_path):
-    path = files(tmp_path, inner="a: replicate\nunmatched: [-, ...]\n", main='include "inner.shard"\noverride a: [-]\n')
+    path = files(tmp_path, inner="a: replicate\nunmatched: [-, ...]\n", main='include "inner.shard"\nb: [-]\n')
     plan = load_plan(path)
-    assert [(line.depth, line.is_override) for line in plan.lines] == [(1, False), (0, True)]
+    assert [(line.depth, line.pattern) for line in plan.lines] == [(1, "a"), (0, "b")]
     assert plan.unmatched.depth == 1
 
 
@@ -216,14 +216,14 @@ mesh (dp = world / ep, ep)
 data dp
 let L = 3
 store **: flat(dp, unit=4) by layers.*, head
-override store norm: replicate
+store norm: replicate
 tie head = embed if L == 3
 tie x = y if L == 4
 dims layers.<L>.w (out = L * 2, in = 5)
 dims other (out = 2) if L == 4
 unmatched: replicate
 optional experts.<ep> {
-    override w: [-, -]
+    w: [-, -]
     out 01: partial(ep) -> replicate
     local heads: [ep]
     use dispatch(ep, dp*ep, top_k=L, to=replicate, on=max)
@@ -231,22 +231,21 @@ optional experts.<ep> {
 """
     plan = read_plan(text, world=4)
     first, second = plan.stores
-    assert (first.pattern, str(first.flat), first.by, first.is_override) == (
+    assert (first.pattern, str(first.flat), first.by) == (
         "**",
         "flat(dp, unit=4)",
         ("layers.*", "head"),
-        False,
     )
-    assert (second.pattern, second.flat, second.is_override) == ("norm", None, True)
+    assert (second.pattern, second.flat) == ("norm", None)
     assert [(tie.pattern, tie.to) for tie in plan.ties] == [("head", "embed")]
     assert [(dims.pattern, dims.names, dims.sizes) for dims in plan.dims] == [("layers.<3>.w", ("out", "in"), (6, 5))]
     assert plan.unmatched.spec == Replicate()
     assert plan.axes.data == ("dp",)
-    assert [(line.kind, line.name, line.is_optional, line.is_override) for line in plan.lines] == [
-        ("tensor", "", True, True),
-        ("out", "1", True, False),
-        ("local", "heads", True, False),
-        ("use", "", True, False),
+    assert [(line.kind, line.name, line.is_optional) for line in plan.lines] == [
+        ("tensor", "", True),
+        ("out", "1", True),
+        ("local", "heads", True),
+        ("use", "", True),
     ]
     hook = plan.lines[-1].value
     assert (hook.name, hook.args, hook.kwargs) == (

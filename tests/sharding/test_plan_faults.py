@@ -347,7 +347,7 @@ model.layers.* {
         use dispatch(kvg, top_k=2)
     }
 }
-override model.norm: replicate
+model.norm: replicate
 unmatched: replicate
 tie lm_head.weight = model.embed_tokens.weight
 store **: flat(dp, unit=row) by model.layers.*, model.norm
@@ -365,7 +365,7 @@ use cross_entropy()
             },
             "optional moe": {"experts.<kvg>": "replicate", "use": "dispatch(kvg, top_k=2)"},
         },
-        "override model.norm": "replicate",
+        "model.norm": "replicate",
         "unmatched": "replicate",
         "tie lm_head.weight": "model.embed_tokens.weight",
         "store **": "flat(dp, unit=row) by model.layers.*, model.norm",
@@ -373,7 +373,7 @@ use cross_entropy()
     }
     read = load_plan(text, world=8)
     made = Plan.from_rules(rules, "dp=2, tp(kvg=2, kvr=2)", data="dp")
-    told = ("pattern", "kind", "value", "name", "module", "is_optional", "is_override")
+    told = ("pattern", "kind", "value", "name", "module", "is_optional")
     for a, b in zip(read.lines, made.lines, strict=True):
         assert [getattr(a, key) for key in told] == [getattr(b, key) for key in told]
     assert (read.axes, read.world) == (made.axes, made.world)

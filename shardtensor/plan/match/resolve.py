@@ -66,7 +66,6 @@ def resolve(plan: Plan, model: Model) -> Resolved:
         *store_findings,
         *module_findings,
         *disputes.findings,
-        *disputes.idle_overrides(plan.lines),
         *untied(model, tensors),
     ]
     return Resolved(plan, model, tensors, modules, tuple(findings))
@@ -109,7 +108,7 @@ class _Placing:
         if not lines:
             return self._fallen(info)
         line: Line | None = lines[0]
-        if len(lines) > 1 or lines[0].is_override:
+        if len(lines) > 1:
             meanings = self._binder.meanings(list(lines), info)
             places = {key: (said, self._dealt[key].get(info.name)) for key, said in meanings.items()}
             line = self._disputes.winner(info.name, lines, places)

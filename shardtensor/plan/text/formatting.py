@@ -108,7 +108,7 @@ def _head(node: Node) -> str:
 
 
 def _prefixes(tokens: list[Node]) -> list[str]:
-    return [word for word in ("override", "optional") if word in map(str, tokens)]
+    return ["optional"] if tokens else []
 
 
 def _parts(node: Node) -> tuple[str, str, str]:
@@ -133,10 +133,9 @@ def _parts(node: Node) -> tuple[str, str, str]:
         given = f" with {', '.join(map(_given, children[1:]))}" if children[1:] else ""
         return f"include {children[0]}{given}", "", ""
     if kind == "store":
-        prefix = "override " if getattr(children[0], "type", "") == "OVERRIDE" else ""
-        glob, said, *by = children[bool(prefix) :]
+        glob, said, *by = children
         units = f" by {', '.join(map(glob_text, by))}" if by else ""
-        return f"{prefix}store {glob_text(glob)}: {write(said)}{units}", "", ""
+        return f"store {glob_text(glob)}: {write(said)}{units}", "", ""
     if kind == "tie":
         condition = f" {write(children[2])}" if len(children) > 2 else ""
         return f"tie {glob_text(children[0])} = {glob_text(children[1])}{condition}", "", ""

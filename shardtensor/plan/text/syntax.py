@@ -24,7 +24,7 @@ MAX_DEPTH = 64
 """Of a syntax tree: blocks, and values inside values."""
 
 STATEMENTS = "include param let mesh data dims style require tie store unmatched".split()
-KEYWORDS = STATEMENTS + "optional override in out use local".split()
+KEYWORDS = STATEMENTS + "optional in out use local".split()
 """Words that begin a statement or an entry; as a pattern they stand in quotes."""
 
 _VALUE = {"INT", "BOOL", "LPAR", "LSQB", "NAME", "WHOLE"}
