@@ -137,7 +137,6 @@ LINES: dict[str, dict[str, str]] = {
         "`one_of(config.model_type, llama, mistral)`": "let x = one_of(config.other_1, llama, mistral)"
     },
     'include "std/style.shard"': {},
-    'include "std/styles.shard" with tp = 4': {"do so once": 'include "std/styles.shard"'},
     "down_proj       replicate": {"write `down_proj: replicate`": "down_proj: replicate"},
     "fc.weight: [tp\nfc.bias: [tp]": {"close it with `]`": "fc.weight: [tp]\nfc.bias: [tp]"},
     "a: ['tp', -]": {},
@@ -221,7 +220,6 @@ CASES: dict[str, Case] = {
         read, "shard 1\nparam new\n", {"give one: --set new=VALUE": at("shard 1\nparam new\n", new=3)}
     ),
     "a parameter from outside": text_case(partial(read, tpp=4), TEXT, {"did you mean `tp`?": at(TEXT, tp=4)}),
-    "a parameter of an include": text_case(read, 'shard 1\ninclude "llama.shard" with tpp = 4\n'),
     "no config": text_case(
         partial(read, config={}),
         NO_CONFIG,

@@ -101,15 +101,6 @@ def files(tmp_path, **texts: str):
     return tmp_path / "main.shard"
 
 
-def test_outside_wins_over_include_with_which_wins_over_the_default(tmp_path):
-    path = files(
-        tmp_path,
-        inner="param x = 1\nparam y = 2\nparam z = x + 1\n",
-        main='include "inner.shard" with x = 10, y = 20\n',
-    )
-    assert load_plan(path, y=200).params == {"x": 10, "y": 200, "z": 11}
-
-
 def test_a_plan_may_set_what_it_includes_by_a_parameter_of_that_name(tmp_path):
     path = files(
         tmp_path, inner="param x = 1\nlet two = x + 1\n", main='param x = 4\ninclude "inner.shard"\nparam y = two\n'

@@ -144,11 +144,11 @@ error[E101]: no parameter is called `tpp`
 """,
     ),
     "E003": (
-        (LAST, 'include "zzz" with tp = 4\n'),
+        (LAST, 'include "zzz"\n'),
         {},
         """
 specs/llama.shard:END:9: error[E003]: `zzz` is not there
-{END:5} | include "zzz" with tp = 4
+{END:5} | include "zzz"
       |         ^^^^^
   why: looked in specs and the plans of the package
 """,

@@ -130,8 +130,7 @@ def _parts(node: Node) -> tuple[str, str, str]:
         condition = f" {write(children.pop())}" if children[-1].data == "condition" else ""
         return f"dims {glob_text(children[0])}", f"({', '.join(map(_given, children[1:]))}){condition}", kind
     if kind == "include":
-        given = f" with {', '.join(map(_given, children[1:]))}" if children[1:] else ""
-        return f"include {children[0]}{given}", "", ""
+        return f"include {children[0]}", "", ""
     if kind == "store":
         glob, said, *by = children
         units = f" by {', '.join(map(glob_text, by))}" if by else ""

@@ -112,7 +112,7 @@ class PlanReader:
         self.data: tuple[str, ...] = ()
         self.evaluator = Evaluator(Source(""), scope)
         self._open: list[File] = []
-        self._done: dict[str, Origin | None] = {}
+        self._done: set[str] = set()
         self._seen: set[Any] = set()
         self._main: File | None = None
 
@@ -122,7 +122,7 @@ class PlanReader:
         """Read the plan's own file, and all that it includes."""
         self._main = file
         try:
-            self._read_file(file, None)
+            self._read_file(file)
             for name, value in self.given.items():
                 if name not in self.scope.names or not self.scope.names[name].is_param:
                     self.definitions.unknown_param(name, value)
@@ -139,8 +139,8 @@ class PlanReader:
         other.read(self._main)
         return other
 
-    def _read_file(self, file: File, origin: Origin | None) -> None:
-        self._done[file.key] = origin
+    def _read_file(self, file: File) -> None:
+        self._done.add(file.key)
         if isinstance(file.tree, SpecError):
             self.scope.is_whole = False
             self.find(finding_of(file.tree))
@@ -198,12 +198,7 @@ class PlanReader:
         return self.evaluator.fault(code, node, fault, why, fix)
 
     def _include(self, node: Node) -> None:
-        token, *args = node.children
-        given, places = {}, {}
-        for arg in args:
-            name, value = arg.children
-            given[str(name)] = (self.evaluator.value(value), self.origin(arg))
-            places[str(name)] = self.origin(name)
+        (token,) = node.children
 
         def refused(fault: str, why: str, fix: str) -> SpecError:
             return self.fault("E003", token, fault, why, fix)
@@ -222,19 +217,8 @@ class PlanReader:
                 "these files include one another in a circle" if file in self._open else "includes are nested too deep"
             )
             raise refused(fault, names, "take this line out")
-        if file.key in self._done:
-            if given:
-                raise refused(
-                    f"`{name}` was included before, with other values", str(self._done[file.key]), "do so once"
-                )
-            return
-        self.definitions.included_with.append(given)
-        self._read_file(file, self.origin(token))
-        self.definitions.included_with.pop()
-        for name, (value, _) in given.items():
-            binding = self.scope.names.get(name)
-            if (binding is None or not binding.is_param) and self.scope.is_whole:
-                self.definitions.unknown_param(name, value, places[name])
+        if file.key not in self._done:
+            self._read_file(file)
 
     # ---------- numbers ----------
 

@@ -38,7 +38,7 @@ _WORDS = IN_WORDS | {
     "GLOB": "a pattern",
     "STRING": "text in quotes",
     "SHARD": "`shard`",
-} | {word.upper(): f"`{word}`" for word in ("by", "with", "grad", "if", "else", "not", "and", "or")}  # fmt: skip
+} | {word.upper(): f"`{word}`" for word in ("by", "grad", "if", "else", "not", "and", "or")}  # fmt: skip
 
 
 class _Lines:
