@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_839
+LINES = 54_821
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 66
+DEFINED_TWICE = 58
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 123
+OF_ONE_IMPORTER = 121
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

@@ -10,7 +10,7 @@ from shardtensor.cli.page.drawing import Frame, frame_of
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
 from shardtensor.cli.plane import Plane, plane_of
-from shardtensor.cli.scene import Reshard, shape_text
+from shardtensor.cli.scene import Reshard, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
@@ -44,7 +44,7 @@ def _reshard(reshard: Reshard) -> Markup:
     path = join(
         *(join(el("code", text), " → " if i + 1 < len(reshard.texts) else "") for i, text in enumerate(reshard.texts))
     )
-    name = el("p", el("code", broken(reshard.name)), el("span", shape_text(reshard.shape)), class_="facts")
+    name = el("p", el("code", broken(reshard.name)), el("span", size_text(reshard.shape)), class_="facts")
     body = [_step(step, i + 1, reshard.item) for i, step in enumerate(steps)]
     if not steps:
         body = [el("p", "Nothing moves: both say the same.", class_="note")]

@@ -37,7 +37,7 @@ class LayoutShare:
 
 
 @attrs.frozen
-class Group:
+class ProcessGroups:
     """One set of process groups: ranks that differ along some axes."""
 
     axes: str
@@ -46,7 +46,7 @@ class Group:
 
 
 @attrs.frozen
-class Traffic:
+class TrafficShare:
     """The collectives of one kind in a step, over the same axes.
 
     Attributes:
@@ -88,10 +88,10 @@ class Summary:
     parameters: int
     layouts: tuple[LayoutShare, ...]
     rank_bytes: Mapping[str, tuple[int, int]]
-    groups: tuple[Group, ...]
+    groups: tuple[ProcessGroups, ...]
     tokens: int
     dtype: str
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[TrafficShare, ...]
     uncounted: tuple[str, ...]
     fallbacks: tuple[tuple[str, str], ...]
 
@@ -130,24 +130,24 @@ def summarize(resolved: Resolved, path: str | Path) -> Summary:
 def _layouts(own: list[Placed]) -> tuple[LayoutShare, ...]:
     found: dict[str, list[int]] = {}
     for placed in own:
-        count = found.setdefault(layout_text(placed), [0, 0])
+        count = found.setdefault(_layout_text(placed), [0, 0])
         count[0] += 1
         count[1] += placed.tensor.bytes
     shares = [LayoutShare(text, *counts) for text, counts in found.items()]
     return tuple(sorted(shares, key=lambda share: -share.bytes))
 
 
-def _traffic(resolved: Resolved, tokens: int) -> tuple[Traffic, ...]:
+def _traffic(resolved: Resolved, tokens: int) -> tuple[TrafficShare, ...]:
     found: dict[tuple[str, str, str], list[int]] = {}
     for each in step_collectives(resolved, batch=1, seq=tokens, dtype=resolved.model.dtype):
         over = f"{'*'.join(each.axes)}={each.group_size}"
         counts = found.setdefault((each.phase, each.kind, over), [0, 0])
         counts[0] += each.count
         counts[1] += each.count * each.received_bytes
-    return tuple(Traffic(*key, *counts) for key, counts in found.items())
+    return tuple(TrafficShare(*key, *counts) for key, counts in found.items())
 
 
-def layout_text(placed: Placed) -> str:
+def _layout_text(placed: Placed) -> str:
     """A layout and what is kept of it, the coordinate of ``only`` left open so that all experts are one."""
     spec = placed.spec
     text = str(spec)
@@ -156,7 +156,7 @@ def layout_text(placed: Placed) -> str:
     return text if placed.stored is None else f"{text} {placed.stored}"
 
 
-def _groups(resolved: Resolved, own: list[Placed]) -> tuple[Group, ...]:
+def _groups(resolved: Resolved, own: list[Placed]) -> tuple[ProcessGroups, ...]:
     axes = resolved.plan.axes
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
 
@@ -185,5 +185,5 @@ def _groups(resolved: Resolved, own: list[Placed]) -> tuple[Group, ...]:
         for name in names:
             size *= axes.size(name)
         if size > 1:
-            groups.append(Group("*".join(names), size, axes.mesh.size // size))
+            groups.append(ProcessGroups("*".join(names), size, axes.mesh.size // size))
     return tuple(groups)
