@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 55_361
+LINES = 54_785
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 62
+DEFINED_TWICE = 54
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 119
+OF_ONE_IMPORTER = 116
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 
