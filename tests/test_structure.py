@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 55_169
+LINES = 54_593
 IN_CIRCLES = {"tensor": 12}
-DEFINED_TWICE = 61
+DEFINED_TWICE = 53
 LATE_IMPORTS = 27
-OF_ONE_IMPORTER = 111
+OF_ONE_IMPORTER = 108
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

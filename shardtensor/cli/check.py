@@ -71,7 +71,7 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
     if options.numeric and not _errors(findings):
         found, ran = _numeric(options, resolved)
         findings = (*findings, *found)
-    return findings, None if _errors(findings) else summarize(resolved, options.plan, dict(options.set)), ran
+    return findings, None if _errors(findings) else summarize(resolved, options.plan), ran
 
 
 def _errors(findings: Sequence[Any]) -> list[Any]:
@@ -108,13 +108,13 @@ def _bar() -> Any:
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
-    from shardtensor.cli.check_text import checked, print_findings, summary_text
+    from shardtensor.cli.check_text import looked_at, print_findings, summary_text
     from shardtensor.plan.findings.report import github_report, json_report
 
     if options.format == "json":
         more = {"summary": None, "numeric": ran}
         if summary is not None:
-            more |= {"summary": summary.as_dict(), "checked": checked(ran)}
+            more |= {"summary": summary.as_dict(), "checked": looked_at(ran)}
         print(json_report(findings, **{key: value for key, value in more.items() if value}))
     elif options.format == "github":
         print(github_report(findings), end="\n" if findings else "")

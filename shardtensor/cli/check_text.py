@@ -44,7 +44,7 @@ def counted(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{counts[word]} {word}{'s' * (counts[word] != 1)}" for word in _COLOURS if counts[word])
 
 
-def checked(ran: str) -> str:
+def looked_at(ran: str) -> str:
     """What a check without errors looked at, and what it did not.
 
     Args:
@@ -58,7 +58,7 @@ def summary_text(summary: Summary, ran: str = "") -> str:
     ranks = f"{summary.world:,} rank{'s' * (summary.world != 1)}"
     of = f" of {summary.model}" if summary.model else ""
     lines = [
-        f"{summary.plan} on {ranks} {summary.mesh}: {checked(ran)}",
+        f"{summary.plan} on {ranks} {summary.mesh}: {looked_at(ran)}",
         f"{summary.tensors:,} tensors{of}, {summary.parameters:,} parameters",
         "",
         *_table(
@@ -88,9 +88,6 @@ def summary_text(summary: Summary, ran: str = "") -> str:
         lines += ["", "not counted", *(f"  {each}" for each in summary.uncounted)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
-    if summary.passing:
-        lines += ["", "values that pass for this model and world"]
-        lines += [f"  {name}  {', '.join(map(str, values)) or 'none'}" for name, values in summary.passing.items()]
     return "\n".join(lines)
 
 

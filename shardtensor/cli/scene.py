@@ -142,14 +142,14 @@ def scene_of_spec(
     axes = Axes(mesh)
     shown = _drawn((str(spec),), {str(spec): (str(spec),)}, tensor, spec, layout, axes, limit)
     reshards = (_reshard("", spec, layout, shown.item, to, axes),) if to else ()
-    return Scene(str(spec), shape_text(shape), axes, (shown,), reshards)
+    return Scene(str(spec), size_text(shape), axes, (shown,), reshards)
 
 
-def shape_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
+def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
     """A shape as people read it, with the names of its dims where they are known.
 
     Example:
-        >>> shape_text((4096, 14336), ("out", "in")), shape_text(())
+        >>> size_text((4096, 14336), ("out", "in")), size_text(())
         ('out 4096 × in 14336', 'scalar')
     """
     words = map(str, shape) if names is None else (f"{n} {size}" for n, size in zip(names, shape, strict=True))

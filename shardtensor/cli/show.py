@@ -39,7 +39,6 @@ def add_parser(commands: Any) -> None:
         help="also what moves on the way to this layout; again: and from there to the next",
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
-    parser.add_argument("--svg", type=Path, metavar="OUT", help="write one picture, for a text or a slide")
     parser.set_defaults(run=run)
 
 
@@ -66,24 +65,17 @@ def run(options: argparse.Namespace) -> int:
         if options.tensor:
             print(f"shardtensor show: no tensor is called `{options.tensor}`", file=sys.stderr)
         return _print_findings(scene) or FAILS
-    if options.html is None and options.svg is None:
+    if options.html is None:
         from shardtensor.cli.show_text import print_scene
 
         print_scene(scene)
-    if options.html is not None:
+    else:
         from shardtensor.cli.page.page import page
 
-        _write(options.html, page(scene), began)
-    if options.svg is not None:
-        from shardtensor.cli.page.standalone import picture
-
-        _write(options.svg, picture(scene), began)
+        text = page(scene)
+        options.html.write_text(text, encoding="utf-8")
+        print(f"{options.html}: {len(text.encode()) / 1024:.0f} KiB in {time.perf_counter() - began:.1f} s")
     return _print_findings(scene)
-
-
-def _write(path: Path, text: str, began: float) -> None:
-    path.write_text(text, encoding="utf-8")
-    print(f"{path}: {len(text.encode()) / 1024:.0f} KiB in {time.perf_counter() - began:.1f} s")
 
 
 def _scene_of_spec(options: argparse.Namespace) -> Scene:

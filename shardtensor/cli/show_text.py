@@ -15,7 +15,7 @@ from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
 from shardtensor.cli.moves import team_of
 from shardtensor.cli.picture import Picture, picture_of
 from shardtensor.cli.plane import plane_of
-from shardtensor.cli.scene import Reshard, Scene, Shown, shape_text
+from shardtensor.cli.scene import Reshard, Scene, Shown, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
@@ -155,7 +155,7 @@ def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Itera
     head = Text.assemble((str(shown.spec), "bold"))
     if shown.stored:
         head.append(f"   stored {shown.stored}")
-    head.append(f"   {shape_text(tensor.shape, tensor.dims)} {tensor.dtype}", style="dim")
+    head.append(f"   {size_text(tensor.shape, tensor.dims)} {tensor.dtype}", style="dim")
     yield head
     if is_plan:
         for pattern, names in shown.folded.items():

@@ -100,7 +100,9 @@ def _move(source: Layout, target: Layout, shared: bool) -> Step:
     axes = _changed_axes(source, target)
     if _is_slice(source, target):
         return Step("slice", source, target, axes)
-    if isinstance(source, CutLayout) and axes is not None and _is_slice(target, source) and is_even(source, axes):
+    if axes is None:
+        return Step("all_to_all", source, target)
+    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even(source, axes):
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 

@@ -40,10 +40,9 @@ def statements(rules: Mapping[str, Any]) -> Statements:
     stores, ties, unmatched = [], [], None
     for key, value in rules.items():
         words = key.split() if isinstance(key, str) and not isinstance(value, Mapping) else []
-        override = words[:1] == ["override"]
-        if words[override : override + 1] == ["store"] and len(words) == override + 2:
+        if words[:1] == ["store"] and len(words) == 2:
             flat, by = read_store(value)
-            stores.append(Store(words[-1], flat, by, is_override=override))
+            stores.append(Store(words[1], flat, by))
         elif words[:1] == ["tie"] and len(words) == 2:
             ties.append(Tie(words[1], value))
         elif words == ["unmatched"]:
@@ -53,9 +52,7 @@ def statements(rules: Mapping[str, Any]) -> Statements:
     return Statements(tuple(lines(rest)), tuple(stores), tuple(ties), unmatched)
 
 
-def lines(
-    rules: Mapping[str, Any], above: str = "", is_optional: bool = False, is_override: bool = False
-) -> Iterator[Line]:
+def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) -> Iterator[Line]:
     """Spread out the rules of a block.
 
     Example:
@@ -69,12 +66,11 @@ def lines(
         if not isinstance(key, str):
             raise PlanError("a rule starts with a pattern", {"found": repr(key)}, "write text: `layers.*.weight`")
         words = key.split()
-        optional, override = is_optional, is_override
-        while words and words[0] in ("optional", "override"):
-            optional, override = optional or words[0] == "optional", override or words[0] == "override"
+        optional = is_optional or words[:1] == ["optional"]
+        if words[:1] == ["optional"]:
             words.pop(0)
         if words and words[0] in _SIDES and not isinstance(value, Mapping):
-            yield from _side(key, words, value, Line(above, module=above, is_optional=optional, is_override=override))
+            yield from _side(key, words, value, Line(above, module=above, is_optional=optional))
             continue
         if len(words) > 1:
             raise PlanError(
@@ -82,10 +78,10 @@ def lines(
             )
         pattern = ".".join(filter(None, (above, *words)))
         if isinstance(value, Mapping):
-            yield from lines(value, pattern, optional, override)
+            yield from lines(value, pattern, optional)
         else:
             value = as_spec(value) if isinstance(value, str) else value
-            yield Line(pattern, value=value, module=above, is_optional=optional, is_override=override)
+            yield Line(pattern, value=value, module=above, is_optional=optional)
 
 
 def _side(key: str, words: list[str], value: Any, line: Line) -> Iterator[Line]:

@@ -10,8 +10,8 @@ from shardtensor.spec.devices import ChunkShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 
 
-def canonical_text(resolved: Resolved) -> str:
-    """The mesh, then one line a tensor: its name, dtype and true shape, how it lies, and on which ranks.
+def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
+    """The mesh, then each tensor: its name; and its dtype and true shape, how it lies, and on which ranks.
 
     Equal for equal plans, however they were written: styles, fallbacks, order and numbers by name are gone.
 
@@ -22,15 +22,9 @@ def canonical_text(resolved: Resolved) -> str:
         >>> plan = Plan.from_rules({"up.weight": "[tp, -]"}, "dp=2, tp=2", data="dp")
         >>> tensor, spec = TensorInfo("up.weight", (8, 4)), plan.lines[0].value
         >>> placed = Placed(tensor, spec, bind(spec, (8, 4), plan.axes.mesh))
-        >>> print(canonical_text(Resolved(plan, Model((tensor,)), {"up.weight": placed}, {})))
-        mesh (dp=2, tp=2), data dp
-        up.weight  float32 8 x 4  [tp, -]  ranks 0-3
+        >>> list(canonical_lines(Resolved(plan, Model((tensor,)), {"up.weight": placed}, {})))
+        [('mesh (dp=2, tp=2), data dp', ''), ('up.weight', 'float32 8 x 4  [tp, -]  ranks 0-3')]
     """
-    return "\n".join(f"{name}  {text}" if text else name for name, text in canonical_lines(resolved))
-
-
-def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """The lines of `canonical_text`, parted into what they speak of and what they say."""
     axes = resolved.plan.axes
     data = f", data {'*'.join(axes.leaves(axes.data))}" if axes.data else ""
     yield f"mesh {axes.mesh}{data}", ""
@@ -38,7 +32,7 @@ def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
         tensor = placed.tensor
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         kind = f"{tensor.dtype} {shape}" + (" buffer" if tensor.is_buffer else "")
-        yield tensor.name, "  ".join([kind, layout_text(placed, resolved), devices_text(placed)])
+        yield tensor.name, "  ".join([kind, layout_text(placed, resolved), _devices_text(placed)])
 
 
 def layout_text(placed: Placed, resolved: Resolved) -> str:
@@ -54,7 +48,7 @@ def layout_text(placed: Placed, resolved: Resolved) -> str:
     return f"{text} {flat} by {placed.unit or 'the root'}"
 
 
-def devices_text(placed: Placed) -> str:
+def _devices_text(placed: Placed) -> str:
     """The ranks that hold some of a tensor, and their devices where its spec names them."""
     spec = placed.spec
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):

@@ -27,7 +27,6 @@ class Line:
         module: the pattern of the module that a style or a block stood before: it has to match modules. Empty where a
             rule stands by itself.
         is_optional: it may match nothing.
-        is_override: it wins over lines that are not.
         depth: how many includes deep it was written; 0 is the file itself.
         origin: of what is said, the layout or the flow; through the line of the style where a style says it. None for
             rules made in Python.
@@ -41,7 +40,6 @@ class Line:
     name: str = ""
     module: str = ""
     is_optional: bool = False
-    is_override: bool = False
     depth: int = 0
     origin: Origin | None = None
     other: str = ""
@@ -70,8 +68,6 @@ class Store:
     pattern: str
     flat: Flat | None
     by: tuple[str, ...] = ()
-    is_override: bool = False
-    depth: int = 0
     origin: Origin | None = None
     pattern_origin: Origin | None = None
 
@@ -82,7 +78,6 @@ class Tie:
 
     pattern: str
     to: str
-    depth: int = 0
     origin: Origin | None = None
 
 

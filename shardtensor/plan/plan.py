@@ -54,7 +54,7 @@ class Plan:
         Args:
             rules: a pattern to a layout, or to a block of rules for what is below. In a block ``"in"``, ``"in NAME"``,
                 ``"out"``, ``"out NAME"`` are flows, ``"local NAME"`` an attribute that counts, ``"use"`` the call of a
-                hook, or several. ``optional`` and ``override`` may stand before a pattern. At the top ``"store **"``,
+                hook, or several. ``optional`` may stand before a pattern. At the top ``"store **"``,
                 ``"tie A"`` and ``"unmatched"`` are what they are in a file. Styles are functions that return blocks.
             mesh: ``"dp=2, tp=4"``; an axis may be made of factors, ``"dp=2, tp(kvg=2, kvr=2)"``.
             data: the axes along which samples differ.

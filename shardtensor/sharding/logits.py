@@ -11,7 +11,7 @@ from torch import nn
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.plan.flows.flow import cuts
-from shardtensor.plan.flows.modules import is_below
+from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.sharding.flows import stretches_of
 from shardtensor.sharding.hooks import Site, Use, register_hook
@@ -38,7 +38,7 @@ def cross_entropy(site: Site) -> Use:
     along the last dim, where no other module takes such.
     """
     here = unwrapped(site.path)
-    heads = [path for path in site.flows.givers.logits if path == here or is_below(path, here)]
+    heads = [path for path in site.flows.givers.logits if path == here or is_inside(path, here)]
 
     def apply() -> list[Any]:
         return [site.modules[path].register_forward_hook(_logits(site, path)) for path in heads]

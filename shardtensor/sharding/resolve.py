@@ -50,16 +50,13 @@ def resolve(module: nn.Module, plan: ShardingPlan, group: Group, src_rank: int, 
         for path in _modules_for(line.pattern, line.value, module, modules)
     }
     rules: dict[str, tuple[str, ShardingSpec]] = {}
-    overridden: set[str] = set()
-    for line in sorted(plan_lines, key=lambda line: line.is_override):
+    for line in plan_lines:
         if isinstance(line.value, Sharder) or line.kind != "tensor":
             continue
         spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
         for name in _tensors_for(line.pattern, module, tensors, line.is_optional):
-            is_first = line.is_override and name not in overridden
-            _refuse_two(name, line.pattern, spec, None if is_first else rules.get(name), sharders)
+            _refuse_two(name, line.pattern, spec, rules.get(name), sharders)
             rules[name] = line.pattern, spec
-            overridden |= {name} if line.is_override else set()
     passings = _passings(plan_lines, module, modules)
     targets = tuple(_targets(module, rules, group, src_rank))
     outputs = [
@@ -114,7 +111,7 @@ def _passings(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]
                 said["use"].append((line.value, line))
                 continue
             known = said[line.kind].get(line.name)
-            if known is not None and known[0] != line.value and known[1].is_override == line.is_override:
+            if known is not None and known[0] != line.value:
                 raise PlanError(
                     f"two rules say how values pass `{path or 'the module'}`"
                     if is_flow
@@ -122,7 +119,7 @@ def _passings(plan_lines: list[Line], module: nn.Module, modules: dict[str, str]
                     {f"{line.kind} {line.name}".strip(): f"{known[0]}, and {line.value}"},
                     "narrow one of the patterns",
                 )
-            if known is None or line.is_override:
+            if known is None:
                 said[line.kind][line.name] = line.value, line
     return {path: Passing(said["in"], said["out"], tuple(said["use"]), said["local"]) for path, said in found.items()}
 

@@ -52,9 +52,6 @@ process groups along  ranks  groups
 a step of 4,096 tokens a data rank, float32  calls   received
   forward all_reduce over tp=4                   1  192.0 KiB
   backward all_reduce over tp=4                  1  192.0 KiB
-
-values that pass for this model and world
-  tp  1, 2, 4
 """
 
 
@@ -116,7 +113,6 @@ def test_json_has_the_summary(config, capsys):
     assert main(["check", "llama", "--model", str(config), "--world", "16", "--set", "tp=16", "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)["summary"]
     assert told["tensors"] == 291 and told["parameters"] == 8_030_261_248
-    assert told["passing"] == {"tp": [1, 2, 4, 8, 16]}
     assert {group["axes"]: group["ranks"] for group in told["groups"]} == {"tp": 16, "kvg": 8, "kvr": 2}
     assert sum(share["tensors"] for share in told["layouts"]) == 291
     assert told["fallbacks"] == [], "a switch that is off by default is none"

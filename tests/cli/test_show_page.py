@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import attrs
 import pytest
 
 from shardtensor.cli.page.markup import Markup, data, el
 from shardtensor.cli.page.page import page
-from shardtensor.cli.page.standalone import picture
 from shardtensor.cli.page.tree import segments
 from shardtensor.cli.scene import scene_of_plan, scene_of_spec
 from shardtensor.layout.bind import bind
@@ -221,15 +219,3 @@ def test_markup_is_escaped_by_construction():
 def test_folded_names_are_parted_at_their_dots():
     assert segments("a.{0..3}.{b,c}_d.w") == ["a", "{0..3}", "{b,c}_d", "w"]
     assert segments("") == [""]
-
-
-def test_one_picture_is_well_formed_and_needs_nothing_else():
-    scenes = [scene_of(text, shape, mesh, to) for text, shape, mesh, to in SPECS]
-    scenes += [scene_of_plan(decoder(name=EVIL), EVIL), scene_of_plan(decoder(120), "some.shard")]
-    for scene in scenes:
-        written = picture(scene)
-        root = ElementTree.fromstring(written)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
-        assert written.count("http") == 1  # the name of the format, which nobody fetches
-        assert len(written) < 60_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -314,3 +315,11 @@ def test_a_store_that_is_gone_is_an_error_of_its_own():
     with pytest.raises(AbsentRankError, match="f: the store of the process groups cannot be reached") as caught:
         rendezvous.wait("f", "f with its place")
     assert "f with its place" in str(caught.value) and isinstance(caught.value.__cause__, dist.DistNetworkError)
+
+
+def test_a_store_that_is_gone_leaves_nothing_to_call_at_exit() -> None:
+    statuses = StatusStore(dist.HashStore(), 0)
+    at_exit = weakref.ref(statuses._at_exit)
+    del statuses
+    gc.collect()
+    assert at_exit() is None

@@ -53,10 +53,8 @@ LAYOUTS: dict[str, dict[str, Right]] = {
         "or give the true global size": 'enum([0:24, 0:36] @ "rank:0/cpu")',
     },
     "[tp, -] partial(dp)": {"drop `partial`": "[tp, -]"},
-    "[tp, -]\nstore w: flat(tp)": {
-        "`override store PATTERN: replicate`": "[tp, -]\nstore **: flat(dp)\noverride store w: replicate"
-    },
-    "[a, -]\nstore w: flat(dp*a)": {"`override store PATTERN: flat(dp)`": "[a, -]\noverride store w: flat(dp)"},
+    "[tp, -]\nstore w: flat(tp)": {"`store PATTERN: replicate`": "[tp, -]\nstore w: replicate"},
+    "[a, -]\nstore w: flat(dp*a)": {"`store PATTERN: flat(dp)`": "[a, -]\nstore w: flat(dp)"},
     "[a, -] flat(b)\nstore w: flat(dp)": {"drop `flat` from the layout": "[a, -]\nstore w: flat(dp)"},
     "[a, -]\nstore w: flat(b)": {
         "write `data dp*b`": lambda: laid("[a, -]\nstore w: flat(b)", data="dp*b"),

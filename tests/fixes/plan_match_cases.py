@@ -67,9 +67,6 @@ WAYS: dict[str, dict[str, Changes | Callable[[], list[Found]]]] = {
         "narrow one pattern": [
             (USE, STORE + "model.layers.**: flat(dp) by model.layers.*\nstore model.norm: replicate\n")
         ],
-        "or start this line with `override`": [
-            (USE, STORE + "**: flat(dp) by model.layers.*\noverride store model.norm: replicate\n")
-        ],
     },
     "two stores that agree: W302": {"drop one of them": [(USE, STORE + "**: flat(dp)\n")]},
     "a style before a tensor: E303": {
@@ -78,7 +75,6 @@ WAYS: dict[str, dict[str, Changes | Callable[[], list[Found]]]] = {
         ],
         "or name the module `model.layers.0.mlp.down_proj`, without `.weight`": [],
     },
-    "an override of nothing: E305": {"drop the word `override`": []},
     "tied shapes: E304": {"tie tensors that are one in the model": []},
     "ties in a circle: E304": {"tie all names to the one that has a rule": []},
     "two rules that agree: W302": {
@@ -161,13 +157,7 @@ CASES: dict[str, Case] = {
         "**: [dp, -]\nh.1: [pp, -]",
         {
             "narrow one pattern": "h.0: [dp, -]\nh.1: [pp, -]",
-            "or start this rule with `override`": "**: [dp, -]\noverride h.1: [pp, -]",
         },
-    ),
-    "two rules that override": text_case(
-        LAYERS,
-        "**: [dp, -]\noverride h.*: [pp, -]\noverride h.1: [-, pp]",
-        {"narrow one pattern": "**: [dp, -]\noverride h.0: [pp, -]\noverride h.1: [-, pp]"},
     ),
     "ties of alternatives": text_case(
         partial(small, tensors=("g.0.w", "g.1.w", "h.0.w", "h.1.w")),

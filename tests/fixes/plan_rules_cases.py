@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fixes.case import Case
 from shardtensor.plan.call_text import read_axes, read_call, read_store
 from shardtensor.plan.interop.dtensor import placements_from_spec, spec_from_placements
-from shardtensor.plan.interop.partition_spec import partition_from_spec, spec_from_axis_rules, spec_from_partition
 from shardtensor.plan.loading import load_plan, read_config
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.outlook.search import candidates
@@ -46,7 +45,6 @@ def tried(mesh: str, *lines: str) -> None:
         candidates(path, config={}, world=4)
 
 
-RULES = [("embed", None), ("mlp", "tp"), ("heads", "tp")]
 CASES: dict[str, Case] = {
     name: Case(wrong, ways, mesh="")
     for name, (wrong, ways) in {
@@ -98,66 +96,6 @@ CASES: dict[str, Case] = {
         "no axis of the data": (
             lambda: read_axes("dp=2, tp=2", "ep"),
             {"use one of dp, tp": lambda: read_axes("dp=2, tp=2", "dp")},
-        ),
-        "entries for more dims": (
-            lambda: spec_from_partition(("tp", None, None), ndim=2),
-            {"give at most one entry for each dim": lambda: spec_from_partition(("tp", None), ndim=2)},
-        ),
-        "no entry": (
-            lambda: spec_from_partition((3,)),
-            {
-                "write an axis, a tuple of axes, or None": lambda: [
-                    spec_from_partition((entry,)) for entry in ("tp", ("dp", "tp"), None)
-                ]
-            },
-        ),
-        "a partition of devices": (
-            lambda: partition_from_spec('chunk(dim=0, placements=["rank:0"])'),
-            {"write the spec in mesh axes": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a partition of names": (
-            lambda: partition_from_spec("[out: tp]"),
-            {"write one entry for each dim, in order": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a partition that is flat": (
-            lambda: partition_from_spec("[tp, -] flat(dp)"),
-            {"take the suffix off": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a partition of any number of dims": (
-            lambda: partition_from_spec("[..., tp]"),
-            {"pass ndim=": lambda: partition_from_spec("[..., tp]", ndim=2)},
-        ),
-        "a partition of other dims": (
-            lambda: partition_from_spec("[tp, -]", ndim=3),
-            {"write `...` for the dims that are whole": lambda: partition_from_spec("[tp, ...]", ndim=3)},
-        ),
-        "a partition in blocks": (
-            lambda: partition_from_spec("[tp blocks(3), -]"),
-            {"keep each block as a tensor of its own": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a partition with padding": (
-            lambda: partition_from_spec("[tp pad(8), -]"),
-            {"pad the tensor itself": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a partition that is uneven": (
-            lambda: partition_from_spec("[tp balanced, -]"),
-            {"choose a length that the axes divide": lambda: partition_from_spec("[tp, -]")},
-        ),
-        "a dim without a rule": (
-            lambda: spec_from_axis_rules(("vocab", "embed"), RULES),
-            {
-                'add ("vocab", None) to leave it whole': lambda: spec_from_axis_rules(
-                    ("vocab", "embed"), [*RULES, ("vocab", None)]
-                )
-            },
-        ),
-        "a dim whose axes are taken": (
-            lambda: spec_from_axis_rules(("heads", "mlp"), RULES),
-            {
-                'add the rule ("mlp", None) after it': lambda: spec_from_axis_rules(
-                    ("heads", "mlp"), [*RULES, ("mlp", None)]
-                )
-            },
         ),
         "placements for other axes": (
             lambda: spec_from_placements([Shard(0)], "dp=2, tp=2", (8, 8)),

@@ -88,6 +88,7 @@ def test_every_rank_receives_exactly_what_it_lacks(mesh: Mesh, shape: tuple[int,
             assert step.received(rank) == len(after - before)
             if step.kind == "slice":
                 assert after <= before
+        assert step.kind == "slice" or not source.is_replicated, "who holds all receives nothing"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -156,6 +157,15 @@ def test_only_the_ranks_along_axes_that_differ_take_part() -> None:
     source, target = (bind(parse_spec(text), (8, 8), mesh) for text in ("[x, y]", "[x, -]"))
     (step,) = route(source, target)
     assert (step.kind, step.axes, step.where, list(step.members(5))) == ("all_gather", (1,), "y=4", [4, 5, 6, 7])
+
+
+def test_axes_of_a_step_are_in_the_order_of_the_mesh() -> None:
+    """Equal groups of ranks are one group, whatever order a text names their axes in."""
+    mesh = Mesh((("x", 2), ("y", 2)))
+    for text in ("replicate partial(x*y)", "replicate partial(y*x)", "replicate partial(y) partial(x)"):
+        source, target = (bind(parse_spec(spec), (4, 4), mesh) for spec in (text, "replicate"))
+        (step,) = route(source, target)
+        assert step.axes == (0, 1)
 
 
 def test_ranks_outside_are_dealt_to_the_copies() -> None:

@@ -92,12 +92,6 @@ CASES = [
         [],
         {"of": with_modules({"num_key_value_groups": 3}), "world": 16, "tp": 16},
     ),
-    ("an override of nothing: E305", [(GATE, f"override {GATE}")], {}),
-    (
-        "two overrides: E302",
-        [(GATE, GATE + BELOW + "override {gate,up}_proj: replicate" + BELOW + "override up_proj: colwise(tp)")],
-        {},
-    ),
     ("tied in the plan, two in the module: E304", [("config.tie_word_embeddings ?? false", "true")], {"of": _tied()}),
     (
         "tied in the module alone: E304",

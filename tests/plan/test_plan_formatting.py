@@ -77,7 +77,7 @@ let longer=(a if b else c)if(not(d and(e or f)))else g
 "foo.bar": replicate
 
 
-override optional  optional z{
+optional  optional z{
 }
 model.layers.mlp.x: chunk(dim=0, placements=["rank:0/cuda:0", 
   "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:3","rank:4/cuda:3",])
@@ -100,7 +100,7 @@ let longer = (a if b else c) if not (d and (e or f)) else g
 "in":    replicate
 foo.bar: replicate
 
-override optional z {
+optional z {
 }
 model.layers.mlp.x: chunk(
     dim=0,

@@ -101,15 +101,6 @@ def files(tmp_path, **texts: str):
     return tmp_path / "main.shard"
 
 
-def test_outside_wins_over_include_with_which_wins_over_the_default(tmp_path):
-    path = files(
-        tmp_path,
-        inner="param x = 1\nparam y = 2\nparam z = x + 1\n",
-        main='include "inner.shard" with x = 10, y = 20\n',
-    )
-    assert load_plan(path, y=200).params == {"x": 10, "y": 200, "z": 11}
-
-
 def test_a_plan_may_set_what_it_includes_by_a_parameter_of_that_name(tmp_path):
     path = files(
         tmp_path, inner="param x = 1\nlet two = x + 1\n", main='param x = 4\ninclude "inner.shard"\nparam y = two\n'
@@ -129,9 +120,9 @@ def test_a_file_that_is_included_on_two_ways_is_read_once(tmp_path):
 
 
 def test_depth_says_how_deep_a_line_was_included(tmp_path):
-    path = files(tmp_path, inner="a: replicate\nunmatched: [-, ...]\n", main='include "inner.shard"\noverride a: [-]\n')
+    path = files(tmp_path, inner="a: replicate\nunmatched: [-, ...]\n", main='include "inner.shard"\nb: [-]\n')
     plan = load_plan(path)
-    assert [(line.depth, line.is_override) for line in plan.lines] == [(1, False), (0, True)]
+    assert [(line.depth, line.pattern) for line in plan.lines] == [(1, "a"), (0, "b")]
     assert plan.unmatched.depth == 1
 
 
@@ -204,7 +195,7 @@ b: [tp] if 2 > 1 else replicate
     plan = read_plan(text, world=4)
     (note,) = plan.findings
     assert (note.code, note.severity, note.fault) == ("N001", "note", "the `else` side was taken: `replicate`")
-    assert note.why == "fits=false, n=6, tp=4, 6 % 4 = 2"
+    assert note.why == "fits=false, n=6, tp=4"
     assert [line.other for line in plan.lines] == ["fits", ""]
     assert read_plan(text, world=3).findings == ()
 
@@ -216,14 +207,14 @@ mesh (dp = world / ep, ep)
 data dp
 let L = 3
 store **: flat(dp, unit=4) by layers.*, head
-override store norm: replicate
+store norm: replicate
 tie head = embed if L == 3
 tie x = y if L == 4
 dims layers.<L>.w (out = L * 2, in = 5)
 dims other (out = 2) if L == 4
 unmatched: replicate
 optional experts.<ep> {
-    override w: [-, -]
+    w: [-, -]
     out 01: partial(ep) -> replicate
     local heads: [ep]
     use dispatch(ep, dp*ep, top_k=L, to=replicate, on=max)
@@ -231,22 +222,21 @@ optional experts.<ep> {
 """
     plan = read_plan(text, world=4)
     first, second = plan.stores
-    assert (first.pattern, str(first.flat), first.by, first.is_override) == (
+    assert (first.pattern, str(first.flat), first.by) == (
         "**",
         "flat(dp, unit=4)",
         ("layers.*", "head"),
-        False,
     )
-    assert (second.pattern, second.flat, second.is_override) == ("norm", None, True)
+    assert (second.pattern, second.flat) == ("norm", None)
     assert [(tie.pattern, tie.to) for tie in plan.ties] == [("head", "embed")]
     assert [(dims.pattern, dims.names, dims.sizes) for dims in plan.dims] == [("layers.<3>.w", ("out", "in"), (6, 5))]
     assert plan.unmatched.spec == Replicate()
     assert plan.axes.data == ("dp",)
-    assert [(line.kind, line.name, line.is_optional, line.is_override) for line in plan.lines] == [
-        ("tensor", "", True, True),
-        ("out", "1", True, False),
-        ("local", "heads", True, False),
-        ("use", "", True, False),
+    assert [(line.kind, line.name, line.is_optional) for line in plan.lines] == [
+        ("tensor", "", True),
+        ("out", "1", True),
+        ("local", "heads", True),
+        ("use", "", True),
     ]
     hook = plan.lines[-1].value
     assert (hook.name, hook.args, hook.kwargs) == (

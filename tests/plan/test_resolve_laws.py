@@ -46,7 +46,7 @@ SPECS = some.sampled_from(
 ).map(parse_spec)  # fmt: skip
 LINES = some.lists(
     some.builds(
-        Line, PATTERNS, value=SPECS, is_optional=some.booleans(), is_override=some.booleans(),
+        Line, PATTERNS, value=SPECS, is_optional=some.booleans(),
         depth=some.integers(0, 1),
     ),
     max_size=6,
@@ -102,7 +102,8 @@ def test_experts_are_dealt_in_order():
     whole = (Line("**", value=Replicate()), Line("layers.0.experts.<dp>", value=Replicate()))
     for lines in (whole, whole[::-1]):  # one says where experts live, the other that they live everywhere
         assert {f.code for f in resolve(Plan(AXES, lines), MODEL).errors} == {"E302"}
-    found = resolve(Plan(AXES, (attrs.evolve(line, is_override=True), Line("**", value=Replicate()))), MODEL)
+    others = [name for name in MODEL.by_name if not name.startswith("layers.0.experts.")]
+    found = resolve(Plan(AXES, (line, *(Line(name, value=Replicate()) for name in others))), MODEL)
     assert not found.errors
     specs = [str(found.tensors[f"layers.0.experts.{e}.w.weight"].spec) for e in range(4)]
     assert specs == [f"[tp, -] only(dp, {i})" for i in (0, 0, 1, 1)]
@@ -110,7 +111,7 @@ def test_experts_are_dealt_in_order():
 
 
 def test_a_tied_name_takes_the_layout_and_its_own_rules_are_not_used():
-    lines = (Line("**", value=Replicate()), Line("head", value=parse_spec("[tp, -]"), is_override=True))
+    lines = (Line("**", value=Replicate()), Line("head", value=parse_spec("[tp, -]")))
     found = resolve(Plan(AXES, lines, ties=(Tie("head.weight", "embed.weight"),)), MODEL)
     assert found.tensors["head.weight"].tied_to == "embed.weight"
     assert found.tensors["head.weight"].layout is found.tensors["embed.weight"].layout
@@ -141,16 +142,6 @@ def test_gather_units():
     tie = Tie("layers.0.k.weight", "layers.1.k.weight")
     tied = resolve(Plan(AXES, lines, (store,), (tie,)), MODEL)
     assert tied.tensors["layers.0.k.weight"].unit == tied.tensors["layers.1.k.weight"].unit == ""
-
-
-def test_the_override_of_the_including_file_wins():
-    lines = (
-        Line("**", value=Replicate(), depth=1),
-        Line("head", value=parse_spec("[a, -]"), is_override=True, depth=1),
-        Line("head", value=parse_spec("[b, -]"), is_override=True),
-    )
-    found = resolve(Plan(AXES, lines), MODEL)
-    assert not found.errors and str(found.tensors["head.weight"].spec) == "[b, -]"
 
 
 def test_time_does_not_grow_with_ranks():

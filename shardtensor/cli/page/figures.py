@@ -10,7 +10,7 @@ from shardtensor.cli.page.colours import HUES, PATTERNS
 from shardtensor.cli.page.drawing import drawing, frame_of
 from shardtensor.cli.page.markup import Markup, el, join
 from shardtensor.cli.picture import Part, Picture
-from shardtensor.cli.scene import Shown, device_of, shape_text
+from shardtensor.cli.scene import Shown, device_of, size_text
 from shardtensor.layout.explain import say_bytes
 
 MAX_BOXES = 6
@@ -20,7 +20,7 @@ MAX_BOXES = 6
 def figure(shown: Shown, number: int, is_plan: bool) -> Markup:
     """The figure of a layout."""
     head = [el("h2", el("code", str(shown.spec)), _stored(shown))] if is_plan else []
-    about = [el("span", shape_text(shown.tensor.shape, shown.tensor.dims)), el("span", shown.tensor.dtype)]
+    about = [el("span", size_text(shown.tensor.shape, shown.tensor.dims)), el("span", shown.tensor.dtype)]
     if is_plan:
         count = len(shown.names)
         about.append(el("span", f"{count:,} tensor{'s' * (count != 1)}"))
@@ -29,7 +29,7 @@ def figure(shown: Shown, number: int, is_plan: bool) -> Markup:
         body = el("p", "Its boxes are too fine to be drawn.", class_="note")
     else:
         body = drawing(
-            shown.picture, shown.plane, shown.tensor.dims, [part_label(shown, p) for p in shown.picture.parts]
+            shown.picture, shown.plane, shown.tensor.dims, [_part_label(shown, p) for p in shown.picture.parts]
         )
     notes = [el("li", note) for note in _notes(shown)]
     return el(
@@ -52,13 +52,13 @@ def figure_data(shown: Shown, rows: MeshRows) -> dict[str, Any]:
     for part in picture.parts:
         parts.append(
             {
-                "at": where_text(picture, part),
-                "ranks": ranks_text(picture, part),
+                "at": _where_text(picture, part),
+                "ranks": _ranks_text(picture, part),
                 "device": device(part.rank),
                 "boxes": [[list(box.offsets), list(box.sizes)] for box in part.boxes[:MAX_BOXES]],
                 "count": len(part.boxes),
-                "numel": span_text(part.least, part.most),
-                "bytes": bytes_text(part, shown.item),
+                "numel": _span_text(part.least, part.most),
+                "bytes": _bytes_text(part, shown.item),
             }
         )
     cells = [None if rank is None else picture.part_of(rank) for _, ranks in rows.rows for rank in ranks]
@@ -70,14 +70,14 @@ def figure_data(shown: Shown, rows: MeshRows) -> dict[str, Any]:
     }
 
 
-def where_text(picture: Picture, part: Part) -> str:
+def _where_text(picture: Picture, part: Part) -> str:
     """Where the ranks of a part stand in the mesh; empty where only their numbers say it."""
     if not picture.axes:
         return "everywhere"
     return "" if picture.names[0].startswith("place") else picture.place_text(part)
 
 
-def ranks_text(picture: Picture, part: Part) -> str:
+def _ranks_text(picture: Picture, part: Part) -> str:
     """The ranks that hold a part, the first ones where there are many."""
     ranks, count = picture.ranks(part, 6)
     listed = ", ".join(f"{rank:,}" for rank in ranks)
@@ -86,28 +86,28 @@ def ranks_text(picture: Picture, part: Part) -> str:
     return f"{count:,} ranks: {listed}, …"
 
 
-def span_text(least: int, most: int) -> str:
+def _span_text(least: int, most: int) -> str:
     """A number, or the least and the most.
 
     Example:
-        >>> span_text(3, 3), span_text(1000, 2000)
+        >>> _span_text(3, 3), _span_text(1000, 2000)
         ('3', '1,000 to 2,000')
     """
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def bytes_text(part: Part, item: int) -> str:
+def _bytes_text(part: Part, item: int) -> str:
     """The bytes of one rank at a part."""
     text = say_bytes(part.most * item)
     text = text if part.least == part.most else f"{say_bytes(part.least * item)} to {text}"
     return text if part.places == 1 else f"{text} each"
 
 
-def part_label(shown: Shown, part: Part) -> str:
+def _part_label(shown: Shown, part: Part) -> str:
     """All that is to be said of a part, for those who do not see it."""
     boxes = ", ".join(map(str, part.boxes[:MAX_BOXES])) + (", …" if len(part.boxes) > MAX_BOXES else "")
-    at, device = where_text(shown.picture, part), device_of(shown.spec)(part.rank)
-    return "; ".join(filter(None, (at, ranks_text(shown.picture, part), device, boxes, bytes_text(part, shown.item))))
+    at, device = _where_text(shown.picture, part), device_of(shown.spec)(part.rank)
+    return "; ".join(filter(None, (at, _ranks_text(shown.picture, part), device, boxes, _bytes_text(part, shown.item))))
 
 
 def _stored(shown: Shown) -> Markup | str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
+from shardtensor.cli.mesh_rows import MeshRows, mesh_rows, mesh_text
 from shardtensor.cli.page import colours, sections
 from shardtensor.cli.page.figures import figure, figure_data
 from shardtensor.cli.page.markup import Markup, data, el
-from shardtensor.cli.page.mesh_drawing import mesh_drawing
 from shardtensor.cli.page.reshards import reshards
 from shardtensor.cli.page.tree import search_box, tree
 from shardtensor.cli.scene import Scene
 from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.axes import Axes
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import PlanBytes, plan_bytes
 
@@ -30,7 +30,7 @@ def page(scene: Scene) -> str:
     is_plan = scene.resolved is not None
     held = None if scene.resolved is None or scene.resolved.errors else plan_bytes(scene.resolved)
     rows = mesh_rows(scene.axes)
-    style = Markup(packaged("drawing.css") + packaged("page.css") + colours.rules())
+    style = Markup(_packaged("drawing.css") + _packaged("page.css") + colours.rules())
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -44,7 +44,7 @@ def page(scene: Scene) -> str:
         "div",
         el("div", *figures, class_="figures"),
         _detail(),
-        mesh_drawing(scene.axes, rows),
+        _mesh_drawing(scene.axes, rows),
         class_="stage",
         id="stage",
     )
@@ -61,7 +61,7 @@ def page(scene: Scene) -> str:
         parts.append(sections.findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
-    body = el("body", colours.definitions(), *parts, known, el("script", Markup(packaged("page.js"))))
+    body = el("body", colours.definitions(), *parts, known, el("script", Markup(_packaged("page.js"))))
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
 
 
@@ -71,7 +71,7 @@ def _header(scene: Scene, held: PlanBytes | None) -> Markup:
     if scene.resolved is not None:
         own = own_tensors(scene.resolved)
         count = sum(placed.tensor.numel for placed in own if not placed.tensor.is_buffer)
-        facts.append((short(count), "parameters", f"{count:,}"))
+        facts.append((_short(count), "parameters", f"{count:,}"))
         drawn = sum(len(shown.names) for shown in scene.shown)
         of = "" if drawn == len(scene.resolved.tensors) else f"{drawn:,} of them "
         layouts = len(scene.shown)
@@ -88,11 +88,11 @@ def _detail() -> Markup:
     return el("section", hint, class_="detail", id="detail", aria_live="polite")
 
 
-def short(count: int) -> str:
+def _short(count: int) -> str:
     """A number as people say it.
 
     Example:
-        >>> short(8_030_261_248), short(1536), short(12)
+        >>> _short(8_030_261_248), _short(1536), _short(12)
         ('8.03 B', '1.54 K', '12')
     """
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
@@ -101,6 +101,42 @@ def short(count: int) -> str:
     return str(count)
 
 
-def packaged(name: str) -> str:
+def _packaged(name: str) -> str:
     """The text of a file that comes with the page."""
     return (files("shardtensor.cli.page") / name).read_text(encoding="utf-8")
+
+
+def _mesh_drawing(axes: Axes, rows: MeshRows) -> Markup:
+    """The ranks of a mesh, long axes with their middle left out."""
+    head = [el("th", _numbers(word), scope="col") for word in rows.columns]
+    across = el("span", " × ".join(n for n in rows.across if n != "*"), class_="axis")
+    lines = []
+    index = 0
+    for label, ranks in rows.rows:
+        cells = []
+        for rank in ranks:
+            if rank is None:
+                cells.append(el("td", "⋯" if any(r is not None for r in ranks) else "⋮", class_="gap"))
+            else:
+                cells.append(el("td", el("span", str(rank), class_="rank", data_c=index)))
+            index += 1
+        lines.append(el("tr", el("th", label.replace("*", ""), scope="row"), *cells))
+    factors = [
+        el("p", el("b", name), " = ", " × ".join(f"{part} {axes.size(part)}" for part in parts), class_="note")
+        for name, parts in axes.made_of.items()
+    ]
+    data = el("p", f"samples differ along {', '.join(axes.data)}", class_="note") if axes.data else ""
+    top = el("tr", el("td"), *head) if not axes.mesh.is_unnamed else ""
+    return el(
+        "section",
+        el("h3", "Ranks", el("span", "" if axes.mesh.is_unnamed else mesh_text(axes), class_="count")),
+        el("div", el("table", el("caption", across), el("tbody", top, *lines)), class_="scroll"),
+        *factors,
+        data,
+        class_="mesh",
+    )
+
+
+def _numbers(label: str) -> str:
+    """The coordinates of a column without the names of the axes, which stand above all."""
+    return ",".join(word.rpartition(" ")[2] for word in label.split(", "))

@@ -10,7 +10,7 @@ from shardtensor.cli.page.drawing import Frame, frame_of
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el, join, px
 from shardtensor.cli.plane import Plane, plane_of
-from shardtensor.cli.scene import Reshard, shape_text
+from shardtensor.cli.scene import Reshard, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
@@ -44,7 +44,7 @@ def _reshard(reshard: Reshard) -> Markup:
     path = join(
         *(join(el("code", text), " → " if i + 1 < len(reshard.texts) else "") for i, text in enumerate(reshard.texts))
     )
-    name = el("p", el("code", broken(reshard.name)), el("span", shape_text(reshard.shape)), class_="facts")
+    name = el("p", el("code", broken(reshard.name)), el("span", size_text(reshard.shape)), class_="facts")
     body = [_step(step, i + 1, reshard.item) for i, step in enumerate(steps)]
     if not steps:
         body = [el("p", "Nothing moves: both say the same.", class_="note")]
@@ -63,7 +63,7 @@ def _step(step: Step, number: int, item: int) -> Markup:
         notes.append(f"the first {ROWS} of {len(team.members):,} ranks; grey comes from the others")
     if step.op:
         notes.append("an addend comes from every rank of the team")
-    svg = step_drawing(step)
+    svg = _step_drawing(step)
     drawn = el("p", "Its boxes cannot be drawn on one plane.", class_="note")
     if svg is not None:
         drawn = el("div", svg, class_="scroll")
@@ -76,7 +76,7 @@ def _said(step: Step, item: int) -> list[Markup]:
     return [el("code", kind), *(el("span", word) for word in rest.strip().split("   ") if word)]
 
 
-def step_drawing(step: Step) -> Markup | None:
+def _step_drawing(step: Step) -> Markup | None:
     """What the ranks of a team hold before and after a step, with a line for every message between them."""
     team = team_of(step, limit=_DRAWN)
     shown = team.members[:ROWS]

@@ -10,7 +10,7 @@ from shardtensor.cli.page.drawing import redrawn, thumbnail
 from shardtensor.cli.page.figures import broken
 from shardtensor.cli.page.markup import Markup, el
 from shardtensor.cli.picture import picture_of
-from shardtensor.cli.scene import Scene, Shown, shape_text
+from shardtensor.cli.scene import Scene, Shown, size_text
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.resolved import Passing, Resolved
 
@@ -98,7 +98,7 @@ def _row(last: str, pattern: str, number: int, shown: Shown, most: int, mini: Ma
         "a",
         mini,
         el("span", el("code", broken(last)), el("span", count, class_="count"), class_="name"),
-        el("span", el("code", str(shown.spec)), el("span", shape_text(shown.tensor.shape)), class_="how"),
+        el("span", el("code", str(shown.spec)), el("span", size_text(shown.tensor.shape)), class_="how"),
         el(
             "span",
             el("span", el("i", style=f"width:{width}"), class_="bar"),

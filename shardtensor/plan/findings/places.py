@@ -33,7 +33,7 @@ def name_place(line: Line) -> Origin | None:
     return said if found is None else Origin(said.source, found.span(1))
 
 
-_BLOCK = re.compile(r"^[ \t]*(?:(?:optional|override)[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*(?:optional[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 def segment_place(line: Line, segment: str) -> Origin | None:

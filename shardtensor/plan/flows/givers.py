@@ -17,7 +17,7 @@ from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork, natural
 from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import REPLICATE, Modules, Names, around, is_below
+from shardtensor.plan.flows.modules import REPLICATE, Modules, Names, around, is_inside
 from shardtensor.plan.flows.parts import Index, Parts, addends_in, block_of, features
 from shardtensor.plan.line import Line
 from shardtensor.spec.nodes import Spec
@@ -166,7 +166,7 @@ class Givers:
                 is_through = cut <= self._from_outside
                 block, after = block_of(path), -1
                 for above in around(path):
-                    if not (is_through or above == block or is_below(above, block)):
+                    if not (is_through or above == block or is_inside(above, block)):
                         after = self._modules.places.get(path, -1)  # layers before it do not hear of it
                     takes = (not cut or self._takes.has(above, cut, path, after)) and (
                         not addends or self._takes_addends.has(above, addends, path, after)
@@ -219,10 +219,10 @@ class Givers:
         logits = self.logits
         for at in losses:
             line = next(line for hook, line in stated[at].passing.uses if hook.name == "cross_entropy")
-            below = [path for path in linear if path == at or is_below(path, at)]
+            below = [path for path in linear if path == at or is_inside(path, at)]
             is_said = any(last_cut(flow.after) for path in below for flow, _ in stated[path].passing.outs.values())
             left = [path for path in below if (out := stated[path].out) is not None and last_cut(out.after)]
-            if is_said and (not left or any(path == at or is_below(path, at) for path in logits)):
+            if is_said and (not left or any(path == at or is_inside(path, at) for path in logits)):
                 continue  # which may be whole in this world, over axes of one rank
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in layers else "below") + " here with such an `out`"
@@ -292,7 +292,7 @@ class Givers:
         gives = self._gives_anywhere if name else self._gives  # arguments by name may come from afar
         block, before = block_of(path), None
         for above in around(path):
-            if self._is_alike(path) and not (above == block or is_below(above, block)):
+            if self._is_alike(path) and not (above == block or is_inside(above, block)):
                 before = self._modules.places.get(path)  # layers do not hear of those after them
             if gives.has(above, cut, path, before=before):
                 return True
@@ -351,7 +351,7 @@ class Givers:
                 addends = set(partial_axes(flow.before))
                 if not addends or self._gives_addends.has(path, addends_in(flow.before), path):
                     continue
-                summing = next((other for other in self._sums(addends) if is_below(other, path)), None)
+                summing = next((other for other in self._sums(addends) if is_inside(other, path)), None)
                 if summing is None and not self._is_whole:
                     continue
                 line = stated.line("out", name)

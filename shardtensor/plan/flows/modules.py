@@ -270,7 +270,7 @@ def around(path: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_below(path: str, above: str) -> bool:
+def is_inside(path: str, above: str) -> bool:
     """Whether a module lies in another."""
     return path != above and (not above or path.startswith(f"{above}."))
 

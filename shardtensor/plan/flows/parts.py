@@ -8,7 +8,7 @@ from functools import lru_cache
 import attrs
 
 from shardtensor.plan.flows.flow import partial_axes
-from shardtensor.plan.flows.modules import Names, around, is_below
+from shardtensor.plan.flows.modules import Names, around, is_inside
 from shardtensor.spec.nodes import Spec
 
 Parts = frozenset[tuple[str, str]]
@@ -58,7 +58,7 @@ class Index:
             parts <= key
             and found.last > after
             and (before is None or found.first < before)
-            and any(path != besides and not is_below(besides, path) for path in found.few)
+            and any(path != besides and not is_inside(besides, path) for path in found.few)
             for key, found in self._found.get(above, {}).items()
         )
 

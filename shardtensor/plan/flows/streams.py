@@ -14,7 +14,7 @@ from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import Layer, Modules, around, is_below
+from shardtensor.plan.flows.modules import Layer, Modules, around, is_inside
 
 
 class Streams:
@@ -140,7 +140,7 @@ class Streams:
             return False
         here = modules.places.get(path, 0)
         return not any(
-            is_below(other, around_it) and modules.places.get(other, 0) > here and not layer.cut("weight", "in")
+            is_inside(other, around_it) and modules.places.get(other, 0) > here and not layer.cut("weight", "in")
             for other, layer in modules.layers.items()
         )
 
@@ -150,7 +150,7 @@ class Streams:
         return any(
             not _block(other) and places.get(other, 0) > places.get(path, 0) and axis in _tokens(flow)
             for other, stated in self._modules.stated.items()
-            if not is_below(other, path)
+            if not is_inside(other, path)
             for flow in stated.ins.values()
         )
 

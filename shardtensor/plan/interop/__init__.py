@@ -1,1 +1,1 @@
-"""Other libraries' ways to say how tensors lie, read and written: DTensor's, JAX's, Hugging Face's."""
+"""Other libraries' ways to say how tensors lie, read and written: DTensor's and Hugging Face's."""

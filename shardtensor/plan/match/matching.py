@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import pattern_place, statement
-from shardtensor.plan.line import Line, Store
+from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.match.patterns import Deep, pattern
-
-Statement = TypeVar("Statement", Line, Store)
 
 
 @attrs.frozen(eq=False)
@@ -52,25 +50,14 @@ def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
     return Matches(names, by_tensor, by_module)
 
 
-def by_precedence(lines: Sequence[Statement]) -> tuple[list[Statement], list[Statement]]:
-    """Split lines that speak for one thing into those that win and those that are overridden."""
-    overriding = [line for line in lines if line.is_override]
-    if not overriding:
-        return list(lines), []
-    top = min(line.depth for line in overriding)
-    winners = [line for line in overriding if line.depth == top]
-    return winners, [line for line in lines if not any(line is other for other in winners)]
-
-
 class Disputes:
-    """Collects what lines say of one thing and finds E302, W302, and overrides that override nothing."""
+    """Collects what lines say of one thing and finds E302 and W302."""
 
     def __init__(self, matches: Matches, tree: NameTree) -> None:
         self.findings: list[Finding] = []
         self._matches = matches
         self._tree = tree
         self._pairs: dict[object, str] = {}
-        self._overriding: dict[object, bool] = {}
 
     def winner(self, name: str, lines: Sequence[Line], meanings: Mapping[int, Any], what: str = "") -> Line | None:
         """The line that speaks for a name; None when two disagree.
@@ -79,19 +66,13 @@ class Disputes:
             meanings: by a line's id, what it says, equal where lines agree.
             what: the side or attribute of a module that is spoken of; empty for a tensor.
         """
-        winners, losers = by_precedence(lines)
-        for line in winners:
-            if line.is_override:
-                key = statement(line.origin, line)
-                self._overriding[key] = self._overriding.get(key, False) or bool(losers)
-        last = max(winners, key=_place)
-        rest = [line for line in winners if line is not last]
-        for other in rest:
+        last = max(lines, key=_place)
+        for other in (line for line in lines if line is not last):
             agrees = meanings[id(other)] == meanings[id(last)]
             self._dispute(name, last, other, agrees, what)
             if not agrees:
                 return None
-        return winners[0]
+        return lines[0]
 
     def _dispute(self, name: str, line: Line, other: Line, agrees: bool, what: str) -> None:
         keys = statement(line.origin, line), statement(other.origin, other)
@@ -106,9 +87,7 @@ class Disputes:
         else:
             fault = f"{said} is matched by two rules that disagree"
             only = self._only(line, other)
-            narrow = "narrow one pattern" + (f" (`{only}`)" if only else "")
-            word = "start one rule" if line.is_override else "start this rule"
-            fix = narrow if line.is_override and other.is_override else f"{narrow}, or {word} with `override`"
+            fix = "narrow one pattern" + (f" (`{only}`)" if only else "")
         self.findings.append(
             Finding(
                 "W302" if agrees else "E302",
@@ -136,23 +115,6 @@ class Disputes:
             if words and not both & set(words):  # here they part
                 return "" if len(words) > 3 else next(iter(words)) if len(words) == 1 else f"{{{','.join(words)}}}"
         return ""
-
-    def idle_overrides(self, lines: Iterable[Line]) -> list[Finding]:
-        """E305 for each override that matched something and overrode nothing."""
-        found: dict[object, Finding] = {}
-        for line in lines:
-            key = statement(line.origin, line)
-            if line.is_override and self._overriding.get(key) is False and key not in found:
-                found[key] = Finding(
-                    "E305", f"`override {_written(line)}` overrides nothing", pattern_place(line),
-                    "no other rule speaks for what this one matches", "drop the word `override`",
-                )  # fmt: skip
-        return list(found.values())
-
-
-def _written(line: Line) -> str:
-    place = pattern_place(line)
-    return place.text if place is not None else line.pattern
 
 
 def _place(line: Line) -> tuple[int, int]:

@@ -39,8 +39,6 @@ def passings(
         for what, group in by_what.items():
             meanings = {id(line): _meaning(line.value) for line in group}
             line = group[0] if len(group) == 1 else disputes.winner(path, group, meanings, what)
-            if len(group) == 1 and line is not None and line.is_override:
-                disputes.winner(path, group, meanings, what)
             if line is None:
                 continue
             fault = _missing(line, path, info)
@@ -57,7 +55,7 @@ def passings(
             else:
                 uses.append((line.value, line))
         found[path] = Passing(ins, outs, tuple(uses), locals_)
-        if len(by_what) == len(lines) and not any(line.is_override for line in lines):
+        if len(by_what) == len(lines):
             alike[spoken] = found[path]
     return found, findings
 

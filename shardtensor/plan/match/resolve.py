@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import segment_place
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.binding import Binder
-from shardtensor.plan.match.dealing import deal
 from shardtensor.plan.match.matching import Disputes, Matches, match_lines
-from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.misfit import axes_text, shape_text
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.match.passing import passings
+from shardtensor.plan.match.patterns import Number, pattern
 from shardtensor.plan.match.stores import with_stores
 from shardtensor.plan.match.ties import Ties, read_ties, untied, with_tied_names
 from shardtensor.plan.match.unmatched import unplaced
@@ -19,6 +22,7 @@ from shardtensor.plan.match.unused import unused
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.spec.diagnostics import nearest
 from shardtensor.spec.nodes import Spec
 
 
@@ -66,7 +70,6 @@ def resolve(plan: Plan, model: Model) -> Resolved:
         *store_findings,
         *module_findings,
         *disputes.findings,
-        *disputes.idle_overrides(plan.lines),
         *untied(model, tensors),
     ]
     return Resolved(plan, model, tensors, modules, tuple(findings))
@@ -85,7 +88,7 @@ class _Placing:
         self._dealt: dict[int, dict[str, tuple[str, int]]] = {}
         for line in plan.lines:
             if line.kind == "tensor":
-                dealt, fault = deal(line, matches.names[id(line)], plan)
+                dealt, fault = _deal(line, matches.names[id(line)], plan)
                 self._dealt[id(line)] = dict(dealt)
                 self.findings += [] if fault is None else [fault]
 
@@ -109,7 +112,7 @@ class _Placing:
         if not lines:
             return self._fallen(info)
         line: Line | None = lines[0]
-        if len(lines) > 1 or lines[0].is_override:
+        if len(lines) > 1:
             meanings = self._binder.meanings(list(lines), info)
             places = {key: (said, self._dealt[key].get(info.name)) for key, said in meanings.items()}
             line = self._disputes.winner(info.name, lines, places)
@@ -158,3 +161,53 @@ def _partial(info: TensorInfo, spec: Spec, line: Line) -> Finding:
         f"{info.name} is `{spec}`: each rank would hold an addend of it, and no rank its value",
         "drop `partial`; it is for values, in `in` and `out`", (), info.name,
     )  # fmt: skip
+
+
+def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, tuple[str, int]], Finding | None]:
+    """Return the axis and the coordinate at which each name of a line lives; none for lines that deal nothing.
+
+    Numbers are dealt among names that differ in nothing else, so each layer deals its own experts.
+    """
+    if "<" not in line.pattern:
+        return {}, None
+    read = pattern(line.pattern)
+    at = [i for i, part in enumerate(read.wildcards) if isinstance(part, Number)]
+    if not at:
+        return {}, None
+    number = read.wildcards[at[0]]
+    assert isinstance(number, Number)
+    axis, axes = number.axis, plan.axes
+    place = segment_place(line, f"<{axis}>")
+    if len(at) > 1:
+        return {}, Finding(
+            "E204", f"`{line.pattern}` deals numbers over two axes", place,
+            "a tensor lives at one coordinate of one axis", "keep one `<axis>` and write `*` for the other",
+            
+        )  # fmt: skip
+    if axis not in axes.mesh.names:
+        why = f"{axis} is made of {', '.join(axes.made_of[axis])}" if axis in axes.made_of else axes_text(plan)
+        fix = nearest(axis, axes.mesh.names) or f"write one of {', '.join(axes.mesh.names)} between `<` and `>`"
+        fault = f"no mesh axis that is not made of others is called `{axis}`"
+        return {}, Finding("E201", fault, place, why, fix)
+    groups: dict[tuple[str, ...], dict[int, list[str]]] = {}
+    for name in names:
+        values = read.captures(name, is_below=True)
+        if values is not None:
+            rest = values[: at[0]] + values[at[0] + 1 :]
+            groups.setdefault(rest, {}).setdefault(int(values[at[0]]), []).append(name)
+    size = axes.size(axis)
+    dealt: dict[str, tuple[str, int]] = {}
+    for numbers in groups.values():
+        if len(numbers) % size:
+            first = numbers[min(numbers)][0]
+            fits = ", ".join(str(n) for n in range(1, len(numbers) + 1) if len(numbers) % n == 0)
+            return {}, Finding(
+                "E205", f"{len(numbers)} numbered modules cannot be dealt evenly over {axis}={size}", place,
+                f"`<{axis}>` stands for {min(numbers)} to {max(numbers)}, first in {first}; "
+                f"{len(numbers)} % {size} = {len(numbers) % size}",
+                f"choose {axis} from {fits}",
+            )  # fmt: skip
+        per = len(numbers) // size
+        for order, value in enumerate(sorted(numbers)):
+            dealt |= dict.fromkeys(numbers[value], (axis, order // per))
+    return dealt, None

@@ -8,7 +8,6 @@ import attrs
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Store
-from shardtensor.plan.match.matching import by_precedence
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.models.model import Model
@@ -32,12 +31,10 @@ def with_stores(
     for name, each in placed.items():
         if each.tensor.is_buffer or each.tied_to or name not in stores:
             continue
-        winners, _ = by_precedence(stores[name])
-        store = winners[0]
-        other = next((one for one in winners[1:]), None)
-        if other is not None:
-            agree = all((one.flat, one.by) == (store.flat, store.by) for one in winners)
-            findings.append(_two(name, winners[-1], store, agree))
+        store, *others = stores[name]
+        if others:
+            agree = all((one.flat, one.by) == (store.flat, store.by) for one in others)
+            findings.append(_two(name, others[-1], store, agree))
             if not agree:
                 continue
         if store.flat is None:
@@ -85,7 +82,7 @@ def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
     if not isinstance(spec, Spec):
         return Finding(
             "E204", "a layout that names devices cannot be stored flat over mesh axes", store.origin,
-            f"{name} is `{spec}`", "write the layout in axes, or `override store` these tensors as `replicate`",
+            f"{name} is `{spec}`", "write the layout in axes, or `store` these tensors as `replicate`",
             (), name,
         )  # fmt: skip
     used = plan.axes.leaves(sorted(spec.axis_names))
@@ -101,7 +98,7 @@ def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
         why = f"each rank has a single {twice} coordinate; {name} is {shape}, laid out `{spec}`"
         rest = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) & set(used)]
         how = f"flat({'*'.join(rest)})" if rest else "replicate"
-        fix = f"give these tensors a line of their own: `override store PATTERN: {how}`"
+        fix = f"narrow the pattern, and give these tensors a line of their own: `store PATTERN: {how}`"
     return Finding("E204", fault, store.origin, why, fix, (), name)
 
 
@@ -152,7 +149,7 @@ def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:
         "W302" if agree else "E302",
         f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.pattern_origin,
         "a parameter is stored in one way: order in the file never decides",
-        "drop one of them" if agree else "narrow one pattern, or start this line with `override`",
+        "drop one of them" if agree else "narrow one pattern",
         (f"the other line is {place}",), name,
     )  # fmt: skip
 

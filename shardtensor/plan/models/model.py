@@ -9,8 +9,7 @@ from functools import cached_property
 
 import attrs
 
-from shardtensor.plan.models.fused import blocks_of
-from shardtensor.plan.models.layer_kinds import LayerKind, kind_named, kind_with
+from shardtensor.plan.models.layer_kinds import LayerKind, blocks_of, kind_named, kind_with
 
 BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,

@@ -1,4 +1,4 @@
-"""What a plan without errors comes to: layouts, bytes of a rank, process groups, and the values that pass as well."""
+"""What a plan without errors comes to: layouts, bytes of a rank, process groups, collectives of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import attrs
 
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import plan_bytes
-from shardtensor.plan.outlook.search import passing_values
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.spec.nodes import Spec
@@ -38,7 +37,7 @@ class LayoutShare:
 
 
 @attrs.frozen
-class Group:
+class ProcessGroups:
     """One set of process groups: ranks that differ along some axes."""
 
     axes: str
@@ -47,7 +46,7 @@ class Group:
 
 
 @attrs.frozen
-class Traffic:
+class TrafficShare:
     """The collectives of one kind in a step, over the same axes.
 
     Attributes:
@@ -79,7 +78,6 @@ class Summary:
         traffic: what the collectives of a training step bring to a rank.
         uncounted: the modules that may send more than that, and why it is not known.
         fallbacks: where an ``else`` side was taken, and which.
-        passing: by parameter, the values that pass for this model and world, the others as they are.
     """
 
     plan: str
@@ -90,26 +88,20 @@ class Summary:
     parameters: int
     layouts: tuple[LayoutShare, ...]
     rank_bytes: Mapping[str, tuple[int, int]]
-    groups: tuple[Group, ...]
+    groups: tuple[ProcessGroups, ...]
     tokens: int
     dtype: str
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[TrafficShare, ...]
     uncounted: tuple[str, ...]
     fallbacks: tuple[tuple[str, str], ...]
-    passing: Mapping[str, tuple[int, ...]]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
         return attrs.asdict(self)
 
 
-def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -> Summary:
-    """Sum up a plan without errors.
-
-    Args:
-        path: of the plan, which is read again for the other values of its parameters.
-        params: values that were given; they stay, but for the one that is tried.
-    """
+def summarize(resolved: Resolved, path: str | Path) -> Summary:
+    """Sum up a plan without errors; `path` is what messages call it."""
     plan, own = resolved.plan, own_tensors(resolved)
     tokens = min([TOKENS, *(n for key in _LENGTHS if type(n := plan.config.get(key)) is int and n > 0)])
     held = plan_bytes(resolved, optimizer=OPTIMIZER)
@@ -132,31 +124,30 @@ def summarize(resolved: Resolved, path: str | Path, params: Mapping[str, Any]) -
         _traffic(resolved, tokens),
         tuple(map(str, uncounted(resolved))),
         tuple(fallbacks.items()),
-        passing_values(path, resolved.model, config=plan.config, world=plan.world, params=params),
     )
 
 
 def _layouts(own: list[Placed]) -> tuple[LayoutShare, ...]:
     found: dict[str, list[int]] = {}
     for placed in own:
-        count = found.setdefault(layout_text(placed), [0, 0])
+        count = found.setdefault(_layout_text(placed), [0, 0])
         count[0] += 1
         count[1] += placed.tensor.bytes
     shares = [LayoutShare(text, *counts) for text, counts in found.items()]
     return tuple(sorted(shares, key=lambda share: -share.bytes))
 
 
-def _traffic(resolved: Resolved, tokens: int) -> tuple[Traffic, ...]:
+def _traffic(resolved: Resolved, tokens: int) -> tuple[TrafficShare, ...]:
     found: dict[tuple[str, str, str], list[int]] = {}
     for each in step_collectives(resolved, batch=1, seq=tokens, dtype=resolved.model.dtype):
         over = f"{'*'.join(each.axes)}={each.group_size}"
         counts = found.setdefault((each.phase, each.kind, over), [0, 0])
         counts[0] += each.count
         counts[1] += each.count * each.received_bytes
-    return tuple(Traffic(*key, *counts) for key, counts in found.items())
+    return tuple(TrafficShare(*key, *counts) for key, counts in found.items())
 
 
-def layout_text(placed: Placed) -> str:
+def _layout_text(placed: Placed) -> str:
     """A layout and what is kept of it, the coordinate of ``only`` left open so that all experts are one."""
     spec = placed.spec
     text = str(spec)
@@ -165,7 +156,7 @@ def layout_text(placed: Placed) -> str:
     return text if placed.stored is None else f"{text} {placed.stored}"
 
 
-def _groups(resolved: Resolved, own: list[Placed]) -> tuple[Group, ...]:
+def _groups(resolved: Resolved, own: list[Placed]) -> tuple[ProcessGroups, ...]:
     axes = resolved.plan.axes
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
 
@@ -194,5 +185,5 @@ def _groups(resolved: Resolved, own: list[Placed]) -> tuple[Group, ...]:
         for name in names:
             size *= axes.size(name)
         if size > 1:
-            groups.append(Group("*".join(names), size, axes.mesh.size // size))
+            groups.append(ProcessGroups("*".join(names), size, axes.mesh.size // size))
     return tuple(groups)

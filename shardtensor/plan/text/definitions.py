@@ -28,15 +28,11 @@ class Definitions:
     Args:
         plan: the reader of the plan.
         given: the values of parameters from outside.
-
-    Attributes:
-        included_with: the values that each open include gives, the outermost first.
     """
 
     def __init__(self, plan: PlanReader, given: Mapping[str, Any]) -> None:
         self.plan = plan
         self.given = given
-        self.included_with: list[dict[str, tuple[Any, Origin]]] = []
         self._places: dict[str, Origin] = {}
 
     def define(self, token: Node, binding: Binding) -> None:
@@ -86,9 +82,6 @@ class Definitions:
             if isinstance(value, str):
                 source = Source(value, f"--set {name}")
                 value = Evaluator(source, self.plan.scope).value(parse_value(source))
-        elif values := [given[name] for given in self.included_with if name in given]:
-            value, origin = values[0]
-            given = f"from `{origin.text}`, {origin}"
         elif defaults:
             return self.plan.evaluator.value(defaults[0]), ""
         else:
@@ -155,13 +148,13 @@ class Definitions:
         body = tuple(block.children)
         self.plan.scope.styles[name] = Style(word, defaults, body, self.plan.evaluator.source, above)
 
-    def unknown_param(self, name: str, value: Any, origin: Origin | None = None) -> None:
+    def unknown_param(self, name: str, value: Any) -> None:
         if not self.plan.scope.is_whole:
             return
         params = sorted(name for name, binding in self.plan.scope.names.items() if binding.is_param)
         why = f"the parameters are {', '.join(params)}" if params else "the plan has no parameters"
-        notes = () if origin is not None else (f"from {_asked(name, value)}",)
-        self.plan.find(Finding("E101", f"no parameter is called `{name}`", origin, why, nearest(name, params), notes))
+        notes = (f"from {_asked(name, value)}",)
+        self.plan.find(Finding("E101", f"no parameter is called `{name}`", None, why, nearest(name, params), notes))
 
 
 _ALIKE = {("an axis", "a number"), ("a number", "an axis"), ("a word", "a number"), ("a number", "a word")}

@@ -38,7 +38,6 @@ class Above:
 
     pattern: str = ""
     is_optional: bool = False
-    is_override: bool = False
     calls: tuple[Origin, ...] = ()
     pattern_origin: Origin | None = None
 
@@ -107,7 +106,6 @@ class Body:
             attrs.evolve(
                 line,
                 is_optional=above.is_optional,
-                is_override=above.is_override,
                 depth=self.entries.depth,
                 origin=origin,
                 pattern_origin=above.pattern_origin,
@@ -122,7 +120,6 @@ class Body:
         below = Above(
             pattern_of(glob, self.evaluator, above.pattern),
             above.is_optional or "optional" in prefixes,
-            above.is_override or "override" in prefixes,
             above.calls,
             above.pattern_origin if above.calls else Origin(self.evaluator.source, span(glob)),
         )
@@ -288,7 +285,7 @@ def _hook_value(value: Any) -> Any:
 
 def _entry_span(node: Node) -> tuple[int, int]:
     """An entry without the word ``optional`` before it, and the end of its line."""
-    first = next((child for child in node.children if not _is_kind(child, "OPTIONAL", "OVERRIDE")), node)
+    first = next((child for child in node.children if not _is_kind(child, "OPTIONAL")), node)
     start = span(first)[0] if node.data == "rule" else span(node)[0]
     return start, span(node.children[-1])[1]
 

@@ -12,7 +12,7 @@ from lark import Token, Tree
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.origin import Origin
-from shardtensor.plan.text.explain import explain
+from shardtensor.plan.text.names import known_values
 from shardtensor.plan.text.scope import AxisValue, Bundle, Node, Poisoned, Scope, kind_of
 from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.diagnostics import Source
@@ -94,7 +94,7 @@ class Expressions(Reader):
         fix = ""
         if wanted == "a layout" and isinstance(value, AxisValue):
             fix = f"write `[{value}, ...]` to cut the first dim, `[..., {value}]` to cut the last"
-        return self.fault("E107", node, fault, explain(self, node), fix)
+        return self.fault("E107", node, fault, fix=fix)
 
     def text(self, node: Node) -> str:
         """An expression as it was written, its blanks folded."""
@@ -123,7 +123,7 @@ class Expressions(Reader):
         value = self.value(other)
         if isinstance(value, ShardingSpec | Bundle) and not self._is_switch(condition):
             fault = f"the `else` side was taken: `{self.text(other)}`"
-            note = Finding("N001", fault, Origin(self.source, span(node)), explain(self, condition))
+            note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self, condition))
             self.scope.notes.append((note, self.text(condition)))
         return value
 
@@ -193,10 +193,11 @@ class Expressions(Reader):
                 total = self.limited(node, total * factor)
                 continue
             if factor == 0:
-                raise self.fault("E107", node, f"`{self.text(node)}` divides by 0", explain(self, node))
+                raise self.fault("E107", node, f"`{self.text(node)}` divides by 0")
             if sign == "/" and total % factor:
                 fault = f"`{self.text(node)}` is not a whole number"
-                raise self.fault("E107", node, fault, explain(self, node), "`//` rounds down, `/` has to be exact")
+                why = f"it is {total} / {factor}"
+                raise self.fault("E107", node, fault, why, "`//` rounds down, `/` has to be exact")
             total = total % factor if sign == "%" else total // factor
         return total
 

@@ -22,7 +22,7 @@ _COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|(#[^\n]*)')
 
 
 @attrs.define
-class Row:
+class _Row:
     """One line to be written, or one that is broken inside brackets.
 
     Attributes:
@@ -64,7 +64,7 @@ def format_plan(source: Source) -> str:
     """
     tree = parse_plan(source)
     start = source.text.index("shard", _after_comments(source.text))
-    rows = [Row((start, span(tree.children[0])[1]), 0, f"shard {VERSION}")]
+    rows = [_Row((start, span(tree.children[0])[1]), 0, f"shard {VERSION}")]
     for node in tree.children[1:]:
         rows += _rows(source, node, 0)
     rows = _with_comments(source.text, rows)
@@ -82,20 +82,20 @@ def _after_comments(text: str) -> int:
     return at
 
 
-def _rows(source: Source, node: Node, level: int) -> Iterator[Row]:
+def _rows(source: Source, node: Node, level: int) -> Iterator[_Row]:
     last = node.children[-1] if node.children else None
     start = span(node)[0]
     if getattr(last, "data", "") == "block":
         end = span(last)[0] + 1
-        yield Row((start, end), level, f"{_head(node)} {{", opens=True)
+        yield _Row((start, end), level, f"{_head(node)} {{", opens=True)
         for child in last.children:  # type: ignore[union-attr]
             yield from _rows(source, child, level + 1)
             end = span(child)[1]
         end = next(match.start() for match in _CLOSING.finditer(source.text, end) if match[0] == "}")
-        yield Row((end, end + 1), level, "}", closes=True)
+        yield _Row((end, end + 1), level, "}", closes=True)
         return
     head, tail, kind = _parts(node)
-    yield Row((start, span(last)[1] if last is not None else span(node)[1]), level, head, tail, kind)
+    yield _Row((start, span(last)[1] if last is not None else span(node)[1]), level, head, tail, kind)
 
 
 def _head(node: Node) -> str:
@@ -108,7 +108,7 @@ def _head(node: Node) -> str:
 
 
 def _prefixes(tokens: list[Node]) -> list[str]:
-    return [word for word in ("override", "optional") if word in map(str, tokens)]
+    return ["optional"] if tokens else []
 
 
 def _parts(node: Node) -> tuple[str, str, str]:
@@ -130,13 +130,11 @@ def _parts(node: Node) -> tuple[str, str, str]:
         condition = f" {write(children.pop())}" if children[-1].data == "condition" else ""
         return f"dims {glob_text(children[0])}", f"({', '.join(map(_given, children[1:]))}){condition}", kind
     if kind == "include":
-        given = f" with {', '.join(map(_given, children[1:]))}" if children[1:] else ""
-        return f"include {children[0]}{given}", "", ""
+        return f"include {children[0]}", "", ""
     if kind == "store":
-        prefix = "override " if getattr(children[0], "type", "") == "OVERRIDE" else ""
-        glob, said, *by = children[bool(prefix) :]
+        glob, said, *by = children
         units = f" by {', '.join(map(glob_text, by))}" if by else ""
-        return f"{prefix}store {glob_text(glob)}: {write(said)}{units}", "", ""
+        return f"store {glob_text(glob)}: {write(said)}{units}", "", ""
     if kind == "tie":
         condition = f" {write(children[2])}" if len(children) > 2 else ""
         return f"tie {glob_text(children[0])} = {glob_text(children[1])}{condition}", "", ""
@@ -152,26 +150,26 @@ def _given(arg: Node) -> str:
     return f"{arg.children[0]} = {write(arg.children[1])}"
 
 
-def _with_comments(text: str, rows: list[Row]) -> list[Row]:
+def _with_comments(text: str, rows: list[_Row]) -> list[_Row]:
     """Rows with the comments at the ends of their lines, and rows for comments that stand alone."""
-    placed: list[Row] = []
+    placed: list[_Row] = []
     comments = [match.span(1) for match in _COMMENT.finditer(text) if match[1]]
     for i, row in enumerate(rows):
         while comments and comments[0][0] < row.span[1]:  # above the row, or inside its brackets
             place = comments.pop(0)
             level = row.level + row.closes
-            placed.append(Row(place, level, text[slice(*place)].rstrip(), kind="#"))
+            placed.append(_Row(place, level, text[slice(*place)].rstrip(), kind="#"))
         stop = text.find("\n", row.span[1])
         stop = len(text) if stop < 0 else stop
         following = rows[i + 1].span[0] if i + 1 < len(rows) else len(text)
         if comments and comments[0][0] < min(stop, following):
             row.comment = text[slice(*comments.pop(0))].rstrip()
         placed.append(row)
-    placed += [Row(place, 0, text[slice(*place)].rstrip(), kind="#") for place in comments]
+    placed += [_Row(place, 0, text[slice(*place)].rstrip(), kind="#") for place in comments]
     return placed
 
 
-def _align_tails(rows: list[Row]) -> None:
+def _align_tails(rows: list[_Row]) -> None:
     """Tails of neighbours begin in one column."""
     for run in _runs(rows):
         width = max(len(row.head) for row in run)
@@ -181,8 +179,8 @@ def _align_tails(rows: list[Row]) -> None:
             row.head = aligned if fits else f"{row.head} {row.tail}"
 
 
-def _runs(rows: list[Row]) -> Iterator[list[Row]]:
-    run: list[Row] = []
+def _runs(rows: list[_Row]) -> Iterator[list[_Row]]:
+    run: list[_Row] = []
     for row in rows:
         if run and (row.follows_gap or (row.kind, row.level) != (run[-1].kind, run[-1].level)):
             yield run
@@ -196,7 +194,7 @@ def _runs(rows: list[Row]) -> Iterator[list[Row]]:
         yield run
 
 
-def _lines(rows: list[Row]) -> Iterator[str]:
+def _lines(rows: list[_Row]) -> Iterator[str]:
     texts = [_broken(INDENT * row.level + row.head, INDENT * row.level) for row in rows]
     column, end = 0, 0
     for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
@@ -209,7 +207,7 @@ def _lines(rows: list[Row]) -> Iterator[str]:
         yield text + (" " * (column - _width(text) + 2) + row.comment if row.comment else "") + "\n"
 
 
-def _is_neighbour(row: Row, other: Row) -> bool:
+def _is_neighbour(row: _Row, other: _Row) -> bool:
     """Whether comments of two rows are aligned, if those of all between are."""
     return bool(other.comment) and not other.follows_gap and other.level == row.level and not row.opens
 
@@ -219,7 +217,7 @@ def _width(text: str) -> int:
     return len(text) - text.rfind("\n") - 1
 
 
-def _between(text: str, one: Row, other: Row) -> str:
+def _between(text: str, one: _Row, other: _Row) -> str:
     """What stands between two rows, without blanks and comments."""
     between = text[one.span[1] : other.span[0]] if one.span[1] <= other.span[0] else ""
     return re.sub(r"#[^\n]*|[ \t\f\r]", "", between)

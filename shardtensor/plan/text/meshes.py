@@ -10,7 +10,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.text.explain import explain
+from shardtensor.plan.text.names import other_values, params_in
 from shardtensor.plan.text.scope import POISON, AxisValue, Binding, MeshNames, Node, Poisoned, finding_of, kind_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,11 @@ class MeshReader:
             try:
                 size = evaluator.number(said[0])
             except SpecError as error:
-                self._find_with_ways(error, said[0])
+                finding = finding_of(error)
+                if finding.code == "E107":  # a division that is not exact: rounded down it would not make the world
+                    ways = other_values(params_in(self.plan.scope, said[0]))
+                    finding = attrs.evolve(finding, fix=ways or finding.fix)
+                self.plan.find(finding)
                 raise Poisoned from None
             node = said[0]
             if binding is not None and isinstance(binding.value, int) and binding.value != size:
@@ -106,18 +110,10 @@ class MeshReader:
                 fault = f"`{token}` is {kind_of(size)}, and the size of an axis is needed here"
                 raise self.plan.fault("E107", token, fault)
         if size < 1:
-            why = "an axis has at least one rank" + ("" if node is token else f"; {explain(evaluator, node)}")
-            fix = self.plan.fitting.advice(self.plan.fitting.params_in(node)) if node is not token else ""
-            raise self.plan.fault("E105", node, f"the axis `{token}` has {size} ranks", why, fix)
+            fix = "" if node is token else other_values(params_in(self.plan.scope, node))
+            fault = f"the axis `{token}` has {size} ranks"
+            raise self.plan.fault("E105", node, fault, "an axis has at least one rank", fix)
         return size
-
-    def _find_with_ways(self, error: SpecError, said: Node) -> None:
-        """A division that is not exact: tell which values would be."""
-        finding = finding_of(error)
-        if finding.code == "E107":
-            ways = self.plan.fitting.advice(self.plan.fitting.params_in(said))
-            finding = attrs.evolve(finding, fix=ways or finding.fix)
-        self.plan.find(finding)
 
     def _define(self, token: Node, size: int | None) -> None:
         """An axis may have the name of the number that is its size."""
@@ -132,7 +128,6 @@ class MeshReader:
 
     def _ways(self, sizes: Node, total: int) -> str:
         """What would make the mesh as large as the world."""
-        plan = self.plan
         tops = [str(axis.children[0]) for axis in sizes.children]
         ways = []
         for axis in sizes.children:
@@ -142,8 +137,4 @@ class MeshReader:
                 divisor = rest[0] if len(rest) == 1 else f"({' * '.join(rest)})"
                 ways.append(f"write `{axis.children[0]} = world / {divisor}`")
                 break
-        for name, values in plan.fitting.passing(plan.fitting.params_in(sizes)).items():
-            if values:
-                ways.append(f"run with --set {name}={values[-1]}")
-        ways.append(f"with --world {total}" if ways and ways[-1].startswith("run") else f"run with --world {total}")
-        return ", or ".join(ways)
+        return ", or ".join([*ways, f"run with --world {total}"])

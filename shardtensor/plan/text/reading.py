@@ -18,9 +18,8 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.definitions import Definitions
 from shardtensor.plan.text.entries import Above, Body, Entries, data_axis_fault, flow_axes
 from shardtensor.plan.text.evaluate import Evaluator
-from shardtensor.plan.text.explain import explain
-from shardtensor.plan.text.fitting import Fitting
 from shardtensor.plan.text.meshes import MeshReader
+from shardtensor.plan.text.names import known_values, other_values, params_in
 from shardtensor.plan.text.scope import AxisValue, Node, Poisoned, Scope, finding_of
 from shardtensor.plan.text.sources import File, Files
 from shardtensor.plan.text.statements import TensorStatements
@@ -111,10 +110,9 @@ class PlanReader:
         self.tensors = TensorStatements(self)
         self.axes: Axes | None = None
         self.data: tuple[str, ...] = ()
-        self.fitting = Fitting(self)
         self.evaluator = Evaluator(Source(""), scope)
         self._open: list[File] = []
-        self._done: dict[str, Origin | None] = {}
+        self._done: set[str] = set()
         self._seen: set[Any] = set()
         self._main: File | None = None
 
@@ -124,7 +122,7 @@ class PlanReader:
         """Read the plan's own file, and all that it includes."""
         self._main = file
         try:
-            self._read_file(file, None)
+            self._read_file(file)
             for name, value in self.given.items():
                 if name not in self.scope.names or not self.scope.names[name].is_param:
                     self.definitions.unknown_param(name, value)
@@ -133,16 +131,16 @@ class PlanReader:
         for note, _ in self.scope.notes:
             self.find(note)
 
-    def again(self, given: Mapping[str, Any], world: int | None = None) -> PlanReader:
-        """Read the numbers of the same plan for other values of parameters, or another number of ranks."""
+    def again(self, given: Mapping[str, Any]) -> PlanReader:
+        """Read the numbers of the same plan for other values of parameters."""
         assert self._main is not None
-        scope = Scope(self.scope.config, world or self.scope.world, self.scope.config_source)
+        scope = Scope(self.scope.config, self.scope.world, self.scope.config_source)
         other = PlanReader(self.files, scope, given, only_head=True)
         other.read(self._main)
         return other
 
-    def _read_file(self, file: File, origin: Origin | None) -> None:
-        self._done[file.key] = origin
+    def _read_file(self, file: File) -> None:
+        self._done.add(file.key)
         if isinstance(file.tree, SpecError):
             self.scope.is_whole = False
             self.find(finding_of(file.tree))
@@ -200,12 +198,7 @@ class PlanReader:
         return self.evaluator.fault(code, node, fault, why, fix)
 
     def _include(self, node: Node) -> None:
-        token, *args = node.children
-        given, places = {}, {}
-        for arg in args:
-            name, value = arg.children
-            given[str(name)] = (self.evaluator.value(value), self.origin(arg))
-            places[str(name)] = self.origin(name)
+        (token,) = node.children
 
         def refused(fault: str, why: str, fix: str) -> SpecError:
             return self.fault("E003", token, fault, why, fix)
@@ -224,19 +217,8 @@ class PlanReader:
                 "these files include one another in a circle" if file in self._open else "includes are nested too deep"
             )
             raise refused(fault, names, "take this line out")
-        if file.key in self._done:
-            if given:
-                raise refused(
-                    f"`{name}` was included before, with other values", str(self._done[file.key]), "do so once"
-                )
-            return
-        self.definitions.included_with.append(given)
-        self._read_file(file, self.origin(token))
-        self.definitions.included_with.pop()
-        for name, (value, _) in given.items():
-            binding = self.scope.names.get(name)
-            if (binding is None or not binding.is_param) and self.scope.is_whole:
-                self.definitions.unknown_param(name, value, places[name])
+        if file.key not in self._done:
+            self._read_file(file)
 
     # ---------- numbers ----------
 
@@ -264,10 +246,10 @@ class PlanReader:
         if self.evaluator.truth(condition):
             return
         finding = finding_of(self.fault("E106", condition, f"requirement not met: {reason}"))
-        names = self.fitting.params_in(condition)
+        names = params_in(self.scope, condition)
         given = [binding.given for name in names if (binding := self.scope.names[name]).given]
-        why = explain(self.evaluator, condition)
-        self.find(attrs.evolve(finding, why=why, fix=self.fitting.advice(names), notes=tuple(given)))
+        why = known_values(self.evaluator, condition)
+        self.find(attrs.evolve(finding, why=why, fix=other_values(names), notes=tuple(given)))
 
     # ---------- the plan ----------
 

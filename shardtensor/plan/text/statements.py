@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import attrs
 from lark import Token
 
 from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.line import Dims, Store, Tie, Unmatched
 from shardtensor.plan.text.entries import pattern_of
-from shardtensor.plan.text.explain import explain
 from shardtensor.plan.text.expressions import is_kind
 from shardtensor.plan.text.scope import POISON, Node, Poisoned, kind_of
 from shardtensor.spec.diagnostics import nearest
@@ -52,7 +50,7 @@ class TensorStatements:
         """Of a dim, or of one of the blocks that it is made of."""
         length = self.plan.evaluator.number(said)
         if length < 0:
-            raise self.plan.fault("E107", said, f"a dim has {length} elements", explain(self.plan.evaluator, said))
+            raise self.plan.fault("E107", said, f"a dim has {length} elements")
         return length
 
     def _counted(self, pattern: str, glob: Node) -> str:
@@ -82,12 +80,10 @@ class TensorStatements:
             return
         pattern, to = (pattern_of(glob, self.plan.evaluator) for glob in (one, other))
         origin = Origin(self.plan.evaluator.source, (span(one)[0], span(other)[1]))
-        self.ties.append(Tie(pattern, to, self.plan.entries.depth, origin))
+        self.ties.append(Tie(pattern, to, origin))
 
     def store(self, node: Node) -> None:
-        children = list(node.children)
-        is_override = getattr(children[0], "type", "") == "OVERRIDE"
-        glob, said, *by = children[is_override:]
+        glob, said, *by = node.children
         spec = self.plan.evaluator.layout_value(said)
         is_flat = isinstance(spec, Spec) and not (spec.dims or spec.named or spec.only_part or spec.partial_parts)
         if not is_flat:
@@ -97,9 +93,8 @@ class TensorStatements:
             )
         assert isinstance(spec, Spec)
         patterns = [pattern_of(glob, self.plan.evaluator, names=False) for glob in (glob, *by)]
-        depth, origin = self.plan.entries.depth, self.plan.origin(said)
-        store = Store(patterns[0], spec.flat_part, tuple(patterns[1:]), is_override, depth, origin)
-        self.stores.append(attrs.evolve(store, pattern_origin=self.plan.origin(glob)))
+        places = self.plan.origin(said), self.plan.origin(glob)
+        self.stores.append(Store(patterns[0], spec.flat_part, tuple(patterns[1:]), *places))
 
     def unmatched(self, node: Node) -> None:
         (said,) = node.children

@@ -24,7 +24,7 @@ MAX_DEPTH = 64
 """Of a syntax tree: blocks, and values inside values."""
 
 STATEMENTS = "include param let mesh data dims style require tie store unmatched".split()
-KEYWORDS = STATEMENTS + "optional override in out use local".split()
+KEYWORDS = STATEMENTS + "optional in out use local".split()
 """Words that begin a statement or an entry; as a pattern they stand in quotes."""
 
 _VALUE = {"INT", "BOOL", "LPAR", "LSQB", "NAME", "WHOLE"}
@@ -38,7 +38,7 @@ _WORDS = IN_WORDS | {
     "GLOB": "a pattern",
     "STRING": "text in quotes",
     "SHARD": "`shard`",
-} | {word.upper(): f"`{word}`" for word in ("by", "with", "grad", "if", "else", "not", "and", "or")}  # fmt: skip
+} | {word.upper(): f"`{word}`" for word in ("by", "grad", "if", "else", "not", "and", "or")}  # fmt: skip
 
 
 class _Lines:

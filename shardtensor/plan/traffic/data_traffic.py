@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from shardtensor.layout.layout import Layout
-from shardtensor.plan.flows.modules import Modules, Names, is_below
+from shardtensor.plan.flows.modules import Modules, Names, is_inside
 from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
 from shardtensor.plan.models.model import BYTES
@@ -197,7 +197,7 @@ class DataTraffic:
             segments = placed.tensor.name.split(".")[:-1]
             for i in range(len(segments) + 1):
                 path = ".".join(segments[:i])
-                if not any(is_below(name, path) for name in stored) and not self._is_list(path):
+                if not any(is_inside(name, path) for name in stored) and not self._is_list(path):
                     found.setdefault(path, []).append(placed)
                     break
         return found

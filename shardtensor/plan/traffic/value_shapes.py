@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from shardtensor.plan.flows.gradients import Flows
-from shardtensor.plan.flows.modules import around, is_below
+from shardtensor.plan.flows.modules import around, is_inside
 from shardtensor.plan.traffic.expert_traffic import Dealing, dealings
 
 
@@ -71,7 +71,7 @@ class Shapes:
 
     def out_of(self, path: str) -> tuple[int, ...]:
         """Of the result of a module that is no known layer."""
-        last = [layer for layer in self._modules.layers.values() if is_below(layer.path, path)]
+        last = [layer for layer in self._modules.layers.values() if is_inside(layer.path, path)]
         made = [layer for layer in last if layer.kind.name == "linear" and layer.stated.out is not None]
         return self.with_last(path, made[-1].width("out") if made else self._width_into(path))
 
