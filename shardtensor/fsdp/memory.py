@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.comm.copy_engines import GatherBuffer as Lease
-from shardtensor.comm.copy_engines import gather_buffer as lease
+from shardtensor.comm.copy_engines import GatherBuffer, gather_buffer
 from shardtensor.fsdp.convoy import Convoy, travelling
 from shardtensor.fsdp.unit import Unit
 
@@ -17,7 +16,7 @@ _LINE = 512  # bytes; where a flat begins in memory
 class Slot:
     """Memory for one gathered unit at a time."""
 
-    def __init__(self, lent: Lease) -> None:
+    def __init__(self, lent: GatherBuffer) -> None:
         self.holder: Unit | None = None
         self.lease = lent
         self._storage = lent.memory.untyped_storage()
@@ -65,7 +64,7 @@ def lend(units: Sequence[Unit]) -> None:
 
 def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
     sizes = [max(map(_size, each), default=0) for each in sharers]
-    lent = lease(first.domain.shard, sum(sizes), first.device)
+    lent = gather_buffer(first.domain.shard, sum(sizes), first.device)
     slots = []
     start = 0
     for each, size in zip(sharers, sizes, strict=True):
@@ -86,7 +85,7 @@ def _lend_to(sharers: Sequence[Sequence[Unit]], first: Unit) -> None:
 
 
 def _lend_to_all_of(convoy: Convoy) -> None:
-    lent = Lease(convoy.flats[0].domain.shard, convoy.memory)
+    lent = GatherBuffer(convoy.flats[0].domain.shard, convoy.memory)
     place = 0
     for flat in convoy.flats:
         flat.convoy, flat.gathers_by = convoy, flat.domain.shard

@@ -132,7 +132,3 @@ def tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
     return model
-
-
-def unit(model: nn.Module, **options: Any) -> Any:
-    return fully_shard(model, **options)
