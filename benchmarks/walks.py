@@ -1,8 +1,8 @@
 """How much code a reader walks through to follow one call: files, function calls and depth, ours and the peers'.
 
 One process on torch's fake process group of four ranks. Counted are calls of Python functions: ours are those of this
-package, a peer's those of torch's `distributed` package. All but the command
-line's walk are counted in their steady state, after they have run often.
+package, a peer's those of torch's `distributed` package. All but the command line's walk are counted in their steady
+state, after they have run often.
 
     python benchmarks/walks.py
 """
@@ -79,6 +79,15 @@ def count(walk: Walk, within: str) -> Count:
     finally:
         sys.setprofile(None)
     return found
+
+
+def cells_of(found: Count) -> dict[str, Any]:
+    return {
+        "files": len(found.files),
+        "calls": found.calls,
+        "depth": found.depth,
+        "functions": len(found.functions),
+    }
 
 
 def steady(walk: Walk) -> Walk:
@@ -160,18 +169,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
 
     def row(name: str, walk: Walk, peer: Walk | None = None) -> None:
-        ours = count(walk, OURS)
-        theirs = None if peer is None else count(peer, THEIRS)
-        cells = {"files": len(ours.files), "calls": ours.calls, "depth": ours.depth, "functions": len(ours.functions)}
-        cells |= {
-            f"peer's {name}": "" if theirs is None else value
-            for name, value in (
-                ("files", theirs and len(theirs.files)),
-                ("calls", theirs and theirs.calls),
-                ("depth", theirs and theirs.depth),
-            )
-        }
-        rows.append({"walk": name, **cells})
+        cells = cells_of(count(walk, OURS))
+        theirs = dict.fromkeys(cells, "") if peer is None else cells_of(count(peer, THEIRS))
+        rows.append({"walk": name, **cells, **{f"peer's {cell}": value for cell, value in theirs.items()}})
 
     row("shard_parameter, warm", parameter())
     forward, backward = perceptron()

@@ -24,6 +24,8 @@ from shardtensor.spec.parse import parse_spec
 
 MAX_PARTS = 4000
 """Of all pictures together: what a page and a reader can bear."""
+_PARTS = 64
+"""Of one picture."""
 
 
 @attrs.frozen(eq=False)
@@ -98,15 +100,12 @@ class Scene:
     resolved: Resolved | None = None
 
 
-def scene_of_plan(
-    resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = (), limit: int = 64
-) -> Scene:
+def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = ()) -> Scene:
     """The scene of a plan.
 
     Args:
         pattern: only tensors of these names, or below modules of these names.
         to: specs to which each distinct layout is brought, one after the other.
-        limit: parts of one picture.
     """
     placed = [
         p for name, p in resolved.tensors.items() if not pattern or matches(pattern, name) or is_below(pattern, name)
@@ -114,7 +113,7 @@ def scene_of_plan(
     alike: dict[object, list[Placed]] = {}
     for each in placed:
         alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, _stored(each)), []).append(each)
-    room = max(8, min(limit, MAX_PARTS // max(len(alike), 1)))
+    room = max(8, min(_PARTS, MAX_PARTS // max(len(alike), 1)))
     shown = tuple(_shown(resolved, group, room) for group in alike.values())
     reshards = tuple(
         _reshard(each.names[0], each.spec, each.layout, each.item, to, resolved.plan.axes) for each in shown
@@ -123,7 +122,7 @@ def scene_of_plan(
 
 
 def scene_of_spec(
-    text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32", to: Sequence[str] = (), limit: int = 64
+    text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32", to: Sequence[str] = ()
 ) -> Scene:
     """The scene of one tensor.
 
@@ -140,7 +139,7 @@ def scene_of_spec(
     layout = bind(spec, shape, mesh)
     tensor = TensorInfo(str(spec), shape, None, dtype)
     axes = Axes(mesh)
-    shown = _drawn((str(spec),), {str(spec): (str(spec),)}, tensor, spec, layout, axes, limit)
+    shown = _drawn((str(spec),), {str(spec): (str(spec),)}, tensor, spec, layout, axes, _PARTS)
     reshards = (_reshard("", spec, layout, shown.item, to, axes),) if to else ()
     return Scene(str(spec), size_text(shape), axes, (shown,), reshards)
 

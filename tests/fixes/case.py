@@ -85,7 +85,7 @@ def units(**options: Any) -> Any:
 
 def alone(act: Act, size: int = 1) -> Any:
     """Run as the only rank of a process group; or as rank 0 of several, of which the others only seem to be there."""
-    backend = "gloo" if size == 1 else "fake"
+    backend = "gloo" if size == 1 else "cpu:fake"  # of the CPU alone, where there is a GPU, too
     dist.init_process_group(backend, store=dist.HashStore() if size == 1 else FakeStore(), rank=0, world_size=size)
     try:
         return act()
@@ -132,7 +132,3 @@ def tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
     return model
-
-
-def unit(model: nn.Module, **options: Any) -> Any:
-    return fully_shard(model, **options)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardtensor as st
-from fixes.case import Act, Case, grid, linear, mlp, step, tied, unit, units
+from fixes.case import Act, Case, grid, linear, mlp, step, tied, units
 from shardtensor.comm.process_group import as_group
-from shardtensor.fsdp import MixedPrecisionPolicy
+from shardtensor.fsdp import MixedPrecisionPolicy, fully_shard
 from shardtensor.fsdp.summary import fsdp_summary
 
 
@@ -37,8 +37,8 @@ def deep() -> nn.Module:
     """Large units that are gathered again in backward."""
     model = nn.Sequential(*(nn.Linear(4 if i == 0 else 200, 200) for i in range(4)))
     for layer in model:
-        unit(layer, reshard_after_forward=True)
-    return unit(model)
+        fully_shard(layer, reshard_after_forward=True)
+    return fully_shard(model)
 
 
 class List(nn.Module):
@@ -56,26 +56,28 @@ class List(nn.Module):
 
 CASES: dict[str, Case] = {
     "twice": Case(
-        lambda: unit(unit(mlp())),
-        {"call fully_shard once for each module": lambda: [unit(mlp()), units()]},
+        lambda: fully_shard(fully_shard(mlp())),
+        {"call fully_shard once for each module": lambda: [fully_shard(mlp()), units()]},
         mesh="dp=2",
     ),
     "top down": Case(
-        lambda: unit(unit(mlp())[0]), {"call fully_shard bottom up: inner modules first": lambda: units()}, mesh="dp=2"
+        lambda: fully_shard(fully_shard(mlp())[0]),
+        {"call fully_shard bottom up: inner modules first": lambda: units()},
+        mesh="dp=2",
     ),
     "a container": Case(
-        lambda: unit(List().layers),
+        lambda: fully_shard(List().layers),
         {
             "call it for each module in the container, or for the module that holds it": lambda: [
-                [unit(layer) for layer in List().layers],
-                unit(List()),
+                [fully_shard(layer) for layer in List().layers],
+                fully_shard(List()),
             ]
         },
         mesh="dp=2",
     ),
     "a tie between units": Case(
-        lambda: [unit(layer) for layer in tied()],
-        {"on one that holds both": lambda: step_ids(unit(tied()))},
+        lambda: [fully_shard(layer) for layer in tied()],
+        {"on one that holds both": lambda: step_ids(fully_shard(tied()))},
         mesh="dp=2",
     ),
     "no such axis": Case(
@@ -114,35 +116,39 @@ CASES: dict[str, Case] = {
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)": lambda: step(
                 units(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
             ),
-            "freeze the parameter: requires_grad_(False)": lambda: unit(
+            "freeze the parameter: requires_grad_(False)": lambda: fully_shard(
                 mlp().requires_grad_(False), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.int8)
             )(torch.ones(2, 4)),
         },
         mesh="dp=2",
     ),
     "a cut of a dim that is not there": Case(
-        lambda: unit(mlp(), shard_placement_fn=lambda p: Shard(1)),
+        lambda: fully_shard(mlp(), shard_placement_fn=lambda p: Shard(1)),
         {
-            "return None to let its ranges end anywhere": lambda: unit(
+            "return None to let its ranges end anywhere": lambda: fully_shard(
                 mlp(), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None
             )
         },
         mesh="dp=2",
     ),
     "a rank that is not there": Case(
-        lambda: unit(mlp(), shard_placement_fn=lambda p: "only(dp, 2)"),
-        {"use 0 to 1": lambda: [unit(mlp(), shard_placement_fn=lambda p, i=i: f"only(dp, {i})") for i in (0, 1)]},
+        lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "only(dp, 2)"),
+        {
+            "use 0 to 1": lambda: [
+                fully_shard(mlp(), shard_placement_fn=lambda p, i=i: f"only(dp, {i})") for i in (0, 1)
+            ]
+        },
         mesh="dp=2",
     ),
     "a placement that has no meaning": Case(
-        lambda: unit(mlp(), shard_placement_fn=lambda p: "[dp balanced, ...]"),
+        lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "[dp balanced, ...]"),
         {
             "return None or flat(dp), and ranges end anywhere; flat(dp, unit=row)": lambda: [
-                unit(mlp(), shard_placement_fn=lambda p, form=form: form)
+                fully_shard(mlp(), shard_placement_fn=lambda p, form=form: form)
                 for form in (None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=16)")
             ],
-            "return only(dp, 1)": lambda: unit(mlp(), shard_placement_fn=lambda p: "only(dp, 1)"),
-            "return torch's Shard(dim)": lambda: unit(mlp(), shard_placement_fn=lambda p: Shard(0)),
+            "return only(dp, 1)": lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "only(dp, 1)"),
+            "return torch's Shard(dim)": lambda: fully_shard(mlp(), shard_placement_fn=lambda p: Shard(0)),
         },
         mesh="dp=2",
     ),
@@ -157,7 +163,7 @@ CASES: dict[str, Case] = {
         mesh="dp=2, tp=2",
     ),
     "sharded over the data ranks": Case(
-        lambda: unit(linear("[dp, -]")),
+        lambda: fully_shard(linear("[dp, -]")),
         {"shard_module(module, plan, process_group=mesh), then fully_shard(module, mesh=": lambda: over_tp(None)},
         mesh="dp=2",
     ),
@@ -167,7 +173,7 @@ CASES: dict[str, Case] = {
         mesh="dp=2",
     ),
     "second derivatives": Case(
-        lambda: unit(mlp())(torch.ones(2, 4)).sum().backward(create_graph=True),
+        lambda: fully_shard(mlp())(torch.ones(2, 4)).sum().backward(create_graph=True),
         {
             "keep what needs second derivatives out of fully_shard": lambda: (
                 mlp()(torch.ones(2, 4)).sum().backward(create_graph=True)
@@ -176,11 +182,11 @@ CASES: dict[str, Case] = {
         mesh="dp=2",
     ),
     "gradients of some parameters": Case(
-        lambda: torch.autograd.grad((model := unit(mlp()))(torch.ones(2, 4)).sum(), [model[0].weight]),
+        lambda: torch.autograd.grad((model := fully_shard(mlp()))(torch.ones(2, 4)).sum(), [model[0].weight]),
         {
             "call loss.backward() without inputs=, and read param.grad; freeze others": lambda: [
                 (model := mlp())[2].requires_grad_(False),
-                unit(model),
+                fully_shard(model),
                 step(model),
                 model[0].weight.grad.full_tensor(),
             ]
@@ -221,7 +227,7 @@ CASES: dict[str, Case] = {
     ),
     "a parameter that was taken out": Case(
         lambda: step(without_bias(units())),
-        {"change modules before fully_shard": lambda: step(unit(without_bias(mlp())))},
+        {"change modules before fully_shard": lambda: step(fully_shard(without_bias(mlp())))},
         mesh="dp=2",
     ),
     "on meta": Case(
@@ -247,13 +253,15 @@ CASES: dict[str, Case] = {
         mesh="dp=2",
     ),
     "ranks that use different parameters": Case(
-        lambda: [(model := unit(Branch())), *(branch(model, as_group().rank) for _ in range(2))],
+        lambda: [(model := fully_shard(Branch())), *(branch(model, as_group().rank) for _ in range(2))],
         {
             "fully_shard(..., find_unused=True)": lambda: [
-                (model := unit(Branch(), find_unused=True)),
+                (model := fully_shard(Branch(), find_unused=True)),
                 *(branch(model, as_group().rank) for _ in range(2)),
             ],
-            "let every rank use every parameter, or none": lambda: [branch(model, 0) for model in [unit(Branch())] * 2],
+            "let every rank use every parameter, or none": lambda: [
+                branch(model, 0) for model in [fully_shard(Branch())] * 2
+            ],
         },
         mesh="dp=2",
     ),
@@ -295,4 +303,4 @@ def units_on_meta() -> Any:
 def over_tp(placement: Any) -> Any:
     mesh = grid(("dp", as_group().size // 2), ("tp", 2))
     model = st.shard_module(mlp(), {"{0,2}.weight": "[-, tp]"}, process_group=mesh)
-    return unit(model, mesh=mesh.axis("dp"), shard_placement_fn=placement)
+    return fully_shard(model, mesh=mesh.axis("dp"), shard_placement_fn=placement)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import shardtensor as st
-from fixes.case import Case, placed, step, unit, weight
+from fixes.case import Case, placed, step, weight
 from shardtensor.cost.profile import read_profile
+from shardtensor.fsdp import fully_shard
 from shardtensor.mesh import Mesh
 
 CASES: dict[str, Case] = {
@@ -72,7 +73,7 @@ class Features(nn.Module):
     def __init__(self, wraps: bool) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        unit(self)
+        fully_shard(self)
         if wraps:
             st.register_fsdp_forward_method(self, "features")
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardtensor as st
-from fixes.case import Act, Case, alone, grid, mlp, step, unit, units
+from fixes.case import Act, Case, alone, grid, mlp, step, units
 from shardtensor.fsdp import free_gathered, fully_shard
 
 NOT_FOLLOWED = {"fsdp/checks.py:check_place": "of two devices that both have values, one is a GPU"}
@@ -23,7 +23,7 @@ X = torch.ones(2, 4)
 
 
 def form(asked: Any, **options: Any) -> Any:
-    return unit(mlp(), shard_placement_fn=lambda p: asked, **options)
+    return fully_shard(mlp(), shard_placement_fn=lambda p: asked, **options)
 
 
 def over_data(spec: str, **options: Any) -> None:
@@ -51,8 +51,8 @@ class Hidings(nn.Module):
         super().__init__()
         self.layers, self.returns = nn.ModuleList(Hiding(returns) for _ in range(4)), returns
         for layer in self.layers:
-            unit(layer, **options)
-        unit(self)
+            fully_shard(layer, **options)
+        fully_shard(self)
 
     def forward(self, x: torch.Tensor) -> Any:
         seen = []
@@ -86,12 +86,12 @@ class Caller(nn.Module):
 class Callers(nn.Module):
     def __init__(self, inside: bool, **options: Any) -> None:
         super().__init__()
-        called = unit(nn.Linear(200, 200))
-        self.first = unit(Caller(called, inside), **options)
-        self.middle = unit(nn.Linear(200, 200))
+        called = fully_shard(nn.Linear(200, 200))
+        self.first = fully_shard(Caller(called, inside), **options)
+        self.middle = fully_shard(nn.Linear(200, 200))
         if not inside:
             self.called = called
-        unit(self)
+        fully_shard(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.middle(self.first(x))
@@ -113,7 +113,7 @@ class Table(nn.Module):
 
 
 def given(give: Any) -> Any:
-    return unit(Table(give))()
+    return fully_shard(Table(give))()
 
 
 def replaced(model: Any, values: torch.Tensor) -> Any:
@@ -125,7 +125,7 @@ def tied(*values: float) -> None:
     """A table under two names, which are given other tensors after fully_shard."""
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
-    unit(model)
+    fully_shard(model)
     tensors = [nn.Parameter(torch.full((8, 4), value)) for value in dict.fromkeys(values)]
     model[0].weight, model[1].weight = tensors[0], tensors[-1]
     model(torch.arange(8)).sum().backward()
@@ -134,8 +134,8 @@ def tied(*values: float) -> None:
 def converted(early: bool, whole: bool = False) -> None:
     model: Any = mlp()
     if early:
-        unit(model[0].to(torch.float64))
-    unit(model)
+        fully_shard(model[0].to(torch.float64))
+    fully_shard(model)
     if not early:
         (model if whole else model[0]).to(torch.float64)
     if early:
@@ -153,7 +153,7 @@ def late(drops: bool) -> None:
     held: list[Any] = [model(X), weakref.ref(model[0].weight)]
     if drops:
         held.clear()
-    step(unit(model))
+    step(fully_shard(model))
 
 
 def freed(backward_first: bool, again: bool = False) -> None:
@@ -338,7 +338,7 @@ CASES: dict[str, Case] = {
     ),
     "a parameter of another shape": Case(
         lambda: step(replaced(units(), torch.ones(3, 4))),
-        {"change modules before fully_shard": lambda: step(unit(replaced(mlp(), torch.ones(8, 4))))},
+        {"change modules before fully_shard": lambda: step(fully_shard(replaced(mlp(), torch.ones(8, 4))))},
         mesh="dp=2",
     ),
     "a tie that was cut": Case(

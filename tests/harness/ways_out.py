@@ -19,13 +19,12 @@ from typing import Any
 import attr
 import attrs
 
-import shardtensor
+from harness.house import PACKAGE, tree_of
 from shardtensor import errors
 from shardtensor.errors import ShardTensorError
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.layer_flows import Contradiction
 
-PACKAGE = Path(shardtensor.__file__).parent
 BY_HAND = {"spec/diagnostics.py": {"error": 4}}
 """Helpers that put the fix into the text by themselves: by file, the name, and which argument is the fix."""
 NAMES = ("fix", "way", "ways", "way_out")
@@ -147,7 +146,7 @@ def _calls(path: Path, text: str) -> Iterator[_Call]:
                 yield _Call(place, name, child, parameters, name in kinds, origins)
             yield from walk(child, within, parameters, kinds)
 
-    return walk(ast.parse(text), "", [], set())
+    return walk(tree_of(path), "", [], set())
 
 
 _IMPORT = re.compile(r"from shardtensor\.([\w.]+) import (?:\(([^)]*)\)|([^\n]*))")

@@ -110,8 +110,9 @@ def drawing(picture: Picture, plane: Plane, names: Sequence[str] | None, labels:
     )
 
 
-def thumbnail(picture: Picture, plane: Plane | None, wide: float = 52, tall: float = 34) -> Markup:
+def thumbnail(picture: Picture, plane: Plane | None) -> Markup:
     """The same in little, without words."""
+    wide, tall = 52, 34
     found: list[Markup] = []
     if plane is not None:
         frame = frame_of(plane, wide, tall if plane.down is not None else 10, 10, 14)

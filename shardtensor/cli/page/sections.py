@@ -14,6 +14,7 @@ from shardtensor.plan.match.units import Flat, GatherUnit, gather_units
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.outlook.memory import PlanBytes, RankBytes, rank_bytes
 from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 _ABOUT_UNITS = (
@@ -25,6 +26,7 @@ _UNITS = 24
 _WIDE = 880
 _LANE = 20
 _RANGES = 64
+_TOKENS = 4096
 
 
 def memory(resolved: Resolved, found: PlanBytes) -> Markup:
@@ -161,14 +163,10 @@ def _segment(left: float, width: float, top: float, kind: str, word: str, said: 
     return el("g", el("title", said), rect, text)
 
 
-def collectives(resolved: Resolved, seq: int = 4096) -> Markup | str:
-    """The collectives of a training step; nothing where they cannot be told."""
-    try:
-        from shardtensor.plan.traffic.collectives import step_collectives, uncounted
-    except ImportError:
-        return ""
+def collectives(resolved: Resolved) -> Markup:
+    """The collectives of a training step."""
     dtype = next((p.tensor.dtype for p in resolved.tensors.values() if not p.tensor.is_buffer), "float32")
-    found = step_collectives(resolved, batch=1, seq=seq, dtype=dtype)
+    found = step_collectives(resolved, batch=1, seq=_TOKENS, dtype=dtype)
     unknown = [el("p", f"Not counted: {each}.", class_="note") for each in uncounted(resolved)]
     if not found and not unknown:
         return _section(
@@ -185,7 +183,7 @@ def collectives(resolved: Resolved, seq: int = 4096) -> Markup | str:
     return _section(
         "collectives",
         "Collectives of a step",
-        el("p", f"For each data rank one sample of {seq:,} tokens in {dtype}.", class_="note"),
+        el("p", f"For each data rank one sample of {_TOKENS:,} tokens in {dtype}.", class_="note"),
         el("div", el("table", el("thead", head), el("tbody", *rows), class_="list"), class_="scroll"),
         *unknown,
     )

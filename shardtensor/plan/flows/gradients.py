@@ -34,7 +34,7 @@ class Flows:
         modules: the plan, module by module.
         works: what each known layer does that has a flow; those that contradict themselves are missing.
         contradictions: of those.
-        is_whole: see `check_flows`.
+        is_whole: see `flows_of`.
     """
 
     modules: Modules
@@ -69,7 +69,10 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     """Work out the flows of a plan. Pure, and linear in the number of modules.
 
     Args:
-        is_whole: see `check_flows`.
+        is_whole: the plan speaks of the whole model. Rules of a part of one leave the rest as it is, plain and made for
+            whole values: there it is no fault that nobody is said to give what a module takes in parts, that a sibling
+            is not mentioned, or which samples ranks have. What contradicts itself is one, and so is what would go wrong
+            silently: parts that nobody takes, and gradients beside addends or streams of which nothing is known.
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
@@ -88,7 +91,7 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     return Flows(modules, works, contradictions, is_whole)
 
 
-def check_flows(resolved: Resolved, *, is_whole: bool = True) -> tuple[Finding, ...]:
+def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
     """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404, and E206 for
     blocks that are cut as one.
 
@@ -97,15 +100,11 @@ def check_flows(resolved: Resolved, *, is_whole: bool = True) -> tuple[Finding, 
 
     Args:
         resolved: with every tensor placed; what could not be placed is passed over.
-        is_whole: the plan speaks of the whole model. Rules of a part of one leave the rest as it is, plain and made for
-            whole values: there it is no fault that nobody is said to give what a module takes in parts, that a sibling
-            is not mentioned, or which samples ranks have. What contradicts itself is one, and so is what would go wrong
-            silently: parts that nobody takes, and gradients beside addends or streams of which nothing is known.
 
     Returns:
         a finding for each module concerned, at the line of the plan that is at fault.
     """
-    return tuple(flows_of(resolved, is_whole=is_whole).findings())
+    return tuple(flows_of(resolved).findings())
 
 
 def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:

@@ -182,7 +182,6 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
         return {}, Finding(
             "E204", f"`{line.pattern}` deals numbers over two axes", place,
             "a tensor lives at one coordinate of one axis", "keep one `<axis>` and write `*` for the other",
-            
         )  # fmt: skip
     if axis not in axes.mesh.names:
         why = f"{axis} is made of {', '.join(axes.made_of[axis])}" if axis in axes.made_of else axes_text(plan)

@@ -119,24 +119,23 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
 
 
-def in_company(units: Sequence[GatherUnit], rank: int, dtype: str | None = None) -> list[list[GatherUnit]]:
+def in_company(units: Sequence[GatherUnit], rank: int) -> list[list[GatherUnit]]:
     """The gather units in their order, those that travel together as one, in the place of the first of them.
 
     Args:
         rank: whose.
-        dtype: in which they compute; None for their own.
     """
-    companies = convoys([_small(unit, rank, dtype) for unit in units])
+    companies = convoys([_small(unit, rank) for unit in units])
     first = {members[0]: members for members in companies}
     others = {number for members in companies for number in members[1:]}
     return [[units[i] for i in first.get(number, [number])] for number in range(len(units)) if number not in others]
 
 
-def _small(unit: GatherUnit, rank: int, dtype: str | None) -> tuple[Hashable, int] | None:
+def _small(unit: GatherUnit, rank: int) -> tuple[Hashable, int] | None:
     flat = unit.flats[0]
     if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
         return None
-    size = flat.ranges(rank).total * BYTES[dtype or flat.dtype]
+    size = flat.ranges(rank).total * BYTES[flat.dtype]
     return ((flat.axes, flat.dtype), size) if 0 < size <= SMALL else None
 
 

@@ -136,7 +136,6 @@ class _Lent:
     """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
 
     units: tuple[GatherUnit, ...]
-    dtype: str | None
 
     def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
         layouts = {layout for unit in self.units for flat in unit.flats for layout in flat.layouts}
@@ -144,7 +143,7 @@ class _Lent:
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
         own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
-        for company in in_company(self.units, rank, self.dtype):
+        for company in in_company(self.units, rank):
             if len(company) > 1:  # side by side when they travel, and end to end when they are used
                 own += 2 * sum(self._wholes(company, rank))
                 packed = max(packed, 2 * sum(self._wholes(company, rank, trained=True)))
@@ -162,16 +161,15 @@ class _Lent:
 
     def _wholes(self, units: Sequence[GatherUnit], rank: int, trained: bool = False) -> list[int]:
         flats = [flat for unit in units for flat in unit.flats if flat.trains or not trained]
-        return [flat.ranges(rank).total * BYTES[self.dtype or flat.dtype] for flat in flats]
+        return [flat.ranges(rank).total * BYTES[flat.dtype] for flat in flats]
 
 
-def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype: str | None = None) -> RankBytes:
+def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> RankBytes:
     """What one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
-        dtype: in which gathered parameters compute and their gradients are summed; None for their own.
 
     Raises:
         PlanError: the optimizer is not known, or the plan has no such rank.
@@ -182,16 +180,16 @@ def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", dtype
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
     units = gather_units(resolved)
     found = RankBytes()
-    for load, times in _loads(resolved, units, dtype).items():
+    for load, times in _loads(resolved, units).items():
         found = found.plus(load.on(rank, mesh, states), times)
     return found
 
 
-def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", dtype: str | None = None) -> PlanBytes:
+def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
     """The least and the most that any rank holds. Costs as many looks as there are different ranks, mostly one.
 
     Args:
-        optimizer, dtype: as for `rank_bytes`.
+        optimizer: as for `rank_bytes`.
 
     Raises:
         PlanError: the optimizer is not known.
@@ -202,7 +200,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", dtype: str | Non
     same = RankBytes()
     differing: list[tuple[_Load, int, tuple[int, ...]]] = []
     places: dict[int, set[int]] = {}
-    for load, times in _loads(resolved, units, dtype).items():
+    for load, times in _loads(resolved, units).items():
         along = load.along(mesh)
         if along:
             differing.append((load, times, tuple(along)))
@@ -246,13 +244,13 @@ def _states(optimizer: str) -> int:
     return OPTIMIZERS[optimizer]
 
 
-def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], dtype: str | None) -> Counter[_Load]:
+def _loads(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Counter[_Load]:
     """What there is, and how often: layers are alike."""
-    return Counter(_each_load(resolved, units, dtype))
+    return Counter(_each_load(resolved, units))
 
 
-def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...], dtype: str | None) -> Iterator[_Load]:
-    yield _Lent(units, dtype)
+def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Iterator[_Load]:
+    yield _Lent(units)
     for unit in units:
         yield from map(_Range, unit.flats)
     for placed in own_tensors(resolved):

@@ -167,10 +167,10 @@ def shown(value: Any) -> str:
     return str(value.size) if isinstance(value, AxisValue) else str(value)
 
 
-def finding_of(error: Exception, through: Origin | None = None) -> Finding:
+def finding_of(error: Exception) -> Finding:
     """The finding that an error of a text is."""
     source, fault = error.parts  # type: ignore[attr-defined]
     facts = dict(fault.facts)
     notes = [f"{key}: {value}" for key, value in fault.facts if key not in ("why", "fix")]
-    origin = Origin(source, fault.span, through)
+    origin = Origin(source, fault.span)
     return Finding(error.code, printable(fault.text), origin, facts.get("why", ""), facts.get("fix", ""), tuple(notes))  # type: ignore[attr-defined]
