@@ -13,7 +13,6 @@ from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import after_load, check
 from shardtensor.fsdp.data_mesh import DataMesh, TPSpec, is_cut
 from shardtensor.fsdp.module import sharded_class
-from shardtensor.fsdp.offload import param_group_of
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ANYWHERE, ParamInfo, ShardPlacement
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
@@ -142,7 +141,7 @@ def _shard_one(
     param_groups: list[ParamGroup] = []
     alike = (members for same in _groups(params_info) for members in _going_together(same, data_mesh.shard.size))
     for members in alike:
-        group = param_group_of(members, data_mesh, device, mp_policy, offload_policy)
+        group = ParamGroup(members, data_mesh, device, mp_policy, offload_policy)
         group.take_over()
         if any(info.dtensor is not None for info in members):
             group.show_sharded()
@@ -151,8 +150,7 @@ def _shard_one(
     for module in modules:
         for _, owner in _own_modules(module, ""):
             load_keeps_layouts(owner, data_mesh.whole)
-    state = FSDPState(modules[0], param_groups, data_mesh, mp_policy, reshard_after_forward, device)
-    state.modules, state.find_unused = modules, find_unused
+    state = FSDPState(modules, param_groups, data_mesh, mp_policy, reshard_after_forward, find_unused, device)
     for module in modules:
         vars(module)["_fsdp_state"] = state
         module.__class__ = sharded_class(type(module))

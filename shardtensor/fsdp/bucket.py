@@ -1,140 +1,69 @@
-"""`GradientBucket`: the gradients of one group, or of small ones that are reduced together."""
+"""`Bucket`: where the parameters of a group lie in one flat buffer, as views of all of it and of this rank's range."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
-import attrs
 import torch
 
-from shardtensor.comm.group import Pending
-from shardtensor.fsdp.buffers import CopyOrder
-from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.param_info import ShardPlacement
+from shardtensor.layout.ranges import Ranges
+
+Shape = tuple[int, ...]
 
 
-@attrs.frozen(eq=False)
-class InputBuffer:
-    """Where gradients are packed: each group's, this rank's ranges of the sum, parameters' parts, what is between.
-
-    Groups that are coalesced are packed end to end, and their ranges then laid side by side in what is sent.
-    """
-
-    param_groups: list[torch.Tensor]
-    sent: torch.Tensor
-    own: torch.Tensor
-    own_parts: Sequence[torch.Tensor]
-    parts: list[torch.Tensor]
-    padding: list[torch.Tensor]
-    order: CopyOrder | None
-
-
-class GradientBucket:
-    """Groups whose gradients are summed in one message, and are as good as one: of one group, and of one dtype.
+class Bucket:
+    """The geometry of a flat buffer. It holds no values.
 
     Args:
-        param_groups: in the order in which they are reduced.
+        placements, shapes: of the parameters, in the order in which they lie in the buffer.
+        ranges: which elements each rank holds.
+        index: this rank's place among the ranges.
+
+    Attributes:
+        total, chunk: elements of the buffer, and of a rank's range.
+        starts: where this rank's shard of each parameter begins in its range.
     """
 
-    def __init__(self, param_groups: Sequence[ParamGroup]) -> None:
-        self.param_groups = tuple(param_groups)
-        self.numbers = tuple(group.position for group in param_groups)
-        self._chunks = [group.ranges.chunk for group in param_groups]
+    def __init__(self, placements: Sequence[ShardPlacement], shapes: Sequence[Shape], ranges: Ranges, index: int):
+        self.ranges, self.index = ranges, index
+        self.total, self.chunk = ranges.total, ranges.chunk
+        self._params = list(zip(placements, shapes, strict=True))
+        self._sizes = ranges.all_cuts()
+        self._gaps = [i for i, size in enumerate(self._sizes) if not i % 2 and size]
+        self._reshaped: list[tuple[int, ShardPlacement, Shape]] = []
+        own = ranges.cuts(index)
+        *starts, _ = accumulate(own)
+        self.starts = tuple(starts[::2])
+        *gaps, last = own[::2]
+        # A split makes a view for each size, in each step: gaps of nothing are left out where all but the last are.
+        self._own_sizes = own if any(gaps) else own[1::2] + ([last] if last else [])
+        self._own_params = slice(1, None, 2) if any(gaps) else slice(len(gaps))
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of memory that its gradients are packed in."""
-        packed = sum(group.gradient_bytes for group in self.param_groups)
-        return packed if len(self.param_groups) == 1 else 2 * packed
+    def views(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parameters in a whole buffer, and the padding between them."""
+        cuts = whole.split_with_sizes(self._sizes)
+        params = [form.as_param(cut, shape) for (form, shape), cut in zip(self._params, cuts[1::2], strict=True)]
+        return params, [cuts[i] for i in self._gaps]
 
-    @property
-    def apart_bytes(self) -> int:
-        """Bytes behind those that its sum takes; NCCL alone can reduce in place."""
-        return (
-            0
-            if self.param_groups[0].device.type == "cuda"
-            else sum(self._chunks) * self.param_groups[0].reduce_dtype.itemsize
-        )
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's range of a whole buffer."""
+        return whole.narrow(0, self.index * self.chunk, self.chunk)
 
-    def are_there(self, is_without: Callable[[int], bool]) -> bool:
-        """Whether nothing is waited for.
+    def reshape(self, i: int, shape: Shape) -> None:
+        """Let `shards` return parameter `i` in this shape: slices of a dim other than the first are no flat range."""
+        self._reshaped.append((i, self._params[i][0], shape))
 
-        Args:
-            is_without: whether the group of a number has no gradient here, and none is to come.
-        """
-        return all(
-            [group.held is not None or not group.syncs or is_without(group.position) for group in self.param_groups]
-        )
+    def shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return this rank's shards of the parameters, as views of its range."""
+        shards = self.flat_shards(own)
+        if self._reshaped:
+            shards = list(shards)
+            for i, form, shape in self._reshaped:
+                shards[i] = form.as_param(shards[i], shape)
+        return shards
 
-    def input_buffer_in(self, memory: torch.Tensor) -> InputBuffer:
-        """Where gradients can be packed in `memory`, bytes."""
-        first = self.param_groups[0]
-        count = sum(group.gradient_bytes for group in self.param_groups)
-        packed = memory[:count].view(first.reduce_dtype)
-        wholes = list(packed.split([group.ranges.total for group in self.param_groups]))
-        sent, order = packed, None
-        if len(wholes) > 1:
-            sent = memory[count : 2 * count].view(first.reduce_dtype)
-            order = CopyOrder(self._chunks, packed, sent)
-        own = sent.narrow(0, first.index * sum(self._chunks), sum(self._chunks))
-        if self.apart_bytes:
-            own = memory[self.size_bytes :][: self.apart_bytes].view(first.reduce_dtype)
-        cuts = [group.cut_up(whole) for group, whole in zip(self.param_groups, wholes, strict=True)]
-        return InputBuffer(
-            param_groups=wholes,
-            sent=sent,
-            own=own,
-            own_parts=own.split(self._chunks),
-            parts=[part for parts, _ in cuts for part in parts],
-            padding=[gap for _, gaps in cuts for gap in gaps],
-            order=order,
-        )
-
-    def pack(self, input_buffer: InputBuffer) -> list[list[bool]]:
-        """Lay the gradients that are held where they are sent from, zeros for parameters that have none.
-
-        Returns:
-            for each group, which of its parameters have one.
-        """
-        held = [group.take_held() for group in self.param_groups]
-        used = [[grad is not None for grad in grads] for grads in held]
-        grads = [grad for of_flat in held for grad in of_flat]
-        parts, zeros = input_buffer.parts, input_buffer.padding
-        if not all(map(all, used)):
-            zeros = zeros + [part for part, grad in zip(parts, grads, strict=True) if grad is None]
-            parts = [part for part, grad in zip(parts, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if parts:
-            torch._foreach_copy_(parts, grads)  # type: ignore[arg-type]
-        for group, whole in zip(self.param_groups, input_buffer.param_groups, strict=True):
-            if group.prescale:
-                whole.mul_(group.prescale)
-        if input_buffer.order is not None:
-            input_buffer.order.copy_in()
-        return used
-
-    def reduce(self, input_buffer: InputBuffer) -> Pending:
-        """Start to sum packed gradients over the ranks of one copy: this rank's ranges of them."""
-        return self.param_groups[0].data_mesh.reduce.reduce_scatter_into(input_buffer.own, input_buffer.sent)
-
-    def receive(self, input_buffer: InputBuffer, used: list[list[bool]]) -> list[torch.Tensor | None]:
-        """Take this rank's ranges of the sum as `Flat.receive` does; what is plain, in one call."""
-        param_groups, scale = self.param_groups, self.param_groups[0].scale
-        if len(param_groups) > 1 and all([group.scale == scale and group.takes_as_is for group in param_groups]):
-            averaged = input_buffer.own * scale
-            return [part.data for part in averaged.split(self._chunks)]  # each the base of its parameters' gradients
-        return [
-            group.receive(part, mask)
-            for group, part, mask in zip(param_groups, input_buffer.own_parts, used, strict=True)
-        ]
-
-
-def buckets_of(param_groups: Iterable[ParamGroup]) -> list[GradientBucket]:
-    """Put groups that are coalesced into one bucket, which is sent when the last of them is there."""
-    companies: dict[int, list[ParamGroup]] = {}
-    for group in param_groups:
-        key = id(group if group.coalesced is None else group.coalesced)
-        before = companies.pop(key, [])
-        companies[key] = [*before, group]
-    return [GradientBucket(members) for members in companies.values()]
+    def flat_shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the same as flat tensors."""
+        return own.split_with_sizes(self._own_sizes)[self._own_params]

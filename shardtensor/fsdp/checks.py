@@ -22,7 +22,7 @@ from shardtensor.fsdp.outside import join, part_from_flat
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.state import FSDPState, state_of
+from shardtensor.fsdp.state import FSDPState, plain_class, state_of
 from shardtensor.parallel.loading import laid_out_as
 from shardtensor.parallel.memory import become, cannot_change
 from shardtensor.tensor.replacing import drop_weak_references
@@ -51,13 +51,14 @@ def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
     owner, name = info.homes[0]
     if any(home[0] is owner and home[1] == name for home in other.homes):
         raise LayoutError(
-            f'"{info.name}" of this {_kind(modules[0])} is held by the fully sharded module around it already',
+            f'"{info.name}" of this {plain_class(modules[0]).__name__} is held by the fully sharded module around it '
+            "already",
             {"there": f'"{other.name}"'},
             "call fully_shard bottom up: inner modules first, the module that holds them last",
         )
     raise LayoutError(
-        f'"{info.name}" of this {_kind(modules[0])} is one tensor with "{_name_in(modules, other)}", which is in '
-        "another fully sharded module",
+        f'"{info.name}" of this {plain_class(modules[0]).__name__} is one tensor with "{_name_in(modules, other)}", '
+        "which is in another fully sharded module",
         {"names": f'"{info.name}" and "{_name_in(modules, other)}"', "shape": tuple(info.param.shape)},
         "call fully_shard on neither of the modules that share it, but on one that holds both",
     )
@@ -70,12 +71,7 @@ def _name_in(modules: Sequence[nn.Module], other: ParamInfo) -> str:
             for home, name in other.homes:
                 if owner is home:
                     return f"{prefix}.{name}" if prefix else name
-    return f"{_kind(other.homes[0][0])}.{other.name}"
-
-
-def _kind(module: nn.Module) -> str:
-    """The name of a module's class as people wrote it."""
-    return (type(module).__mro__[2] if state_of(module) is not None else type(module)).__name__
+    return f"{plain_class(other.homes[0][0]).__name__}.{other.name}"
 
 
 def _check_dtype(info: ParamInfo, policy: MixedPrecisionPolicy) -> None:
@@ -150,7 +146,7 @@ class ParameterWatch:
         return list(map(_pointer, map(_local, self._sharded_params)))
 
 
-def take_in(state: FSDPState) -> None:
+def reset_sharded_params(state: FSDPState) -> None:
     """Rebuild the groups of a unit over the parameters that its modules hold now.
 
     It sends nothing, but that a parameter that was put in place in another layout is laid out anew.
@@ -159,36 +155,31 @@ def take_in(state: FSDPState) -> None:
         RuleError: a parameter is gone, has another shape, or dtypes in a group differ.
     """
     for group in state.param_groups:
-        _take_in(group)
+        _reset(group)
 
 
-def take_in_if_ready(state: FSDPState) -> None:
+def reset_if_complete(state: FSDPState) -> None:
     """Do so already, where what is done to the unit's modules is complete; else the next forward does, or says why not.
 
     It is called after each of the unit's modules was converted or loaded, and another may be still to come.
     """
     with contextlib.suppress(RuleError):
-        take_in(state)
+        reset_sharded_params(state)
 
 
-def _take_in(group: ParamGroup) -> None:
+def _reset(group: ParamGroup) -> None:
     for i, info in enumerate(group.params_info):
-        found = _present(info, group.global_shapes[i])
+        found = _present(info, tuple(group.sharded_params[i].shape))
         if found is not group.sharded_params[i]:
             _adopt(group, i, found)
     leaves = [sharded._local for sharded in group.sharded_params]
     if len({(leaf.dtype, leaf.device) for leaf in leaves}) > 1:
         raise _mixed_error(group)
-    trains = tuple(leaf.requires_grad for leaf in leaves)
-    pieces = group._pieces(group.shard)
-    if not group.is_packed or any(
-        leaf.data_ptr() != piece.data_ptr() or leaf.dtype != group.dtype or sharded._flat is not group
-        for sharded, leaf, piece in zip(group.sharded_params, leaves, pieces, strict=True)
-    ):
-        group.repack()
-    else:
-        group.trains = trains
+    if group.is_aliased():
+        group.trains = tuple(leaf.requires_grad for leaf in leaves)
         group.settle_dtypes()
+    else:
+        group.repack()
 
 
 def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
@@ -249,7 +240,7 @@ def _mixed_error(group: ParamGroup) -> RuleError:
     )
 
 
-def check_place(states: Iterable[FSDPState]) -> None:
+def check_device(states: Iterable[FSDPState]) -> None:
     """Refuse to run units whose shards are not where they are gathered.
 
     Raises:
@@ -278,4 +269,4 @@ def after_load(module: nn.Module, keys: Any) -> None:
     """A hook for after ``load_state_dict``."""
     state = state_of(module)
     if state is not None:
-        take_in_if_ready(state)
+        reset_if_complete(state)

@@ -1,276 +1,266 @@
-"""What a parameter group does with gradients: holds, packs and sums them, and gives each parameter its piece."""
+"""The gradients of a parameter group: accumulated, packed, summed over the ranks, given to the parameters."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, Pending
+from shardtensor.fsdp.bucket import Bucket
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.param_info import ParamInfo, ShardPlacement
-from shardtensor.layout.ranges import Ranges
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Grads = Sequence[torch.Tensor | None]
 
 
-class AccumulatedGradients:
-    """Gradients that wait for others: whole ones for a backward that syncs, summed ones for the sum over copies.
+@attrs.frozen(eq=False)
+class InputBuffer:
+    """A reduce-scatter's input, views of it, and its output.
 
     Attributes:
-        is_loaded: whether there are whole gradients that wait.
-        dtype: of reductions.
-        is_special: whether a sum over one copy's ranks is not all: there are more copies, or there is a hook.
-        all_reduces: sum over the copies in the backwards to come, or only add up what one copy's ranks summed.
-        hook: called with this rank's range of the averaged gradient, before it becomes the parameters'.
-        stream: where the hook runs; None for where the reduction does.
+        packed: the gradients of all parameters, end to end.
+        params, padding: views of it.
+        summed: this rank's range of the sum. NCCL writes it in place, other backends behind the input.
     """
 
-    def __init__(self, replicate: Group | None) -> None:
-        self.replicate = replicate
-        self.dtype = torch.float32
-        self.all_reduces = True
-        self.is_loaded = False
-        self.set_hook(None, None)
-        self._whole: list[torch.Tensor | None] = []
+    packed: torch.Tensor
+    params: list[torch.Tensor]
+    padding: list[torch.Tensor]
+    summed: torch.Tensor
+
+
+class GroupGradients:
+    """Gradients of one `ParamGroup`.
+
+    Attributes:
+        position: of the group in its model; the same on all ranks.
+        requires_sync: whether backward reduces gradients, or accumulates them on each rank (``no_sync``).
+        all_reduces: with replicas: sum over them in the next backward, or accumulate what one copy's ranks summed.
+        held: unsharded gradients of the present backward that were not sent yet.
+        is_accumulating: whether there are unsharded gradients of earlier backwards.
+        hook, stream: `FSDPModule.set_all_reduce_hook`.
+        offload_to: starts to copy this rank's range of a gradient to the CPU; None where it stays.
+        pieces: tells whether any leaf has hooks.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        data_mesh: DataMesh,
+        sharded_params: list[ShardedTensor],
+        offload_to: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self._bucket, self.data_mesh, self._sharded_params = bucket, data_mesh, sharded_params
+        self.offload_to = offload_to
+        self.position = -1
+        self.requires_sync = self.all_reduces = True
+        self.hook: Callable[[torch.Tensor], None] | None = None
+        self.stream: Any = None
+        self.pieces: Pieces
+        self.dtype = self.reduce_dtype = torch.float32
+        self.dtypes: list[torch.dtype] | None = None
+        self.divide_by(float(data_mesh.size))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all that is accumulated."""
+        self.held: Grads | None = None
+        self.is_accumulating = False
+        self._unsharded: list[torch.Tensor | None] = []
         self._is_own: list[bool] = []
         self._partial: torch.Tensor | None = None
         self._partial_used: list[bool] = []
 
-    # -- whole gradients --------------------------------------------------------------------------------------------
+    def over(self, sharded_params: list[ShardedTensor]) -> GroupGradients:
+        """Return the same settings for a copy of the group, with nothing accumulated."""
+        twin = copy.copy(self)
+        twin._sharded_params = sharded_params
+        twin.forget()
+        return twin
 
-    def add(self, grads: Grads) -> None:
-        """Add whole gradients to those that wait, in the dtype of reductions where that is wider than theirs."""
-        if not self._whole:
-            self._whole, self._is_own, self.is_loaded = [None] * len(grads), [False] * len(grads), True
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                self._add_one(i, grad)
+    def settle(self, dtypes: Sequence[torch.dtype], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Set the dtype of each parameter's gradients, the one that holds all of them, and that of reductions."""
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.dtypes = None if all([own == dtype for own in dtypes]) else list(dtypes)
+        self.divide_by(self.divisor)
 
-    def _add_one(self, i: int, grad: torch.Tensor) -> None:
-        wide = grad.to(self.dtype) if self.dtype.itemsize > grad.dtype.itemsize else grad
-        kept = self._whole[i]
-        if kept is None:
-            self._whole[i], self._is_own[i] = wide, wide is not grad
-        elif self._is_own[i]:
-            kept.add_(wide)
-        else:  # autograd may have given the same tensor to others
-            self._whole[i], self._is_own[i] = kept + wide, True
+    def divide_by(self, divisor: float) -> None:
+        """Divide summed gradients by `divisor`; in float16 their addends, since the sum may be too large for it."""
+        self.divisor = divisor
+        is_first = self.reduce_dtype == torch.float16
+        self._scale, self._prescale = (1.0, 1 / divisor) if is_first else (1 / divisor, 0.0)
 
-    def unload(self, grads: Grads) -> list[torch.Tensor | None]:
-        """Give what waits, with `grads` added."""
-        self.add(grads)
-        whole, self._whole, self.is_loaded = self._whole, [], False
-        return whole
+    # -- before the reduction -----------------------------------------------------------------------------------------
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any gradients wait."""
-        return self.is_loaded or self._partial is not None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a reduction now would take what waits further."""
-        return self.is_loaded or (self._partial is not None and self.all_reduces)
-
-    # -- summed gradients -------------------------------------------------------------------------------------------
-
-    def set_hook(self, hook: Callable[[torch.Tensor], None] | None, stream: Any) -> None:
-        """Have `hook` called with averaged gradients, in `stream` where that is not None."""
-        self.hook, self.stream = hook, stream
-        self.is_special = self.replicate is not None or hook is not None
-
-    def finish(self, summed: torch.Tensor, used: list[bool], scale: float) -> float | None:
-        """Sum over the copies and run the hook, in place; or keep back what was summed.
-
-        Args:
-            summed: this rank's range of the sum over one copy's ranks.
-            used: which parameters it is for; set to which ones any addend was for.
-            scale: what the sum is to be multiplied by.
-
-        Returns:
-            what is left to multiply with; None where it is kept back.
-        """
-        if self.replicate is not None:
-            if self._partial is not None:
-                summed.add_(self._partial)
-                used[:] = [a or b for a, b in zip(used, self._partial_used, strict=True)]
-            if not self.all_reduces:
-                self._partial, self._partial_used = summed.clone(), used
-                return None
-            self._partial = None
-            self.replicate.all_reduce(summed)
-        if self.hook is None:
-            return scale
-        summed.mul_(scale)
-        if self.stream is None:
-            self.hook(summed)
-        else:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                self.hook(summed)
-            torch.cuda.current_stream().wait_stream(self.stream)
-        return 1.0
-
-    def fresh(self) -> AccumulatedGradients:
-        """One with the same settings and nothing that waits."""
-        made = AccumulatedGradients(self.replicate)
-        made.dtype, made.all_reduces = self.dtype, self.all_reduces
-        made.set_hook(self.hook, self.stream)
-        return made
-
-    def drop(self) -> None:
-        """Forget all that waits."""
-        self._whole, self._partial, self.is_loaded = [], None, False
-
-
-class ParamGroupGradients:
-    """The part of `ParamGroup` that comes after a backward."""
-
-    params_info: list[ParamInfo]
-    shapes: list[tuple[int, ...]]
-    sharded_params: list[ShardedTensor]
-    shard: torch.Tensor
-    data_mesh: DataMesh
-    ranges: Ranges
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    grad_dtypes: list[torch.dtype] | None
-    accumulated: AccumulatedGradients
-    pieces: Pieces
-    syncs: bool
-    is_offloaded: bool
-    held: Sequence[torch.Tensor | None] | None
-    _own_parting: tuple[list[int], slice]
-    _all_cuts: list[int]
-    _gaps: list[int]
-    prescale: float
-    _reshaped: list[tuple[int, ShardPlacement, tuple[int, ...]]]
-
-    @property
-    def index(self) -> int:
-        """This rank's place among those that hold one copy."""
-        return self.data_mesh.shard.index
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the packed gradients."""
-        return self.ranges.total * self.reduce_dtype.itemsize
-
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep gradients of whole parameters, added to those that are kept."""
-        if not self.syncs:
-            self.accumulated.add(grads)
+    def hold(self, grads: Grads) -> None:
+        """Keep the gradients of unsharded parameters, added to those that are kept."""
+        if not self.requires_sync:
+            self._accumulate(grads)
         elif self.held is None:
             self.held = grads
         else:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
-    def divide_by(self, factor: float) -> None:
-        """Divide summed gradients by `factor`; in float16 their addends, since the sum may be too large for it."""
-        self.divisor = factor
-        is_first = self.reduce_dtype == torch.float16
-        self.scale, self.prescale = (1.0, 1 / factor) if is_first else (1 / factor, 0.0)
-
-    def take_held(self) -> Sequence[torch.Tensor | None]:
-        """The gradients that are held, and those that waited, which are on their way from now on."""
-        grads, self.held = self.held or [None] * len(self.sharded_params), None
-        return self.accumulated.unload(grads) if self.accumulated.is_loaded else grads
-
-    def cut_up(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parameters' parts of a whole range, and what is between them."""
-        cuts = whole.split_with_sizes(self._all_cuts)
-        return self._as_parameters(cuts[1::2]), [cuts[i] for i in self._gaps]
+    def _accumulate(self, grads: Grads) -> None:
+        """Add gradients in the dtype of reductions where that is wider than theirs."""
+        if not self._unsharded:
+            self._unsharded, self._is_own, self.is_accumulating = [None] * len(grads), [False] * len(grads), True
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            wide = grad.to(self.reduce_dtype) if self.reduce_dtype.itemsize > grad.dtype.itemsize else grad
+            kept = self._unsharded[i]
+            if kept is None:
+                self._unsharded[i], self._is_own[i] = wide, wide is not grad
+            elif self._is_own[i]:
+                kept.add_(wide)
+            else:  # autograd may have given the same tensor to others
+                self._unsharded[i], self._is_own[i] = kept + wide, True
 
     @property
-    def takes_as_is(self) -> bool:
-        """Whether all there is to do with a sum is to average it, into a new gradient of the sum's dtype."""
-        is_plain = not self.accumulated.is_special and self.reduce_dtype == self.grad_dtype and not self.is_offloaded
-        return is_plain and (self.pieces.has_hooks or self._kept_gradient() is None)
+    def are_waiting(self) -> bool:
+        """Whether gradients of earlier backwards wait for a reduction."""
+        return self.is_accumulating or self._partial is not None
+
+    @property
+    def are_due(self) -> bool:
+        """Whether a reduction now would include them."""
+        return self.requires_sync and (self.is_accumulating or (self._partial is not None and self.all_reduces))
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of an input buffer, and of the output behind it."""
+        count = self._bucket.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._bucket.chunk)
+        return count * self.reduce_dtype.itemsize
+
+    def input_buffer(self, memory: torch.Tensor) -> InputBuffer:
+        """Return the input buffer in `memory`, bytes."""
+        whole = memory[: self.input_bytes].view(self.reduce_dtype)
+        packed, behind = whole[: self._bucket.total], whole[self._bucket.total :]
+        params, padding = self._bucket.views(packed)
+        return InputBuffer(packed, params, padding, behind if len(behind) else self._bucket.own(packed))
+
+    def pack(self, buffer: InputBuffer) -> list[bool]:
+        """Copy all gradients that wait into a buffer, zeros for parameters that have none.
+
+        Returns:
+            which parameters have one.
+        """
+        grads, self.held = self.held or [None] * len(self._sharded_params), None
+        if self.is_accumulating:
+            self._accumulate(grads)
+            grads, self._unsharded, self.is_accumulating = self._unsharded, [], False
+        params, zeros = buffer.params, buffer.padding
+        used = [grad is not None for grad in grads]
+        if not all(used):
+            zeros = zeros + [param for param, grad in zip(params, grads, strict=True) if grad is None]
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if params:
+            torch._foreach_copy_(params, grads)  # type: ignore[arg-type]
+        if self._prescale:
+            buffer.packed.mul_(self._prescale)
+        return used
+
+    def reduce(self, buffer: InputBuffer) -> Pending:
+        """Start to sum packed gradients over the ranks of one copy."""
+        return self.data_mesh.reduce.reduce_scatter_into(buffer.summed, buffer.packed)
+
+    # -- after it -----------------------------------------------------------------------------------------------------
 
     def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
-        """Take this rank's range of the sum, averaged, into a new gradient or onto the one that is there; return it.
+        """Make this rank's range of the sum a new gradient, or add it to the one that is there; return it.
 
-        None where it is kept back until the copies are summed; `used` then tells of all that is in the sum.
+        Args:
+            summed: the sum over the ranks of one copy; overwritten.
+            used: which parameters have a gradient; changed where accumulated sums have others.
+
+        Returns:
+            None where the sum is kept until a later backward sums it over the replicas.
         """
-        scale = self.scale
-        if self.accumulated.is_special:
-            left = self.accumulated.finish(summed, used, scale)
-            if left is None:
-                return None
-            scale = left
-        return self._accept(summed, scale)
-
-    def _accept(self, summed: torch.Tensor, scale: float) -> torch.Tensor:
-        grad = None if self.pieces.has_hooks else self._kept_gradient()  # hooks see what is to be added by itself
+        scale = self._scale
+        replicate = self.data_mesh.replicate
+        if replicate is not None and not self._sum_over(replicate, summed, used):
+            return None
+        if self.hook is not None:
+            summed.mul_(scale)
+            self._run_hook(summed)
+            scale = 1.0
+        grad = None if self.pieces.has_hooks else self._flat_gradient()  # hooks see each sum by itself
+        if self.offload_to is not None:
+            averaged = summed.mul_(scale).to(self.dtype)
+            return self.offload_to(averaged) if grad is None else grad.add_(averaged.cpu())
         if grad is not None:
             return grad.add_(summed, alpha=scale)
-        if summed.dtype == self.grad_dtype:
+        if summed.dtype == self.dtype:
             return summed * scale
-        return torch.mul(summed, scale, out=torch.empty_like(self.shard, dtype=self.grad_dtype))
+        return torch.mul(summed, scale, out=torch.empty_like(summed, dtype=self.dtype))
 
-    def _kept_gradient(self) -> torch.Tensor | None:
-        """The flat gradient that every parameter's gradient is a piece of, if it is there still.
+    def _sum_over(self, replicate: Group, summed: torch.Tensor, used: list[bool]) -> bool:
+        if self._partial is not None:
+            summed.add_(self._partial)
+            used[:] = [a or b for a, b in zip(used, self._partial_used, strict=True)]
+        if not self.all_reduces:
+            self._partial, self._partial_used = summed.clone(), used
+            return False
+        self._partial = None
+        replicate.all_reduce(summed)
+        return True
 
-        Nothing but those pieces keeps it: its memory goes when they do.
+    def _run_hook(self, averaged: torch.Tensor) -> None:
+        assert self.hook is not None
+        if self.stream is None:
+            self.hook(averaged)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.hook(averaged)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _flat_gradient(self) -> torch.Tensor | None:
+        """The flat tensor that the gradients of all parameters are views of, if it is there still.
+
+        Nothing but those views keeps it: its memory is freed with them.
         """
-        grads = [sharded._local.grad for sharded in self.sharded_params]
+        grads = [sharded._local.grad for sharded in self._sharded_params]
         whole = grads[0]._base if grads[0] is not None else None
-        if whole is None or whole.shape != self.shard.shape or any(g is None or g._base is not whole for g in grads):
+        if whole is None or whole.shape != (self._bucket.chunk,):
             return None
-        return whole
+        return None if any([grad is None or grad._base is not whole for grad in grads]) else whole
 
     def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
-        """Make what was received the gradients of the parameters that were used."""
-        pieces = None
-        for i, (sharded, is_used) in enumerate(zip(self.sharded_params, used, strict=True)):
+        """Make this rank's range the gradients of the parameters that were used, and run the hooks of those."""
+        shards = None
+        for i, (sharded, is_used) in enumerate(zip(self._sharded_params, used, strict=True)):
             leaf = sharded._local
             own = leaf.grad
             if not is_used or (own is not None and own._base is grad):
                 continue
-            pieces = self._pieces(grad) if pieces is None else pieces
-            piece = self._hooked_gradient(leaf, pieces[i]) if self.pieces.has_hooks else pieces[i]
+            shards = self._bucket.shards(grad) if shards is None else shards
+            shard = _hooked(leaf, shards[i]) if self.pieces.has_hooks else shards[i]
             if own is None:
-                leaf.grad = piece if self.grad_dtypes is None else piece.to(self.grad_dtypes[i])
+                leaf.grad = shard if self.dtypes is None else shard.to(self.dtypes[i])
             else:
-                own.add_(piece)  # of the user's own, or from a time when others had none
-
-    @staticmethod
-    def _hooked_gradient(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """What hooks on the gradient of `leaf` make of it."""
-        for hook in list((leaf._backward_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        return grad
+                own.add_(shard)  # the user's own, or of a time when others had none
 
     def run_hooks(self, used: Sequence[bool]) -> None:
-        """Run the hooks of the parameters that were used, which have their gradients now."""
-        for sharded, is_used in zip(self.sharded_params, used, strict=True):
-            if is_used:
-                hooks: Any = sharded._local._post_accumulate_grad_hooks
-                for hook in list((hooks or {}).values()):
-                    hook(sharded._local)
+        """Run the hooks for after the accumulation of a gradient."""
+        for sharded, is_used in zip(self._sharded_params, used, strict=True):
+            hooks: Any = sharded._local._post_accumulate_grad_hooks
+            for hook in list((hooks or {}).values()) if is_used else ():
+                hook(sharded._local)
 
-    def _as_parameters(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            info.form.as_param(part, shape)
-            for info, part, shape in zip(self.params_info, parts, self.shapes, strict=True)
-        ]
 
-    def _pieces(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's pieces of the parameters, views of its range, in the shapes of the leaves."""
-        pieces = self._stretches(shard)
-        if self._reshaped:
-            pieces = list(pieces)
-            for i, form, shape in self._reshaped:
-                pieces[i] = form.as_param(pieces[i], shape)
-        return pieces
-
-    def _stretches(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        sizes, pieces = self._own_parting
-        return shard.split_with_sizes(sizes)[pieces]
+def _hooked(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return what the hooks on the gradient of a leaf make of `grad`."""
+    for hook in list((leaf._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad

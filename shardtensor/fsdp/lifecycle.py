@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import attrs
@@ -33,26 +32,21 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_state(state: FSDPState, memo: dict[int, Any]) -> FSDPState:
-    """Return the unit of a module's copy."""
+    """Return the state of a module's copy."""
     twin = object.__new__(FSDPState)
     memo[id(state)] = twin
     vars(twin).update(vars(state))
     twin.modules = [copy.deepcopy(module, memo) for module in state.modules]
-    twin.module = twin.modules[0]
+    twin.module, twin.ahead = twin.modules[0], list(state.ahead)
     twin.param_groups = [_copy_param_group(group, memo) for group in state.param_groups]
-    for group in twin.param_groups:
-        group.state = weakref.ref(twin)
-    twin.post_forward_mesh = (
-        None if state.post_forward_mesh is None else state.post_forward_mesh.over(twin.param_groups)
-    )
-    twin.forget()
-    twin.is_running = 0
-    twin.is_in_backward, twin.ahead = False, list(state.ahead)
+    if state.post_forward_mesh is not None:
+        twin.post_forward_mesh = state.post_forward_mesh.over(twin.param_groups)
+    twin.refer()
     return twin
 
 
 def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
-    twin = object.__new__(type(group))
+    twin = object.__new__(ParamGroup)
     vars(twin).update(vars(group))
     twin.params_info = [
         attrs.evolve(
@@ -63,9 +57,7 @@ def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
         for info in group.params_info
     ]
     twin.sharded_params = [info.param for info in twin.params_info]  # type: ignore[misc]
-    twin.held = None
-    twin.accumulated = group.accumulated.fresh()
-    twin.version = -1
+    twin.gradients = group.gradients.over(twin.sharded_params)
     twin.repack()
     return twin
 
@@ -138,10 +130,10 @@ def _free(runtime: Runtime) -> None:
         runtime.reshard(state)
         state.finish()
     runtime.gathers.join()
-    leases = {id(state.buffer.lease): state.buffer.lease for state in runtime.states}.values()
+    allocations = {id(state.buffer.allocation): state.buffer.allocation for state in runtime.states}.values()
     runtime.reducer.resize(runtime.reducer.buffers)
     runtime.is_current = False
     for state in runtime.states:
         state.forget()
-    for lease in leases:
-        lease.end()
+    for allocation in allocations:
+        allocation.end()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.checks import take_in_if_ready
+from shardtensor.fsdp.checks import reset_if_complete
 from shardtensor.fsdp.lifecycle import deep_copy
-from shardtensor.fsdp.state import FSDPState, state_of, states_in
+from shardtensor.fsdp.state import SHARDED, FSDPState, state_of, states_in
 
 
 class FSDPModule:
@@ -40,7 +40,7 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)  # type: ignore[misc]
-        take_in_if_ready(self._fsdp_state)
+        reset_if_complete(self._fsdp_state)
         return applied
 
     def __copy__(self) -> Any:
@@ -122,7 +122,7 @@ class FSDPModule:
                 f"set_reshard_after_forward takes True or False, not {reshard_after_forward!r}",
                 fix="give a number of ranks to fully_shard(reshard_after_forward=)",
             )
-        for state in _units(self, recurse):
+        for state in _states(self, recurse):
             if state.reshard_after_forward is not reshard_after_forward:
                 state.reshard_after_forward, state.post_forward_mesh = reshard_after_forward, None
                 _is_changed(state)
@@ -132,7 +132,7 @@ class FSDPModule:
 
         Keeping them saves gathers while gradients accumulate. A forward after an optimizer's step gathers in any case.
         """
-        for state in _units(self, recurse):
+        for state in _states(self, recurse):
             if state.keeps_after_backward is reshard_after_backward:
                 state.keeps_after_backward = not reshard_after_backward
                 _is_changed(state)
@@ -175,15 +175,15 @@ class FSDPModule:
         Gradients that are not reduced are kept whole, in ``reduce_dtype`` where that is wider, and are no parameter's
         ``.grad`` yet; the next backward that reduces takes them along.
         """
-        for state in _units(self, recurse):
+        for state in _states(self, recurse):
             for group in state.param_groups:
-                group.syncs = group.accumulated.all_reduces = requires_gradient_sync
+                group.gradients.requires_sync = group.gradients.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With copies of the shards (a mesh of two axes): sum over the copies, too, or let one copy's sums add up."""
-        for state in _units(self, recurse):
+        for state in _states(self, recurse):
             for group in state.param_groups:
-                group.accumulated.all_reduces = requires_all_reduce
+                group.gradients.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is a step's last. It changes nothing: each backward leaves all in order."""
@@ -197,7 +197,7 @@ class FSDPModule:
         if not factor > 0:
             raise LayoutError(f"gradients cannot be divided by {factor!r}", fix="give a number above 0")
         for group in self._fsdp_state.param_groups:
-            group.divide_by(float(factor))
+            group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """`set_gradient_divide_factor` by its old name."""
@@ -222,7 +222,7 @@ class FSDPModule:
                 fix="leave it out: the hook runs in the stream of the sum over the copies",
             )
         for group in state.param_groups:
-            group.accumulated.set_hook(hook, stream)
+            group.gradients.hook, group.gradients.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the gathers of the next forward wait for `event`, too; then it is forgotten.
@@ -249,7 +249,7 @@ class FSDPModule:
             raise TypeError(f"max_input_buffers is an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise LayoutError(f"max_input_buffers={max_input_buffers} is below 1", fix="give 2, or more")
-        for state in _units(self, recurse):
+        for state in _states(self, recurse):
             if state.reductions_ahead != max_input_buffers:
                 state.reductions_ahead = max_input_buffers
                 _is_changed(state)
@@ -281,12 +281,12 @@ class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
     def __init__(self, state: FSDPState) -> None:
-        self._unit = state
+        self._state = state
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
-        if self._unit.is_gathered:
-            self._unit.wait()
+        if self._state.sharded_state is not SHARDED:
+            self._state.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -368,7 +368,7 @@ def _refuse(name: str, way_out: str) -> NoReturn:
     raise RuleError(f"{name}() is not there: collectives run on fixed memory that fully_shard made", fix=way_out)
 
 
-def _units(module: Any, recurse: bool) -> list[FSDPState]:
+def _states(module: Any, recurse: bool) -> list[FSDPState]:
     state = state_of(module)
     assert state is not None
     return [state for _, state in states_in(module)] if recurse else [state]

@@ -9,7 +9,7 @@ for the others at a rendezvous in the store: if all come to it, the pass goes on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from struct import Struct
 from zlib import crc32
@@ -19,8 +19,6 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.comm.rendezvous import Rendezvous, rendezvous_of
 from shardtensor.errors import AbsentRankError, CallMismatchError
-from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.state import FSDPState, states_in
 
 _NUMBER = Struct("<i")
 _GRACE_S = 10.0  # between the ranks that a timeout ends
@@ -58,10 +56,10 @@ class ExecutionOrder:
         self._orders.clear()
 
     def begin(self, kind: Hashable, expected: Callable[[], list[int]] | None = None) -> None:
-        """A pass begins; those of one kind visit the same units.
+        """Begin a pass; those of one kind visit the same units.
 
         Args:
-            expected: the order for a kind that none was recorded for.
+            expected: returns the order for a kind that none was recorded for.
         """
         if expected is not None and kind not in self._orders:
             self._orders[kind] = expected()
@@ -92,15 +90,9 @@ class ExecutionOrder:
         self._order = [unit]
         return (unit,)
 
-    def ahead(self, is_there: Callable[[int], bool]) -> int | None:
-        """The unit after the last one visited, if it is known; past those that are there."""
-        if self.is_recording:
-            return None
-        return next((unit for unit in islice(self._order, self._next, None) if not is_there(unit)), None)
-
-    def reach(self, units: int) -> list[int]:
-        """The units after the last one visited, as many, as far as they are known."""
-        return [] if self.is_recording else self._order[self._next : self._next + units]
+    def upcoming(self) -> Iterator[int]:
+        """The units after the last one visited, as far as they are known."""
+        return iter(()) if self.is_recording else islice(self._order, self._next, None)
 
     def end(self, calls: int = 0) -> Sequence[int]:
         """Return the units to gather that other ranks visit beyond this one's last; the order is known from now on.
@@ -190,52 +182,3 @@ class ExecutionOrder:
             self._wait_for_all(place, others_time_out=False)
         except AbsentRankError:
             return
-
-
-class BackwardRoot:
-    """The units in the modules that were called from outside since the last backward, or before that one.
-
-    Attributes:
-        entered: the numbers of the units of those modules; it tells scopes apart.
-        left: the numbers of units whose backward may need their parameters, in the order in which their forward ended.
-    """
-
-    def __init__(self, states: Sequence[FSDPState]) -> None:
-        self._states = states
-        self.entered: tuple[int, ...] = ()
-        self.left: list[int] = []
-        self._since: set[int] = set()
-        self._left_since: dict[Hashable, list[int]] = {}
-        self._known: dict[tuple[int, ...], list[FSDPState]] = {}
-
-    def enter(self, state: FSDPState) -> None:
-        """A forward of this unit has begun that a backward may follow."""
-        self._since.add(state.index)
-
-    def leave(self, kind: Hashable, left: list[int]) -> None:
-        """Such a forward has ended, which left these units; those of one kind leave the same."""
-        self._left_since[kind] = left
-
-    def begin(self) -> None:
-        """A backward begins: of the forwards since the last one, or else of the same."""
-        if self._since:
-            self.entered, self._since = tuple(sorted(self._since)), set()
-            self.left, self._left_since = [i for left in self._left_since.values() for i in left], {}
-
-    def states(self) -> list[FSDPState]:
-        """Those that the backward may come to, in the order of the model."""
-        if self.entered not in self._known:
-            modules = [module for index in self.entered for module in self._states[index].modules]
-            inside = {state.index for module in modules for _, state in states_in(module)}
-            self._known[self.entered] = [state for state in self._states if state.index in inside]
-        return self._known[self.entered]
-
-    def param_groups(self) -> list[ParamGroup]:
-        """Those of the units."""
-        return [group for state in self.states() for group in state.param_groups]
-
-    def gathered_again(self) -> list[int]:
-        """The numbers of the units that the backward gathers again, in its order."""
-        return [
-            i for i in reversed(self.left) if not (self._states[i].stays_gathered or self._states[i].skips_backward)
-        ]

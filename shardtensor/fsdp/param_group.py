@@ -1,17 +1,16 @@
-"""`ParamGroup`: parameters that are gathered and reduced as one tensor.
+"""`ParamGroup`: parameters of one dtype that are gathered and reduced as one tensor.
 
-A rank keeps one range of it, `shard`, over which the parameters' leaves are views; users see ShardedTensors over those.
-It is gathered into a buffer that stays the same, so the tensors that modules compute with are views made once. They are
-outputs of one autograd node that is made once too: backward runs it when the gradients of all of them are there, which
-is when they are packed and sent.
+A rank keeps one range of it, `shard`; the sharded parameters are ShardedTensors over views of that. It is gathered into
+a buffer that stays the same, so the tensors that modules compute with are views made once. They are outputs of one
+autograd node that is made once too: backward runs it when the gradients of all of them are there, which is when they
+are packed and reduced.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.autograd import written_too_early
+from shardtensor.fsdp.bucket import Bucket
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.gradients import AccumulatedGradients, Grads, ParamGroupGradients
+from shardtensor.fsdp.gradients import Grads, GroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join
-from shardtensor.fsdp.param_info import ParamInfo, ShardPlacement, ranges_of
-from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.param_info import ParamInfo, ranges_of
+from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.versions import written_too_early
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
@@ -35,125 +35,107 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
 
 
-class ParamGroup(ParamGroupGradients):
+class ParamGroup:
     """Parameters of one dtype that are gathered and reduced together.
 
     Attributes:
-        shard: this rank's range, of the parameters' dtype; the truth about their values.
-        pieces: what the parameters' leaves know of each other.
-        sharded_params: the parameters as people see them.
-        unit: a weak reference to the unit that it is of.
-        whole: the gathered range, of the dtype of computation; None until memory is assigned.
-        parts: the parameters in it, with version counters of their own, which those of `views` are: see `versions`.
-        views: the parameters as they are gathered.
-        unsharded_params: the parameters as modules compute with them: views, or ShardedTensors over those.
-        node: the autograd node of `views`; None where all are frozen.
+        shard: this rank's range, of the parameters' dtype: the authoritative values. On the CPU with offloading.
+        sharded_params: the parameters as users see them.
+        unsharded: the all-gather output, of `compute_dtype`; None until a buffer is assigned.
+        parts: the parameters in it, with version counters of their own; see `versions`.
+        unsharded_params: what modules compute with: outputs of one autograd node over `parts`, or ShardedTensors over
+            such.
+        node: that node; None where all parameters are frozen.
         trains: which parameters require a gradient.
-        grad_dtype, grad_dtypes: of the gradients; of each parameter's where they differ, else None.
-        is_packed: whether, for all that is known, the leaves are views of `shard`.
-        coalesced: the collective of several units that gathers it, if there is one.
-        changes: how often a leaf was replaced, or let require a gradient or not; see `upkeep`.
+        changes: how often a leaf was replaced, or its ``requires_grad`` set.
+        state: a weak reference to the FSDPState.
+        on_gradients: called by `node` with the gradients of unsharded parameters.
     """
 
-    is_offloaded = False  # whether shards and gradients lie elsewhere than the whole
-
     def __init__(
-        self, params_info: Sequence[ParamInfo], data_mesh: DataMesh, device: torch.device, policy: MixedPrecisionPolicy
+        self,
+        params_info: Sequence[ParamInfo],
+        data_mesh: DataMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
     ) -> None:
         self.params_info, self.data_mesh, self.device, self.policy = list(params_info), data_mesh, device, policy
+        self.is_offloaded = isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu"
+        self._pins = isinstance(offload_policy, CPUOffloadPolicy) and self.is_offloaded and offload_policy.pin_memory
         params = [info.param for info in params_info]
-        self.dtype = params[0].dtype
-        self.trains = tuple(param.requires_grad for param in params)
-        self.divisor = float(data_mesh.size)  # of summed gradients
-        self.accumulated = AccumulatedGradients(data_mesh.replicate)
-        self.settle_dtypes()
-        self.global_shapes = [tuple(param.shape) for param in params]
+        self.dtype, self.trains = params[0].dtype, tuple(param.requires_grad for param in params)
         self.shapes = [tuple(info.values.shape) for info in params_info]
-        self.ranges = ranges_of(self.params_info, data_mesh.shard.size)
-        self._cuts = self.ranges.cuts(self.index)
-        self._all_cuts = self.ranges.all_cuts()
-        self._gaps = [i for i, size in enumerate(self._all_cuts) if not i % 2 and size]
-        self._own_parting = _parting(self._cuts)
-        self.shard = self._own_range()
-        self._reshaped: list[tuple[int, ShardPlacement, tuple[int, ...]]] = []
-        self.pieces = self._known_pieces()
-        self.sharded_params = [self._shell(i, piece) for i, piece in enumerate(self._pieces(self.shard))]
-        self.whole: torch.Tensor | None = None
-        self.parts: list[torch.Tensor] = []
-        self.views: tuple[torch.Tensor, ...] = ()
-        self.unsharded_params: tuple[torch.Tensor, ...] = ()
-        self.node: Any = None
+        ranges = ranges_of(self.params_info, data_mesh.shard.size)
+        self.bucket = Bucket([info.form for info in params_info], self.shapes, ranges, data_mesh.shard.index)
+        self.shard = self._first_shard()
+        self.sharded_params: list[ShardedTensor] = []
+        offload_to = _to_cpu(self._pins) if self.is_offloaded else None
+        self.gradients = GroupGradients(self.bucket, data_mesh, self.sharded_params, offload_to)
+        self._use_pieces(has_hooks=False)
+        for i, shard in enumerate(self.bucket.flat_shards(self.shard)):
+            self.sharded_params.append(self._sharded(i, shard))
+        self.settle_dtypes()
         self.state: Callable[[], Any] = type(None)
-        self.position = 0  # among the groups that are reduced together
-        self.version = -1
-        self.gathers_by = data_mesh.shard
-        self.coalesced: Any = None
         self.changes = 0
-        self.is_packed = True
+        self._is_packed = True  # for all that is known, the leaves are views of `shard`
         self._writes_before = 0  # into earlier shards
-        self.syncs = True
-        self.on_gradients: Callable[[Sequence[ParamGroup], Sequence[Grads]], None] | None = None
-        self.held: Grads | None = None  # gradients that wait to be reduced
+        self.unsharded: torch.Tensor | None = None
+        self.node: Any = None
+        self.forget()
 
     def settle_dtypes(self) -> None:
-        """Set the dtypes of computation, reductions and gradients."""
+        """Set the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.settle_grad_dtypes()
-        wanted = self.compute_dtype if self.grad_dtype == self.dtype else self.grad_dtype
-        self.reduce_dtype = self.policy.reduce_dtype or wanted
-        self.accumulated.dtype = self.reduce_dtype
-        self.divide_by(self.divisor)
 
     def settle_grad_dtypes(self) -> None:
-        """Make the gradients to come of the dtypes that users set; the next forward also has them summed in these."""
+        """Make the gradients to come of the dtypes that users set."""
         asked = [grad_dtype_of(info.param) for info in self.params_info]
-        self.grad_dtype = reduce(torch.promote_types, asked)
-        self.grad_dtypes = None if all([dtype == self.grad_dtype for dtype in asked]) else asked
+        widest = reduce(torch.promote_types, asked)
+        wanted = self.compute_dtype if widest == self.dtype else widest
+        self.gradients.settle(asked, widest, self.policy.reduce_dtype or wanted)
 
-    # -- shards -----------------------------------------------------------------------------------------------------
+    # -- sharded parameters -------------------------------------------------------------------------------------------
 
-    def _own_range(self) -> torch.Tensor:
-        is_meta = self.params_info[0].param.is_meta
-        shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device="meta") if is_meta else self._empty_shard()
-        if not is_meta:
-            for i, (info, piece) in enumerate(zip(self.params_info, self._stretches(shard), strict=True)):
-                start, stop = self.ranges.piece(i, self.index)
-                if start < stop:
-                    piece.copy_(info.form.stored(info.values)[start:stop])
+    def _first_shard(self) -> torch.Tensor:
+        if self.params_info[0].param.is_meta:
+            return torch.zeros(self.bucket.chunk, dtype=self.dtype, device="meta")
+        device = None if self.is_offloaded else self.device
+        shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=device, pin_memory=self._pins)
+        for i, (info, part) in enumerate(zip(self.params_info, self.bucket.flat_shards(shard), strict=True)):
+            start, stop = self.bucket.ranges.piece(i, self.bucket.index)
+            if start < stop:
+                part.copy_(info.form.stored(info.values)[start:stop])
         return shard
 
-    def _empty_shard(self) -> torch.Tensor:
-        return torch.zeros(self.ranges.chunk, dtype=self.dtype, device=self.device)
-
-    def _shell(self, i: int, piece: torch.Tensor) -> ShardedTensor:
-        form, inner, sizes = (
-            self.params_info[i].form,
-            self.params_info[i].inner,
-            self.params_info[i].sizes(self.ranges, i),
-        )
+    def _sharded(self, i: int, shard: torch.Tensor) -> ShardedTensor:
+        """The sharded parameter over a flat shard."""
+        info = self.params_info[i]
+        form, inner, sizes = info.form, info.inner, info.sizes(self.bucket.ranges, i)
         if inner is None:
             group = self.data_mesh.whole
             spec = form.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
         else:
             group = inner.joint
             spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
-        layout = bind_named(spec, self.global_shapes[i], mesh_of(group))
+        layout = bind_named(spec, tuple(info.param.shape), mesh_of(group))
         if not layout.packed:
             shape = layout.local_shape(group.rank)
-            self._reshaped.append((i, form, shape))
-            piece = form.as_param(piece, shape)
-        leaf = piece.detach().requires_grad_(self.trains[i])
+            self.bucket.reshape(i, shape)
+            shard = form.as_param(shard, shape)
+        leaf = shard.detach().requires_grad_(self.trains[i])
         self._number(leaf, i)
         return wrap(leaf, layout, spec, group)
 
-    def _known_pieces(self) -> Pieces:
-        """What the leaves know of each other, in the present range."""
-        *starts, _ = accumulate(self._cuts)
-        return Pieces(self.shard, tuple(starts[::2]))
+    def _use_pieces(self, has_hooks: bool) -> None:
+        """Let optimizers know that the leaves to come are pieces of `shard`."""
+        self.gradients.pieces = self._pieces = Pieces(self.shard, self.bucket.starts)
+        self._pieces.has_hooks = has_hooks
 
     def _number(self, leaf: torch.Tensor, i: int) -> None:
-        if leaf.is_contiguous():  # another order of elements is none of a piece of memory
-            leaf._piece = self.pieces, i  # type: ignore[attr-defined]
+        if leaf.is_contiguous():  # in another order of elements it is no piece of memory
+            leaf._piece = self._pieces, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
         """Make the parameter objects the sharded parameters, for everyone who holds them; a gradient comes along."""
@@ -164,113 +146,43 @@ class ParamGroup(ParamGroupGradients):
             sharded.grad, self.sharded_params[i] = grad, sharded
             join(sharded, self, i)
 
+    def is_aliased(self) -> bool:
+        """Whether all parameters are views of `shard` that this group made."""
+        return self._is_packed and all(
+            sharded._local.data_ptr() == shard.data_ptr() and sharded.dtype == self.dtype and sharded._flat is self
+            for sharded, shard in zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)
+        )
+
     @torch.inference_mode(False)
     def repack(self) -> None:
-        """Take the parameters, wherever their leaves lie by now, into a new range, and make their leaves views of it.
+        """Copy the parameters, wherever their leaves lie by now, into a new shard, and make their leaves views of it.
 
         Gradients and hooks come along.
         """
         leaves = [sharded._local for sharded in self.sharded_params]
-        self.dtype = leaves[0].dtype
-        self.trains = tuple(leaf.requires_grad for leaf in leaves)
+        self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
-        self.shard = torch.zeros(self.ranges.chunk, dtype=self.dtype, device=leaves[0].device)
+        self.shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=leaves[0].device)
         self.settle_dtypes()
-        had_hooks, self.pieces = self.pieces.has_hooks, self._known_pieces()
-        self.pieces.has_hooks = had_hooks
-        for i, (sharded, leaf, piece) in enumerate(
-            zip(self.sharded_params, leaves, self._pieces(self.shard), strict=True)
-        ):
-            piece.copy_(leaf.detach())
-            fresh: Any = piece.detach().requires_grad_(leaf.requires_grad)
+        self._use_pieces(self._pieces.has_hooks)
+        for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)):
+            leaf = sharded._local
+            shard.copy_(leaf.detach())
+            fresh: Any = shard.detach().requires_grad_(leaf.requires_grad)
             self._number(fresh, i)
             keep_grad_dtype(leaf, fresh)
-            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no piece of a flat gradient any more
+            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no view of a flat gradient any more
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
             join(sharded, self, i)
             sharded._replace_local(fresh)
-        self.is_packed = True
+        self._is_packed = True
 
     def show_sharded(self) -> None:
-        """Let modules show the sharded parameters, in their turn."""
+        """Put the sharded parameters into the modules."""
         for info, sharded in zip(self.params_info, self.sharded_params, strict=True):
             for owner, name in info.homes:
                 owner._parameters[name] = sharded  # type: ignore[assignment]
-
-    # -- the whole --------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the gathered range."""
-        return self.ranges.total * self.compute_dtype.itemsize
-
-    def use_buffer(self, memory: torch.Tensor) -> None:
-        """Be gathered into `memory`, bytes, from now on; views are to be made then."""
-        whole = memory[: self.whole_bytes].view(self.compute_dtype)
-        self.whole, self.parts = whole, self.parts_of(whole)
-        self._own = whole.narrow(0, self.index * self.ranges.chunk, self.ranges.chunk)
-
-    def forget(self) -> None:
-        """Hold no memory to be gathered into."""
-        self.whole = self.node = self.on_gradients = self.coalesced = None
-        self._own = self.shard
-        self.parts, self.views, self.unsharded_params, self.gathers_by = [], (), (), self.data_mesh.shard
-
-    def make_views(self) -> None:
-        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them.
-
-        Those of groups that are coalesced are made together, of one node: it runs when it has all their gradients.
-        """
-        _make_views([self] if self.coalesced is None else self.coalesced.param_groups)
-
-    def _take_views(self, made: Iterator[torch.Tensor]) -> None:
-        parts = zip(self.trains, self.parts, strict=True)
-        self.views = tuple(_filled(next(made), part) if trains else part for trains, part in parts)
-        self.node = self.views[self.trains.index(True)].grad_fn if any(self.trains) else None
-        for view in self.views:
-            view._is_param = True
-        self.unsharded_params = tuple(
-            view if info.inner is None else info.inner.around(view)
-            for info, view in zip(self.params_info, self.views, strict=True)
-        )
-        for unsharded_params in self.unsharded_params:
-            node: Any = unsharded_params.grad_fn
-            if node is not None and node is not self.node:  # a DTensor's, between the view and the module
-                node._set_sequence_nr(_LAST)
-
-    def outputs(self) -> list[torch.Tensor]:
-        """What the autograd node of the trained parameters returns: the dtype of each is that of its gradient.
-
-        Where ranks besides the data ranks sum gradients of copies, they are to do so in `reduce_dtype`.
-        """
-        parts = [part.detach() for part, trains in zip(self.parts, self.trains, strict=True) if trains]
-        if self.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
-            return parts
-        trained = [info for info, trains in zip(self.params_info, self.trains, strict=True) if trains]
-        has_neighbours = any(info.inner is not None for info in self.params_info)
-        wide = torch.empty((), dtype=self.reduce_dtype, device=self.device)
-        for info, part in zip(trained, parts, strict=True):
-            if info.may_be_summed(has_neighbours):
-                part.data = wide.expand(part.shape)  # `_filled` gives it its memory back; the version counter stays
-        return parts
-
-    def parts_of(self, group: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in `flat`: tensors with a version of their own, which gathers never count."""
-        return [part.data for part in self.cut_up(group)[0]]
-
-    def gather(self) -> Pending:
-        """Start to gather; the caller chose the stream."""
-        assert self.whole is not None, "a buffer is assigned before anything is gathered"
-        source = self.present_range()
-        if self.whole.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers in place, best within one memory
-            source = self._own.copy_(source)
-        return self.gathers_by.all_gather_into(self.whole, source)
-
-    def present_range(self) -> torch.Tensor:
-        """This rank's range, of which a gather is to be made now."""
-        self.version = self.writes
-        return self.shard
 
     @property
     def writes(self) -> int:
@@ -278,47 +190,105 @@ class ParamGroup(ParamGroupGradients):
         return self.shard._version + self._writes_before
 
     def leaf_changed(self, is_replaced: bool) -> None:
-        """Record that a parameter has another leaf, or one that requires a gradient or does so no longer."""
+        """Record that a parameter has another leaf, or another ``requires_grad`` or ``grad_dtype``."""
         self.changes += 1
         if is_replaced:
-            self.is_packed = False
+            self._is_packed = False
             self._writes_before += 1
+
+    # -- unsharded parameters -----------------------------------------------------------------------------------------
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the all-gather output."""
+        return self.bucket.total * self.compute_dtype.itemsize
+
+    def use_buffer(self, memory: torch.Tensor) -> None:
+        """Gather into `memory`, bytes, from now on; `make_views` comes next."""
+        self.unsharded = memory[: self.unsharded_bytes].view(self.compute_dtype)
+        self._own = self.bucket.own(self.unsharded)
+        self.parts = [part.data for part in self.bucket.views(self.unsharded)[0]]  # each with a version of its own
+
+    def forget(self) -> None:
+        """Hold no buffer."""
+        self.unsharded = self.node = None
+        self.on_gradients: Callable[[ParamGroup, Grads], None] | None = None
+        self.gathers_by = self.data_mesh.shard
+        self._own, self.parts = self.shard, list[torch.Tensor]()
+        self.unsharded_params: tuple[torch.Tensor, ...] = ()
+        self._gathered_writes = -1
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # the first forward may be one without
+    def make_views(self) -> None:
+        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
+        self.node, made = None, iter(())
+        if any(self.trains):
+            anchor = torch.empty(0, device=self.device, requires_grad=True)
+            made = iter(_Unsharded.apply(anchor, self))
+        views = [_filled(next(made), part) if is_trained else part for is_trained, part in zip(self.trains, self.parts)]  # noqa: B905
+        found = []
+        for info, view in zip(self.params_info, views, strict=True):
+            view._is_param = True
+            found.append(view if info.inner is None else info.inner.around(view))
+            node: Any = found[-1].grad_fn
+            if node is not None:
+                node._set_sequence_nr(_LAST)  # a DTensor has another between the view and the module
+        self.unsharded_params = tuple(found)
+        if any(self.trains):
+            self.node = views[self.trains.index(True)].grad_fn
+            self.node._set_sequence_nr(_LAST)
+
+    def node_outputs(self) -> list[torch.Tensor]:
+        """What the autograd node returns for trained parameters: the dtype of each is that of its gradient.
+
+        Where other ranks than the data ranks sum gradients of replicas, they do so in the dtype of reductions.
+        """
+        trained = [
+            (info, part) for info, part, trains in zip(self.params_info, self.parts, self.trains, strict=True) if trains
+        ]
+        parts = [part.detach() for _, part in trained]
+        if self.gradients.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
+            return parts
+        has_neighbours = any(info.inner is not None for info in self.params_info)
+        wide = torch.empty((), dtype=self.gradients.reduce_dtype, device=self.device)
+        for (info, _), part in zip(trained, parts, strict=True):
+            if info.may_be_summed(has_neighbours):
+                part.data = wide.expand(part.shape)  # without memory; `_filled` replaces it
+        return parts
+
+    def gather(self) -> Pending:
+        """Start the all-gather, in the current stream."""
+        assert self.unsharded is not None, "a buffer is assigned before anything is gathered"
+        self._gathered_writes = self.writes
+        source = self.shard
+        if self.is_offloaded:
+            source = self._own.copy_(source, non_blocking=self._pins)
+        elif self.unsharded.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers best in place
+            source = self._own.copy_(source)
+        return self.gathers_by.all_gather_into(self.unsharded, source)
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether it was gathered, and not written since."""
-        return self.version == self.writes
+        """Whether the parameters were gathered, and not written since."""
+        return self._gathered_writes == self.writes
 
-    def check_unchanged(self) -> None:
+    def check_unwritten(self) -> None:
         """Refuse to gather again, for a backward, what was written since the forward."""
-        if self.version not in (-1, self.writes):
+        if self._gathered_writes not in (-1, self.writes):
             raise written_too_early(self.params_info)
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()  # the first forward may be one without
-def _make_views(param_groups: Sequence[ParamGroup]) -> None:
-    trained = [group for group in param_groups if any(group.trains)]
-    made = _Gathered.apply(_anchor(param_groups[0].device), trained) if trained else ()
-    left = iter(made)
-    for group in param_groups:
-        group._take_views(left)
-    if made:
-        made[0].grad_fn._set_sequence_nr(_LAST)
-
-
-class _Gathered(torch.autograd.Function):
-    """From nothing to the gathered parameters; backward hands their gradients to the groups."""
+class _Unsharded(torch.autograd.Function):
+    """From nothing to the unsharded parameters; backward passes their gradients to the group."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, param_groups: Sequence[ParamGroup]) -> tuple[torch.Tensor, ...]:
-        ctx.param_groups = list(
-            map(weakref.ref, param_groups)
-        )  # the collector does not see that the groups' views hold this node
-        ctx.trains = [group.trains for group in param_groups]
-        ctx.names = [info.name for group in param_groups for info in group.params_info]
+    def forward(ctx: Any, anchor: torch.Tensor, group: ParamGroup) -> tuple[torch.Tensor, ...]:
+        ctx.group = weakref.ref(group)  # the collector does not see that the group's views hold this node
+        ctx.names = [info.name for info in group.params_info]
+        ctx.trains = None if all(group.trains) else group.trains
         ctx.set_materialize_grads(False)
-        return tuple(part for group in param_groups for part in group.outputs())
+        return tuple(group.node_outputs())
 
     @staticmethod
     @untraced(UNCOMPILED)
@@ -329,30 +299,27 @@ class _Gathered(torch.autograd.Function):
                 {"parameters": ", ".join(ctx.names[:4])},
                 fix="keep what needs second derivatives out of fully_shard",
             )
-        param_groups: list[ParamGroup] = [group() for group in ctx.param_groups]
-        if None not in param_groups:
+        group: ParamGroup | None = ctx.group()
+        if group is not None:
+            assert group.on_gradients is not None, "a group whose views are used belongs to a runtime"
             found = iter(grads)
-            each = [[next(found) if trains else None for trains in mask] for mask in ctx.trains]
-            on_gradients = param_groups[0].on_gradients
-            assert on_gradients is not None, "groups whose views are used belong to a runtime"
-            on_gradients(param_groups, each)
+            group.on_gradients(
+                group, grads if ctx.trains is None else [next(found) if trains else None for trains in ctx.trains]
+            )
         return None, None
 
 
+def _to_cpu(pins: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what starts to copy a tensor to the CPU."""
+
+    def start(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=pins).copy_(x, non_blocking=pins)
+
+    return start
+
+
 def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """An output of the node over the gathered bytes; one without memory only says the dtype of the gradient."""
+    """An output of the node over the gathered values; one without memory only says the dtype of the gradient."""
     if view.dtype != part.dtype:
         view.data = part
     return view
-
-
-def _parting(cuts: list[int]) -> tuple[list[int], slice]:
-    """Gaps and pieces in turn, as sizes to split by, and where the pieces are then; gaps of nothing are left out."""
-    *gaps, last = cuts[::2]
-    if any(gaps):
-        return cuts, slice(1, None, 2)
-    return cuts[1::2] + ([last] if last else []), slice(len(gaps))
-
-
-def _anchor(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, device=device, requires_grad=True)

@@ -1,6 +1,6 @@
-"""`PostForwardMesh`: keep more of a unit after forward than a rank's own, so that backward gathers from few ranks only.
+"""`PostForwardMesh`: keep more of a module after forward than a rank's shard, so that backward gathers from few ranks.
 
-With ``reshard_after_forward=n`` every n consecutive ranks hold a unit together between its forward and its backward.
+With ``reshard_after_forward=n`` every n consecutive ranks hold a module together between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reshard = bool | int | None
 
 
 def read_reshard(given: Reshard, group: Group) -> Reshard:
-    """What ``reshard_after_forward`` means for a shard group: None, a bool, or a divisor between 1 and its size.
+    """Return what ``reshard_after_forward`` means for a shard group: None, a bool, or a divisor of its size.
 
     Raises:
         LayoutError: it does not divide the size.
@@ -38,52 +38,44 @@ def read_reshard(given: Reshard, group: Group) -> Reshard:
 
 
 class PostForwardMesh:
-    """The parts of a unit's groups that this rank keeps from forward to backward.
+    """What this rank keeps of a module's parameters from forward to backward.
 
     Args:
-        param_groups: the unit's.
+        param_groups: of the module.
         shard: the ranks of one copy; all of them make this.
-        ranks: how many consecutive ones hold the unit together.
+        ranks: how many consecutive ones hold the module together.
     """
 
     def __init__(self, param_groups: Sequence[ParamGroup], shard: Group, ranks: int) -> None:
-        self.param_groups, self.ranks = param_groups, ranks
+        self._param_groups, self._ranks = param_groups, ranks
         first = shard.index // ranks * ranks
         self.group = shard.subgroup(list(shard.ranks)[first : first + ranks])
-        self._kept: list[torch.Tensor] = []
-        self._is_filled = False
+        self.forget()
 
     def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
-        """The same of a copy of the unit."""
+        """Return the same for a copy of the module."""
         twin = copy.copy(self)
-        twin.param_groups = param_groups
+        twin._param_groups = param_groups
         twin.forget()
         return twin
 
     def forget(self) -> None:
         """Keep nothing."""
-        self._kept, self._is_filled = [], False
+        self._kept: list[torch.Tensor] = []
+        self._is_filled = False
 
     def gather(self, is_again: bool) -> list[Pending]:
-        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the near ones' parts."""
+        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the parts of `group`."""
+        wholes = [group.unsharded for group in self._param_groups if group.unsharded is not None]
         if is_again and self._is_filled:
-            return [self.group.all_gather_into(whole, kept) for whole, kept in self._pairs()]
-        for pending in [group.gather() for group in self.param_groups]:
+            return [self.group.all_gather_into(*pair) for pair in zip(wholes, self._kept, strict=True)]
+        for pending in [group.gather() for group in self._param_groups]:
             pending.wait()
         self._is_filled = torch.is_grad_enabled()
         if self._is_filled:
-            self._fill()
+            if not self._kept:
+                with torch.inference_mode(False):
+                    self._kept = [whole.new_empty(whole.numel() // self._ranks) for whole in wholes]
+            for whole, kept in zip(wholes, self._kept, strict=True):
+                kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
         return []
-
-    def _fill(self) -> None:
-        if not self._kept:
-            with torch.inference_mode(False):
-                self._kept = [whole.new_empty(whole.numel() // self.ranks) for whole in self._wholes()]
-        for whole, kept in self._pairs():
-            kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
-
-    def _wholes(self) -> list[torch.Tensor]:
-        return [group.whole for group in self.param_groups if group.whole is not None]
-
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self._wholes(), self._kept, strict=True))

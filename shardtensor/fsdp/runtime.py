@@ -1,78 +1,95 @@
-"""`Runtime`: one for each model; it gathers units around forward and backward, and starts reductions."""
+"""`Runtime`: one for each model; it gathers parameters around forward and backward, ahead of the work or on demand."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from shardtensor.comm.untraced import untraced
-from shardtensor.fsdp.autograd import next_generation, written_too_early
+from shardtensor.errors import AbsentRankError
 from shardtensor.fsdp.buffers import assign_buffers
-from shardtensor.fsdp.checks import ParameterWatch, check_place, refuse_transform, take_in
-from shardtensor.fsdp.order import BackwardRoot, ExecutionOrder
+from shardtensor.fsdp.checks import ParameterWatch, check_device, refuse_transform, reset_sharded_params
+from shardtensor.fsdp.order import ExecutionOrder
 from shardtensor.fsdp.outside import UNCOMPILED
-from shardtensor.fsdp.reducer import BUFFERS, GradientReducer
-from shardtensor.fsdp.state import SHARDED, FSDPState, states_in
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.reducer import GradientReducer
+from shardtensor.fsdp.state import SHARDED, UNSHARDED, FSDPState, states_in
 from shardtensor.fsdp.streams import Streams
-from shardtensor.fsdp.unshard import Unsharding
 from shardtensor.fsdp.unused import UnusedCheck, names_of
+from shardtensor.fsdp.versions import next_generation, written_too_early
+from shardtensor.layout.ranges import REDUCE_BUFFERS
 
 _nothing: Callable[[], Any] = type(None)
 _in_backward = torch._C._current_graph_task_id
+_version = attrgetter("shard._version")
 
 
-class Runtime(Unsharding):
-    """Made in the first call of a module that no other running module holds; shared by all units in that module."""
+class Runtime:
+    """Made in the first call of a module that no other running module holds; shared by all states in that module.
+
+    Attributes:
+        states: of the modules, outer ones first.
+        is_current: False after another runtime took over a state, or `free_gathered`.
+        is_stale: whether options have changed that buffers depend on.
+        has_grad: whether the present forward, or the last one, was called with gradients enabled.
+        generation: of parameters' values; another one where an all-gather finds others than the last.
+        post_optim_event: `FSDPModule.set_post_optim_event`.
+    """
 
     def __init__(self, states: list[FSDPState]) -> None:
         self.states = states
-        self.device = states[0].device
-        self.is_current = True
-        self.streams, self.gathers = states[0].streams, states[0].streams.stream()
+        self.is_current, self.is_stale, self.has_grad = True, False, False
+        self.streams = states[0].streams
+        self.gathers = self.streams.stream()
+        self.post_optim_event: Any = None
+        self.generation, self._writes = next_generation(), -1
         self._param_groups = [group for state in states for group in state.param_groups]
         self._group = states[0].data_mesh.whole
         self.order = ExecutionOrder(self._group, lambda number: self.states[number].title)
         is_exact = any(state.find_unused for state in states)
         self._unused = UnusedCheck(states[0].data_mesh, names_of(states), self.streams, is_exact, self.order.explain)
-        self.reducer = self._new_reducer()
-        self._leaving: list[int] = []  # units in the order in which their forward ended in this pass, ...
-        self._needs: list[bool] = []  # ... and whether their backward may need parameters
-        self._left: dict[Hashable, list[int]] = {}  # by kind of forward, those whose backward does on any rank
-        self._kind: Hashable = None
-        self._root = BackwardRoot(states)
+        self._kind: Hashable = None  # of the forward: those of one kind visit the same states
+        self._leaving: list[tuple[int, bool]] = []  # states that left a forward, and whether backward may need them
+        self._left: dict[Hashable, list[int]] = {}  # by kind, those that it needs on any rank, last ones first
+        self._entered: dict[Hashable, int] = {}  # kinds of the forwards since the last backward: the state called
+        self._scope: tuple[int, ...] = ()  # the states that were called before the present backward
+        self._expected: list[int] = []  # the states that it gathers again
+        self._inside: dict[int, list[FSDPState]] = {}  # by number, the states in a module
         self._last: FSDPState | None = None  # visited; its parameters are in use
-        self._kept_groups = self._find_kept_groups()
-        self._depth, self._is_backward, self.has_grad, self._has_kept = 0, False, False, False
-        self.generation = next_generation()  # of parameters' values; another where a gather finds others than the last
-        self._writes = -1
-        self._watch = ParameterWatch(states)
+        self._depth, self._is_backward = 0, False
+        self._ending: Callable[[], Any] = _nothing  # of the backward that runs: returns None when that broke off
         self._seen_training: dict[Hashable, int] = {}
-        self._trains = self._who_train()
-        self.reducer.set_order(self._trains)
-        self._ending: Callable[[], Any] = _nothing  # of the backward that runs: gives None when that broke off
-        self.keeps_some = any(state.keeps_after_backward for state in states)
-        self._offloads = any(group.is_offloaded for state in states for group in state.param_groups)
-        self._runs_far = any(ahead != 1 for state in states for ahead in state.ahead)
-        self.is_stale = False
-        self.post_optim_event: Any = None
+        self._trains = -1
+        self._set_up(REDUCE_BUFFERS)
+
+    def _set_up(self, buffers: int) -> None:
+        """Make what depends on the parameters as they are now."""
+        self.reducer = GradientReducer(
+            self._param_groups, self.streams, self._unused, self.start_backward, self.order.explain
+        )
+        if buffers != REDUCE_BUFFERS:
+            self.reducer.resize(buffers)
+        self._set_trains(self._who_trains())
+        self._watch = ParameterWatch(self.states)
 
     @classmethod
     def over(cls, entered: FSDPState) -> Runtime:
-        """The runtime of the states in the module that is called."""
+        """Make the runtime of the states in the module that is called."""
         refuse_transform(entered)
         states: list[FSDPState] = []
         for name, state in states_in(entered.module):
             state.index, state.name, state.is_kept = len(states), name, False
             states.append(state)
         for state in states:
-            take_in(state)
+            reset_sharded_params(state)
             state.settle()
             if state.runtime is not None:
                 state.runtime.is_current = False
-        check_place(states)
+        check_device(states)
         assign_buffers(states)
         streams = Streams(entered.device)
         for state in states:
@@ -83,20 +100,31 @@ class Runtime(Unsharding):
             state.make_swaps()
         return runtime
 
-    # -- forward ----------------------------------------------------------------------------------------------------
+    def is_running(self) -> bool:
+        """Whether a forward or a backward of its modules is going on."""
+        return self._depth > 0 or _in_backward() >= 0
 
-    def enter(self, state: FSDPState) -> None:
+    def _states_in(self, number: int) -> list[FSDPState]:
+        """The states in the modules of one."""
+        if number not in self._inside:
+            found = (state for module in self.states[number].modules for _, state in states_in(module))
+            self._inside[number] = list(dict.fromkeys(found))
+        return self._inside[number]
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, state: FSDPState) -> None:
         """Gather `state` before its forward."""
         if not self._depth:
             if _in_backward() < 0:
-                self._begin(state)
+                self._begin_forward(state)
             else:
                 self.start_backward()
-        if not state.is_at_hand or self.order.is_recording:
-            self._unshard_for(state)
+        if self.order.is_recording or not state.stays_unsharded or state.sharded_state is not UNSHARDED:
+            self._unshard(state)
         self._depth += 1
 
-    def _begin(self, state: FSDPState) -> None:
+    def _begin_forward(self, state: FSDPState) -> None:
         refuse_transform(state)
         if self._is_backward:
             self._break_off()
@@ -105,131 +133,210 @@ class Runtime(Unsharding):
             self._assign_buffers_anew()
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
             self._make_views()
-            for other in self.states:
-                other.make_swaps()
         if not self._watch.holds():
-            self._mend()
+            self._reset_sharded_params()
         self._count_writes()
-        self.has_grad = has_grad = torch.is_grad_enabled()
-        if has_grad:
-            self._root.enter(state)
+        self.has_grad = torch.is_grad_enabled()
+        self._kind = kind = "forward", state.index, self.has_grad, self._trains
+        if self.has_grad:
+            self._entered[kind] = state.index
         if self.post_optim_event is not None:
-            self._wait_for_optimizer()
-        self._kind = ("forward", state.index, has_grad, self._trains)
-        self.order.begin(self._kind)
-        self._leaving, self._needs = [], []
-        kept = self._still_gathered({inner for _, inner in states_in(state.module)}) if self._has_kept else ()
+            if self.streams.is_cuda:
+                self.post_optim_event.wait(self.streams.caller)
+            self.post_optim_event = None
+        self.order.begin(kind)
+        self._leaving = []
         for other in self.states:
-            if other not in kept:
-                other.sharded_state = SHARDED
+            if not other.is_kept or not self._is_unwritten(other):
+                other.sharded_state, other.is_kept = SHARDED, False
+            elif other in self._states_in(state.index):
+                other.is_kept = False
 
-    def _wait_for_optimizer(self) -> None:
-        """Make the gathers of this forward wait for the event that the user gave."""
-        if self.device.type == "cuda":
-            self.post_optim_event.wait(self.streams.caller)
-        self.post_optim_event = None
+    def _is_unwritten(self, state: FSDPState) -> bool:
+        return state.sharded_state is not SHARDED and all([group.is_unwritten for group in state.param_groups])
+
+    def _reset_sharded_params(self) -> None:
+        """Reset what depends on the modules' parameters, which were replaced or converted since the last forward."""
+        self.generation = next_generation()
+        for state in self.states:
+            reset_sharded_params(state)
+        check_device(self.states)
+        if self.reducer.fits():  # complete conversions were found already, when they were made
+            trains = self._who_trains()
+            if trains != self._trains:
+                self._set_trains(trains)
+                self._make_views()
+        else:
+            self.order.clear()
+            for state in self.states:
+                state.is_kept = False
+            assign_buffers(self.states)
+            self._set_up(self.reducer.buffers)
+        for state in self.states:
+            state.make_swaps()
+        self._watch = ParameterWatch(self.states)
+
+    def _make_views(self) -> None:
+        for group in self._param_groups:
+            group.make_views()
+        for state in self.states:
+            state.make_swaps()
+
+    def _who_trains(self) -> int:
+        """A number for which parameters require a gradient now."""
+        trains = tuple(group.trains for group in self._param_groups)
+        return self._seen_training.setdefault(trains, len(self._seen_training))
+
+    def _set_trains(self, trains: int) -> None:
+        self._trains = self.reducer.trains = trains
+
+    def _count_writes(self) -> None:
+        writes = sum(map(_version, self._param_groups))
+        if writes != self._writes:
+            self._writes, self.generation = writes, next_generation()
+
+    def post_forward(self) -> None:
+        """End the forward of a state, and the pass with the outermost one."""
+        self._depth -= 1
+        if self._depth or _in_backward() >= 0:
+            return
+        is_recording = self.order.is_recording
+        for number in self.order.end():
+            self._gather(self.states[number])
+        if is_recording:
+            self._record()
+        if not torch.is_grad_enabled():
+            self.gathers.join()
+        if any([group.is_offloaded for group in self._param_groups]):
+            self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
+
+    def leaves(self, state: FSDPState, is_needed: bool) -> None:
+        """Record that a forward leaves `state`, and whether a backward may need its parameters."""
+        if self.order.is_recording and not self._is_backward:
+            self._leaving.append((state.index, is_needed))
+
+    def _record(self) -> None:
+        """Record the order of groups in a forward, and of the states that its backward gathers."""
+        self.reducer.record(group for number in self.order.recorded for group in self.states[number].param_groups)
+        needed = bytes([1, *(is_needed for _, is_needed in self._leaving)])
+        # An output may require a gradient on some ranks only.
+        on_any = list(map(any, zip(*self._group.exchange(needed), strict=True)))[1:]
+        left = [number for (number, _), is_needed in zip(self._leaving, on_any, strict=True) if is_needed]
+        before = self._left.get(self._kind, []) if self.order.has_left_order else []
+        self._left[self._kind] = list(dict.fromkeys([*left[::-1], *before])) if before else left[::-1]
+
+    def abandon(self) -> None:
+        """End a forward that raised."""
+        self._depth -= 1
 
     def reset(self) -> None:
-        """Forget all that a broken forward or backward left, and gradients that wait."""
+        """Forget all that a broken forward or backward left, and accumulated gradients."""
         self._depth, self._last = 0, None
         self._break_off()
         for state in self.states:
             self.reshard(state)
             state.finish()
             for group in state.param_groups:
-                group.accumulated.drop()
+                group.gradients.forget()
         self.gathers.join()
 
-    def _mend(self) -> None:
-        """Reset what depends on the modules' parameters, which were replaced or converted since the last forward."""
-        self.generation = next_generation()
+    # -- all-gathers --------------------------------------------------------------------------------------------------
+
+    def _unshard(self, state: FSDPState) -> None:
+        """Gather a state in its turn and wait for it; start to gather those that come next."""
+        for number in self.order.visit(state.index, state.sharded_state is not SHARDED or not state.param_groups):
+            self._gather(self.states[number])
+        try:
+            state.wait()
+        except AbsentRankError:
+            self.order.explain(state.index)
+            raise
+        self._last = state
+        left, needed_first = state.ahead[self._is_backward], set[FSDPState]()
+        for number in self.order.upcoming():
+            following = self.states[number]
+            if following.has_own_buffer and following.sharded_state is not SHARDED:
+                continue
+            if not self._is_free(following) or following.buffer.holder in needed_first:
+                return
+            self._gather(following)
+            needed_first.add(following)
+            left -= 1
+            if not left:
+                return
+
+    def _gather(self, state: FSDPState) -> None:
+        if state.sharded_state is SHARDED:
+            holder = state.buffer.holder
+            if holder is not None:
+                holder.make_room_for(state)
+            if self._is_backward:
+                for group in state.param_groups:
+                    group.check_unwritten()
+            state.gather(self.gathers, self._is_backward)
+        if self._is_backward:
+            self.reducer.skip(state.param_groups)
+
+    def _is_free(self, state: FSDPState) -> bool:
+        holder = state.buffer.holder
+        return holder is None or holder is state or not (holder.is_running or holder is self._last)
+
+    def unshard(self, state: FSDPState) -> None:
+        """Start to gather `state` now, so that its next forward has no need to."""
+        is_between = not self.is_running()
+        if not state.has_own_buffer:
+            state.is_asked = self.is_stale = True
+        if is_between:
+            if self._is_backward:
+                self._break_off()
+            if self.is_stale:
+                self._assign_buffers_anew()
+            self._count_writes()
+            if not state.is_kept:
+                state.sharded_state = SHARDED
+        holder = state.buffer.holder
+        is_taken = holder is not None and holder.is_kept and not state.has_own_buffer
+        if state.sharded_state is SHARDED and not is_taken and self._is_free(state):
+            self._gather(state)
+            state.is_kept = is_between
+
+    def reshard(self, state: FSDPState) -> None:
+        """Gather `state` again before its next use."""
+        state.is_kept = False
+        if not state.is_running:
+            state.sharded_state = SHARDED
+
+    def _assign_buffers_anew(self) -> None:
+        """Assign buffers by the options as they are now, unless on some rank a graph needs what lies in one."""
+        is_idle = all(state.buffer.is_idle for state in self.states)
+        if not all(map(any, self._group.exchange(bytes([is_idle])))):
+            return  # the next forward tries again
+        self.is_stale = False
+        self.order.clear()
+        kept = [state for state in self.states if state.is_kept and state.sharded_state is not SHARDED]
+        values: list[Any] = []
+        for state in kept:
+            state.wait()
+            values.append([group.unsharded for group in state.param_groups])
         for state in self.states:
-            take_in(state)
-        check_place(self.states)
-        if not self.reducer.fits():  # complete conversions were taken in already, when they were made
-            self.order.clear()
-            self._keep_only(())
-            assign_buffers(self.states)
-            self.reducer = self._new_reducer(self.reducer.buffers)
-            self.reducer.set_order(self._trains)
-        trains = self._who_train()
-        if trains != self._trains:
-            self._trains = trains
-            self.reducer.set_order(trains)
-            self._make_views()
+            state.settle()
+        assign_buffers(self.states)
+        self.reducer.resize(max([REDUCE_BUFFERS, *(state.reductions_ahead for state in self.states)]))
         for state in self.states:
+            state.sharded_state = SHARDED
             state.make_swaps()
-        self._watch = ParameterWatch(self.states)
+        for state, unsharded in zip(kept, values, strict=True):
+            state.move_from(unsharded)
 
-    def _new_reducer(self, buffers: int = BUFFERS) -> GradientReducer:
-        explain = self.order.explain
-        return GradientReducer(self._param_groups, self.streams, self._unused, self.start_backward, explain, buffers)
+    # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _make_views(self) -> None:
-        for group in {id(group.coalesced or group): group for group in self._param_groups}.values():
-            group.make_views()
-
-    def _who_train(self) -> int:
-        """A number for which parameters require a gradient now."""
-        return self._seen_training.setdefault(
-            tuple(group.trains for group in self._param_groups), len(self._seen_training)
-        )
-
-    def is_running(self) -> bool:
-        """Whether a forward or a backward of its modules is going on."""
-        return self._depth > 0 or _in_backward() >= 0
-
-    def leave(self, state: FSDPState) -> None:
-        """End the forward of `state`, and the pass with the outermost one."""
-        self._depth -= 1
-        if self._depth or _in_backward() >= 0:
-            return
-        is_recording = self.order.is_recording
-        for number in self.order.end(len(self._leaving)):
-            self._gather(number)
-        if is_recording:
-            self._record()
-        if self.has_grad:
-            self._root.leave(self._kind, self._left[self._kind])
-        if not torch.is_grad_enabled():
-            self.gathers.join()
-        if self._offloads:
-            self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
-
-    def _record(self) -> None:
-        """Take over what a forward recorded."""
-        self.reducer.record(group for number in self.order.recorded for group in self.states[number].param_groups)
-        blobs = self._group.exchange(bytes([1, *self._needs]))  # an output may require a gradient on some ranks only
-        needed = [any(needs) for needs in zip(*blobs, strict=True)][1:]
-        left = [number for number, is_needed in zip(self._leaving, needed, strict=True) if is_needed]
-        before = self._left[self._kind] if self.order.has_left_order else []
-        self._left[self._kind] = list(dict.fromkeys([*before, *left])) if before else left
-
-    def abandon(self, state: FSDPState) -> None:
-        """End a forward that raised."""
-        self._depth -= 1
-
-    def mark_recompute(self, state: FSDPState) -> None:
-        """Record that a unit ran where autograd records nothing, as in a reentrant checkpoint."""
-        self.reducer.mark_recompute(state.param_groups)
-        if self.order.is_recording:
-            self.leaves(state, True)
-
-    def leaves(self, state: FSDPState, needs: bool) -> None:
-        """Record that a unit's forward ends, and whether backward may need its parameters."""
-        if not self._is_backward:
-            self._leaving.append(state.index)
-            self._needs.append(needs)
-
-    # -- backward ---------------------------------------------------------------------------------------------------
-
-    def before_backward(self, state: FSDPState, generation: int) -> None:
+    def pre_backward(self, state: FSDPState, generation: int) -> None:
         """Gather `state` before its backward, of a forward with this generation of values."""
         if generation != self.generation:
             raise written_too_early(info for group in state.param_groups for info in group.params_info)
         self.start_backward()
-        if not (state.is_at_hand or state.skips_backward):
-            self._unshard_for(state)
+        if not (state.skips_backward or (state.stays_unsharded and state.sharded_state is UNSHARDED)):
+            self._unshard(state)
 
     @untraced(UNCOMPILED)
     def start_backward(self, grad: torch.Tensor | None = None) -> None:
@@ -245,14 +352,30 @@ class Runtime(Unsharding):
 
         self._is_backward, self._ending = True, weakref.ref(end, self._ended)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._root.begin()
-        self.order.begin(("backward", self._root.entered, self._trains), self._root.gathered_again)
-        self.reducer.begin(self._root.entered, self._root.param_groups)
-        lost = [state for state in self.states if state.stays_gathered and state.sharded_state is SHARDED]
-        gone = [state for state in lost if state.param_groups]
-        if gone:
-            self._gather_what_stays(gone)
-        self.reducer.skip(self._kept_groups)
+        if self._entered:
+            self._scope = tuple(sorted({*self._entered.values()}))
+            self._expected = [number for kind in reversed(self._entered) for number in self._left.get(kind, ())]
+            self._entered = {}
+        self.order.begin(("backward", self._scope, self._trains), self._gathered_again)
+        self.reducer.begin(self._scope, self._groups_in_scope)
+        for state in self.states:
+            if state.stays_unsharded:  # no backward gathers it, but after an earlier backward of the same forward
+                if state.sharded_state is SHARDED and state.param_groups and self._is_again(state):
+                    self._gather(state)
+                self.reducer.skip(state.param_groups)
+
+    def _gathered_again(self) -> list[int]:
+        states = [self.states[number] for number in self._expected]
+        return [state.index for state in states if not (state.stays_unsharded or state.skips_backward)]
+
+    def _groups_in_scope(self) -> list[ParamGroup]:
+        found = dict.fromkeys(state for number in self._scope for state in self._states_in(number))
+        return [group for state in found for group in state.param_groups]
+
+    def _is_again(self, state: FSDPState) -> bool:
+        """Whether a state was unsharded for the forward that the present backward is of."""
+        is_inside = any(state in self._states_in(number) for number in self._scope)
+        return is_inside and all([group.is_unwritten for group in state.param_groups])
 
     def _ended(self, _: Any) -> None:
         """Show sharded parameters when autograd's task is gone that broke off."""
@@ -275,18 +398,15 @@ class Runtime(Unsharding):
         self._show_sharded()
         try:
             for number in self.order.end():
-                self._gather(number)
+                self._gather(self.states[number])
             self._is_backward = False
             self.reducer.end()
         except BaseException:
             self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
             raise
         self.gathers.join()
-        if self.keeps_some or self._has_kept:
-            self._keep_only(
-                [state for state in self.states if state.is_gathered and (state.keeps_after_backward or state.is_kept)]
-            )
         for state in self.states:
+            state.is_kept = state.sharded_state is not SHARDED and (state.keeps_after_backward or state.is_kept)
             if not state.is_kept:
                 state.sharded_state = SHARDED
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.buffers import coalesced_states
 from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.state import FSDPState, states_in
-from shardtensor.plan.match.units import SMALL
+from shardtensor.fsdp.state import FSDPState, plain_class, states_in
+from shardtensor.layout.ranges import SMALL_BYTES
 
 _HEAD = ("unit", "class", "parameters", "on a rank", "gathered", "stays gathered", "flats")
 
@@ -23,8 +22,6 @@ def fsdp_summary(module: nn.Module) -> str:
     A unit that is gathered again in backward costs one more gather of its bytes; one that stays costs memory. So units
     that hold other units stay, since they are in use in all of the time between, and small ones of 64 KiB or less do,
     because such a gather takes longer to start than to run. ``reshard_after_forward`` of True or False says otherwise.
-    Small ones over the same ranks and of the same dtypes are coalesced, as many as have 1 MiB: all are gathered in
-    one message when the first is needed, and their gradients are reduced in one when the last are there.
 
     Raises:
         LayoutError: nothing in the module is fully sharded.
@@ -45,10 +42,7 @@ def fsdp_summary(module: nn.Module) -> str:
     for _, state in states:
         if state.runtime is None:
             state.settle()
-    together = {
-        id(state): len(members) for members in coalesced_states([state for _, state in states]) for state in members
-    }
-    rows = [_HEAD, *(_row(name, state, together.get(id(state), 1)) for name, state in states)]
+    rows = [_HEAD, *(_row(name, state) for name, state in states)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [
         "  ".join(
@@ -67,27 +61,28 @@ def _title(state: FSDPState, count: int) -> str:
     return f"{count} unit{'s' * (count > 1)}, cut over {ranks}{copies}"
 
 
-def _row(name: str, state: FSDPState, together: int) -> tuple[str, ...]:
+def _row(name: str, state: FSDPState) -> tuple[str, ...]:
     param_groups = state.param_groups
-    kind = type(state.module)
-    plain = kind.__mro__[2] if kind.__name__ == f"FSDP{kind.__mro__[2].__name__}" else kind
     return (
         name or "(root)",
-        plain.__name__,
-        f"{sum(sum(group.ranges.lengths) for group in param_groups):,}",
-        _bytes(sum(group.ranges.chunk * group.dtype.itemsize for group in param_groups)),
-        _bytes(sum(group.whole_bytes for group in param_groups)),
-        _stays(state) + (f", {together} together" if together > 1 else ""),
+        plain_class(state.module).__name__,
+        f"{sum(sum(group.bucket.ranges.lengths) for group in param_groups):,}",
+        _bytes(sum(group.bucket.chunk * group.dtype.itemsize for group in param_groups)),
+        _bytes(sum(group.unsharded_bytes for group in param_groups)),
+        _stays(state),
         ", ".join(map(_flat, param_groups)) or "none",
     )
 
 
 def _stays(state: FSDPState) -> str:
-    if not state.stays_gathered:
+    if not state.stays_unsharded:
         return "no"
     if state.is_container:
         return "yes: outer"
-    if state.reshard_after_forward is None and sum(group.whole_bytes for group in state.param_groups) <= SMALL:
+    if (
+        state.reshard_after_forward is None
+        and sum(group.unsharded_bytes for group in state.param_groups) <= SMALL_BYTES
+    ):
         return "yes: small"
     return "yes: as asked"
 
@@ -97,7 +92,7 @@ def _flat(group: ParamGroup) -> str:
     if group.compute_dtype != group.dtype:
         dtype += f" as {str(group.compute_dtype).removeprefix('torch.')}"
     frozen = "" if any(group.trains) else ", frozen"
-    padding = 100 * group.ranges.waste // max(group.ranges.total, 1)
+    padding = 100 * group.bucket.ranges.waste // max(group.bucket.total, 1)
     return f"{dtype} x {len(group.params_info)}{frozen}" + (f", {padding}% padding" if padding else "")
 
 

@@ -146,10 +146,6 @@ class UnusedCheck:
                 looked = time.monotonic()
             time.sleep(_PAUSE_S)
 
-    def drop(self) -> None:
-        """Forget a backward that broke off."""
-        self.pattern = []
-
     def _disagreement(self, blobs: Sequence[bytes]) -> RuleError:
         names = [name for of_flat in self._names for name in of_flat]
         ranks = self._data_mesh.whole.ranks

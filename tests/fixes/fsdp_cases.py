@@ -247,7 +247,7 @@ CASES: dict[str, Case] = {
         {
             "let every rank call the same modules in the same order": lambda: branch(branches(), 0),
             "call fully_shard on a module that holds all of them instead": lambda: branch(
-                unit(Branch(), find_unused=True), as_group().rank
+                fully_shard(Branch(), find_unused=True), as_group().rank
             ),
         },
         mesh="dp=2",
@@ -284,7 +284,7 @@ def without_bias(model: Any) -> Any:
 
 def branches() -> Any:
     """Each branch a unit of its own."""
-    return unit(Branch(), policy=lambda module: isinstance(module, nn.Linear))
+    return fully_shard(Branch(), policy=lambda module: isinstance(module, nn.Linear))
 
 
 def branch(model: nn.Module, way: int) -> None:

@@ -28,7 +28,7 @@ def converted():
     layers[0]._fsdp_state.runtime.reducer.resize(4)
     layers.double()
     step(layers, torch.float64)
-    found = {flat.whole.dtype for layer in layers for flat in layer._fsdp_state.param_groups}
+    found = {flat.unsharded.dtype for layer in layers for flat in layer._fsdp_state.param_groups}
     layers[1].requires_grad_(False)
     step(layers, torch.float64)
     layers[1].requires_grad_(True)

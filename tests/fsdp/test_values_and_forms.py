@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.autograd import cast_floats, map_tensors, tensors_in
 from shardtensor.fsdp.data_mesh import DataMesh, _named
 from shardtensor.fsdp.param_info import ANYWHERE, ShardPlacement
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
+from shardtensor.tensor.trees import cast_floats, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "a b")
 

@@ -15,7 +15,6 @@ from torch import nn
 import shardtensor as st
 from shardtensor.errors import PlanError
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.bucket import buckets_of
 from shardtensor.plan.match.units import gather_units
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.outlook.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
@@ -147,19 +146,14 @@ def test_units_are_those_of_fully_shard():
         fully_shard(net)
         net(torch.arange(6)).sum().backward()
         runtime = fully_shard.state(net).runtime
-        found = {unit.name: [flat.ranges for flat in unit.param_groups] for unit in runtime.states}
+        found = {unit.name: [group.bucket.ranges for group in unit.param_groups] for unit in runtime.states}
         slots = {}
         for unit in runtime.states:
-            size = sum(flat.whole_bytes for flat in unit.param_groups if flat.coalesced is None)
+            size = sum(group.unsharded_bytes for group in unit.param_groups)
             slots[id(unit.buffer)] = max(size, slots.get(id(unit.buffer), 0))
-        together = {
-            id(flat.coalesced): flat.coalesced
-            for unit in runtime.states
-            for flat in unit.param_groups
-            if flat.coalesced
-        }
-        loads = max(load.size_bytes for load in buckets_of(runtime.reducer.param_groups))
-        return found, sum(slots.values()) + sum(convoy.size_bytes for convoy in together.values()) + 2 * loads
+        groups = runtime.reducer.param_groups
+        packed = max(group.bucket.total * group.gradients.reduce_dtype.itemsize for group in groups)
+        return found, sum(slots.values()) + 2 * packed
 
     found, memory = st.simulate(2, shard)[0]
     assert found == said

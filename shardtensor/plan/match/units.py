@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from shardtensor.layout.layout import Layout, has_equal_parts
 from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
-from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
-
-SMALL = 1 << 16
-"""Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
-
-CONVOY = 1 << 20
-"""Bytes; small units are gathered in one message, and reduced in one, as many as have no more than this together."""
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
@@ -28,35 +21,6 @@ def name_order(name: str) -> list[tuple[int, str]]:
         ['layers.9.w', 'layers.10.w']
     """
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-_ALIGNED = 16  # bytes; kernels want parameters to begin at a multiple, where units lie end to end
-
-
-def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
-    """Which small units travel together, by number; those that do so alone are not named.
-
-    Args:
-        units: in the order of a model, of each its kind and bytes; None for one that is not small. What is of one kind
-            can travel together, but for what would leave the next one unaligned.
-
-    Example:
-        >>> convoys([("a", 600_000), None, ("b", 16), ("a", 500_000), ("a", 64), ("b", 32), ("b", 2)])
-        [[2, 5], [3, 4]]
-    """
-    found: list[list[int]] = []
-    latest: dict[Hashable, tuple[list[int], int]] = {}
-    for number, unit in enumerate(units):
-        if unit is None or unit[1] % _ALIGNED:
-            continue
-        kind, size = unit
-        members, total = latest.get(kind, ([], 0))
-        if not members or total + size > CONVOY:
-            members, total = [], 0
-            found.append(members)
-        members.append(number)
-        latest[kind] = members, total + size
-    return [members for members in found if len(members) > 1]
 
 
 @attrs.frozen(cache_hash=True)
@@ -117,26 +81,6 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
         found[path] = _unit(resolved, path, own, holds)
     order = {path: i for i, path in enumerate(resolved.model.paths)}
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
-
-
-def in_company(units: Sequence[GatherUnit], rank: int) -> list[list[GatherUnit]]:
-    """The gather units in their order, those that travel together as one, in the place of the first of them.
-
-    Args:
-        rank: whose.
-    """
-    companies = convoys([_small(unit, rank) for unit in units])
-    first = {members[0]: members for members in companies}
-    others = {number for members in companies for number in members[1:]}
-    return [[units[i] for i in first.get(number, [number])] for number in range(len(units)) if number not in others]
-
-
-def _small(unit: GatherUnit, rank: int) -> tuple[Hashable, int] | None:
-    flat = unit.flats[0]
-    if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
-        return None
-    size = flat.ranges(rank).total * BYTES[flat.dtype]
-    return ((flat.axes, flat.dtype), size) if 0 < size <= SMALL else None
 
 
 def own_tensors(resolved: Resolved) -> list[Placed]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from shardtensor.layout.layout import Layout
+from shardtensor.layout.ranges import SMALL_BYTES
 from shardtensor.plan.flows.modules import Modules, Names, is_inside
 from shardtensor.plan.match.patterns import starred
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
+from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter
@@ -43,7 +44,7 @@ class DataTraffic:
         self._sizes = dict(self._mesh.axes)
         self._gradients: dict[tuple[Layout, str], _Gradient] = {}
         self._units = [unit for unit in gather_units(resolved) if self._ranks(unit.flats[0]) > 1 or modules.data]
-        self._companies = in_company(self._units, rank)
+        self._companies = [[unit] for unit in self._units]
 
     # -- stored parameters --------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class DataTraffic:
 
     def _stays(self, unit: GatherUnit) -> bool:
         whole = sum(flat.ranges(self._rank).total * BYTES[flat.dtype] for flat in unit.flats)
-        return unit.holds_units or whole <= SMALL
+        return unit.holds_units or whole <= SMALL_BYTES
 
     def _reductions(self, units: Sequence[GatherUnit]) -> Iterator[Collective]:
         trained = [unit for unit in units if any(flat.trains for flat in unit.flats)]

@@ -1,0 +1,135 @@
+"""Whether a gathered parameter that autograd saved still has its values: autograd checks that by version counters.
+
+Modules compute with views of memory that units use in turns. While a unit's values are there, the counters of its views
+are at the number of these values (`next_generation`); while they are not, at the unit's number for that. Autograd
+compares the counter of a saved tensor when a backward uses it, so it refuses one without its values, however the
+backward got there, and at no cost for an operation. The refusal is then said in the user's words: see `explained`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from operator import is_
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch.autograd import Variable
+
+from shardtensor.errors import RuleError
+
+
+class Owner(Protocol):
+    """Whose parameters they are, as errors name it, and the counters of these."""
+
+    versions: Versions
+
+    @property
+    def title(self) -> str:
+        """The module, for messages."""
+
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+_SPACE = 64  # between generations; autograd counts a user's writes to a gathered parameter from there
+_generations = count(1 << 20, _SPACE)  # above what the counters of other tensors come to
+_absences = count(1 << 31)  # counters have 32 bits
+_REFUSAL = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
+
+_owners: WeakSet[Owner] = WeakSet()
+
+
+def next_generation() -> int:
+    """Return a new number for values of parameters; no other values have it."""
+    return next(_generations)
+
+
+class Versions:
+    """The counters of one state's unsharded parameters.
+
+    Attributes:
+        present: where they stand.
+        absent: where they stand while other values are in their memory.
+    """
+
+    def __init__(self, state: Owner, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = tuple(parts)
+        self.absent = next(_absences)
+        self.present = -1
+        self.set(self.absent)
+        _owners.add(state)
+
+    def set(self, version: int) -> None:
+        """Set the counters, by one call of torch."""
+        if self.present != version:
+            self.present = version
+            if self._parts:
+                _set_versions(self._parts, (version,) * len(self._parts))
+
+    def are_of(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the counters of `parts`."""
+        return len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+
+    def has_one_of(self, sizes: Sequence[int]) -> bool:
+        """Whether a tensor of `sizes` may be one of the parameters, or be one with its dims in another order."""
+        return any(sorted(part.shape) == sorted(sizes) for part in self._parts)
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """Autograd's engine, whose refusal of a parameter that is not gathered names the module."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            explanation = explained(error)
+            if explanation is None:
+                raise
+            raise explanation from error
+
+
+def watch_backward() -> None:
+    """Have errors of autograd about gathered parameters explained from now on, in the whole process."""
+    if not isinstance(Variable._execution_engine, _Engine):
+        Variable._execution_engine = _Engine()
+
+
+def explained(error: RuntimeError) -> RuleError | None:
+    """Say why autograd refused a saved parameter of a fully sharded module; None for other errors."""
+    found = _REFUSAL.search(str(error)) if type(error) is RuntimeError else None
+    if found is None:
+        return None
+    sizes, version = [int(size) for size in found[1].split(",") if size.strip()], int(found[2])
+    states = [state for state in _owners if state.versions.present == version]
+    states = [state for state in states if state.versions.has_one_of(sizes)] or states
+    if not states:
+        return None
+    modules = sorted({state.title for state in states})
+    facts = {"module" if len(modules) == 1 else "one of": ", ".join(modules[:4]), "saved tensor": tuple(sizes)}
+    if version >> 31:
+        return RuleError(
+            "backward came to parameters of a fully sharded module that are no longer gathered, by another way than a "
+            "result of the module's forward",
+            facts,
+            [
+                "return what the loss is computed from in the results of the module's forward, rather than keep it in"
+                " an attribute, a hook or a closure",
+                "fully_shard(module, reshard_after_forward=False) keeps parameters gathered; second derivatives"
+                " (create_graph=True) need it",
+            ],
+        )
+    return _written(facts)
+
+
+def written_too_early(params_info: Iterable[Any]) -> RuleError:
+    """The refusal of a backward whose parameters are no longer those of the forward."""
+    return _written({"parameters": ", ".join([info.name for info in params_info][:4])})
+
+
+def _written(facts: Mapping[str, Any]) -> RuleError:
+    return RuleError(
+        "parameters were written between a forward and its backward",
+        facts,
+        "call backward before the optimizer steps or values are loaded",
+    )
