@@ -14,11 +14,12 @@ from shardtensor.fsdp.checks import after_load, check
 from shardtensor.fsdp.data_mesh import DataMesh, TPSpec, is_cut
 from shardtensor.fsdp.module import sharded_class
 from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.param_info import ANYWHERE, ParamInfo, ShardPlacement
+from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
 from shardtensor.fsdp.post_forward import Reshard, read_reshard
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import together
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
 from shardtensor.plan.match.units import name_order

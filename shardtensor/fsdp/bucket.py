@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from shardtensor.fsdp.param_info import ShardPlacement
 from shardtensor.layout.ranges import Ranges
+from shardtensor.layout.shard_placement import ShardPlacement
 
 Shape = tuple[int, ...]
 

@@ -182,3 +182,53 @@ class ExecutionOrder:
             self._wait_for_all(place, others_time_out=False)
         except AbsentRankError:
             return
+
+
+class BackwardScope:
+    """The forwards that the next backward is of.
+
+    Args:
+        group: all ranks that hold the modules.
+
+    Attributes:
+        called: the numbers of the modules that were called from outside; it tells backwards apart.
+        left: the numbers of modules whose backward may need their parameters, in the order of backward.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.called: tuple[int, ...] = ()
+        self.left: list[int] = []
+        self._kind: Hashable = None
+        self._leaving: list[tuple[int, bool]] = []
+        self._recorded: dict[Hashable, list[int]] = {}  # `left` by kind of forward
+        self._since: dict[Hashable, int] = {}  # the last backward: forwards by kind, and the module called
+
+    def enter(self, kind: Hashable, number: int | None) -> None:
+        """Begin a forward of this kind, in the module of a number; None if no backward follows it."""
+        self._kind, self._leaving = kind, []
+        if number is not None:
+            self._since[kind] = number
+
+    def leaves(self, number: int, is_needed: bool) -> None:
+        """Record that a forward leaves a module, and whether a backward may need its parameters."""
+        self._leaving.append((number, is_needed))
+
+    def record(self, adds: bool) -> None:
+        """Record which modules backward needs on any rank, where outputs may require a gradient on some only.
+
+        Args:
+            adds: to what was recorded of this kind of forward before.
+        """
+        needed = bytes([1, *(is_needed for _, is_needed in self._leaving)])
+        on_any = list(map(any, zip(*self._group.exchange(needed), strict=True)))[1:]
+        left = [number for (number, _), is_needed in zip(self._leaving, on_any, strict=True) if is_needed][::-1]
+        before = self._recorded.get(self._kind, []) if adds else []
+        self._recorded[self._kind] = list(dict.fromkeys(left + before)) if before else left
+
+    def begin(self) -> None:
+        """Begin a backward: of the forwards since the last one, or else of the same."""
+        if self._since:
+            self.called = tuple(sorted({*self._since.values()}))
+            self.left = [number for kind in reversed(self._since) for number in self._recorded.get(kind, ())]
+            self._since = {}

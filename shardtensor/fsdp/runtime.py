@@ -13,7 +13,7 @@ from shardtensor.comm.untraced import untraced
 from shardtensor.errors import AbsentRankError
 from shardtensor.fsdp.buffers import assign_buffers
 from shardtensor.fsdp.checks import ParameterWatch, check_device, refuse_transform, reset_sharded_params
-from shardtensor.fsdp.order import ExecutionOrder
+from shardtensor.fsdp.order import BackwardScope, ExecutionOrder
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.reducer import GradientReducer
@@ -23,7 +23,6 @@ from shardtensor.fsdp.unused import UnusedCheck, names_of
 from shardtensor.fsdp.versions import next_generation, written_too_early
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 
-_nothing: Callable[[], Any] = type(None)
 _in_backward = torch._C._current_graph_task_id
 _version = attrgetter("shard._version")
 
@@ -52,16 +51,11 @@ class Runtime:
         self.order = ExecutionOrder(self._group, lambda number: self.states[number].title)
         is_exact = any(state.find_unused for state in states)
         self._unused = UnusedCheck(states[0].data_mesh, names_of(states), self.streams, is_exact, self.order.explain)
-        self._kind: Hashable = None  # of the forward: those of one kind visit the same states
-        self._leaving: list[tuple[int, bool]] = []  # states that left a forward, and whether backward may need them
-        self._left: dict[Hashable, list[int]] = {}  # by kind, those that it needs on any rank, last ones first
-        self._entered: dict[Hashable, int] = {}  # kinds of the forwards since the last backward: the state called
-        self._scope: tuple[int, ...] = ()  # the states that were called before the present backward
-        self._expected: list[int] = []  # the states that it gathers again
+        self._scope = BackwardScope(self._group)
         self._inside: dict[int, list[FSDPState]] = {}  # by number, the states in a module
         self._last: FSDPState | None = None  # visited; its parameters are in use
         self._depth, self._is_backward = 0, False
-        self._ending: Callable[[], Any] = _nothing  # of the backward that runs: returns None when that broke off
+        self._ending: Callable[[], Any] = type(None)  # of the backward that runs: returns None when that broke off
         self._seen_training: dict[Hashable, int] = {}
         self._trains = -1
         self._set_up(REDUCE_BUFFERS)
@@ -73,7 +67,7 @@ class Runtime:
         )
         if buffers != REDUCE_BUFFERS:
             self.reducer.resize(buffers)
-        self._set_trains(self._who_trains())
+        self._trains = self.reducer.trains = self._who_trains()
         self._watch = ParameterWatch(self.states)
 
     @classmethod
@@ -97,7 +91,7 @@ class Runtime:
         runtime = cls(states)
         for state in states:
             state.runtime = runtime
-            state.make_swaps()
+        runtime._make_swaps()
         return runtime
 
     def is_running(self) -> bool:
@@ -120,9 +114,14 @@ class Runtime:
                 self._begin_forward(state)
             else:
                 self.start_backward()
-        if self.order.is_recording or not state.stays_unsharded or state.sharded_state is not UNSHARDED:
+        if self.order.is_recording or not self._is_at_hand(state):
             self._unshard(state)
         self._depth += 1
+
+    @staticmethod
+    def _is_at_hand(state: FSDPState) -> bool:
+        """Whether a state was gathered and waited for, and stays so until the end of its backward."""
+        return state.stays_unsharded and state.sharded_state is UNSHARDED
 
     def _begin_forward(self, state: FSDPState) -> None:
         refuse_transform(state)
@@ -137,15 +136,13 @@ class Runtime:
             self._reset_sharded_params()
         self._count_writes()
         self.has_grad = torch.is_grad_enabled()
-        self._kind = kind = "forward", state.index, self.has_grad, self._trains
-        if self.has_grad:
-            self._entered[kind] = state.index
+        kind = "forward", state.index, self.has_grad, self._trains
+        self._scope.enter(kind, state.index if self.has_grad else None)
         if self.post_optim_event is not None:
             if self.streams.is_cuda:
                 self.post_optim_event.wait(self.streams.caller)
             self.post_optim_event = None
         self.order.begin(kind)
-        self._leaving = []
         for other in self.states:
             if not other.is_kept or not self._is_unwritten(other):
                 other.sharded_state, other.is_kept = SHARDED, False
@@ -162,9 +159,9 @@ class Runtime:
             reset_sharded_params(state)
         check_device(self.states)
         if self.reducer.fits():  # complete conversions were found already, when they were made
-            trains = self._who_trains()
-            if trains != self._trains:
-                self._set_trains(trains)
+            before, self._trains = self._trains, self._who_trains()
+            self.reducer.trains = self._trains
+            if self._trains != before:
                 self._make_views()
         else:
             self.order.clear()
@@ -172,13 +169,15 @@ class Runtime:
                 state.is_kept = False
             assign_buffers(self.states)
             self._set_up(self.reducer.buffers)
-        for state in self.states:
-            state.make_swaps()
+        self._make_swaps()
         self._watch = ParameterWatch(self.states)
 
     def _make_views(self) -> None:
         for group in self._param_groups:
             group.make_views()
+        self._make_swaps()
+
+    def _make_swaps(self) -> None:
         for state in self.states:
             state.make_swaps()
 
@@ -186,9 +185,6 @@ class Runtime:
         """A number for which parameters require a gradient now."""
         trains = tuple(group.trains for group in self._param_groups)
         return self._seen_training.setdefault(trains, len(self._seen_training))
-
-    def _set_trains(self, trains: int) -> None:
-        self._trains = self.reducer.trains = trains
 
     def _count_writes(self) -> None:
         writes = sum(map(_version, self._param_groups))
@@ -204,7 +200,8 @@ class Runtime:
         for number in self.order.end():
             self._gather(self.states[number])
         if is_recording:
-            self._record()
+            self.reducer.record(group for number in self.order.recorded for group in self.states[number].param_groups)
+            self._scope.record(adds=self.order.has_left_order)
         if not torch.is_grad_enabled():
             self.gathers.join()
         if any([group.is_offloaded for group in self._param_groups]):
@@ -213,17 +210,7 @@ class Runtime:
     def leaves(self, state: FSDPState, is_needed: bool) -> None:
         """Record that a forward leaves `state`, and whether a backward may need its parameters."""
         if self.order.is_recording and not self._is_backward:
-            self._leaving.append((state.index, is_needed))
-
-    def _record(self) -> None:
-        """Record the order of groups in a forward, and of the states that its backward gathers."""
-        self.reducer.record(group for number in self.order.recorded for group in self.states[number].param_groups)
-        needed = bytes([1, *(is_needed for _, is_needed in self._leaving)])
-        # An output may require a gradient on some ranks only.
-        on_any = list(map(any, zip(*self._group.exchange(needed), strict=True)))[1:]
-        left = [number for (number, _), is_needed in zip(self._leaving, on_any, strict=True) if is_needed]
-        before = self._left.get(self._kind, []) if self.order.has_left_order else []
-        self._left[self._kind] = list(dict.fromkeys([*left[::-1], *before])) if before else left[::-1]
+            self._scope.leaves(state.index, is_needed)
 
     def abandon(self) -> None:
         """End a forward that raised."""
@@ -313,19 +300,18 @@ class Runtime:
             return  # the next forward tries again
         self.is_stale = False
         self.order.clear()
-        kept = [state for state in self.states if state.is_kept and state.sharded_state is not SHARDED]
-        values: list[Any] = []
-        for state in kept:
-            state.wait()
-            values.append([group.unsharded for group in state.param_groups])
+        kept: list[tuple[FSDPState, Any]] = []
         for state in self.states:
+            if state.is_kept and state.sharded_state is not SHARDED:
+                state.wait()
+                kept.append((state, [group.unsharded for group in state.param_groups]))
             state.settle()
         assign_buffers(self.states)
         self.reducer.resize(max([REDUCE_BUFFERS, *(state.reductions_ahead for state in self.states)]))
+        self._make_swaps()
         for state in self.states:
             state.sharded_state = SHARDED
-            state.make_swaps()
-        for state, unsharded in zip(kept, values, strict=True):
+        for state, unsharded in kept:
             state.move_from(unsharded)
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -335,7 +321,7 @@ class Runtime:
         if generation != self.generation:
             raise written_too_early(info for group in state.param_groups for info in group.params_info)
         self.start_backward()
-        if not (state.skips_backward or (state.stays_unsharded and state.sharded_state is UNSHARDED)):
+        if not (state.skips_backward or self._is_at_hand(state)):
             self._unshard(state)
 
     @untraced(UNCOMPILED)
@@ -350,39 +336,30 @@ class Runtime:
         def end() -> None:  # lives as long as autograd's task
             self._end_backward()
 
-        self._is_backward, self._ending = True, weakref.ref(end, self._ended)
+        # Where a backward breaks off, modules show their sharded parameters as soon as autograd's task is gone.
+        self._is_backward, self._ending = True, weakref.ref(end, self._show_sharded)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        if self._entered:
-            self._scope = tuple(sorted({*self._entered.values()}))
-            self._expected = [number for kind in reversed(self._entered) for number in self._left.get(kind, ())]
-            self._entered = {}
-        self.order.begin(("backward", self._scope, self._trains), self._gathered_again)
-        self.reducer.begin(self._scope, self._groups_in_scope)
+        self._scope.begin()
+        self.order.begin(("backward", self._scope.called, self._trains), self._gathered_again)
+        self.reducer.begin(self._scope.called, self._groups_in_scope)
         for state in self.states:
             if state.stays_unsharded:  # no backward gathers it, but after an earlier backward of the same forward
-                if state.sharded_state is SHARDED and state.param_groups and self._is_again(state):
+                is_lost = state.sharded_state is SHARDED and state.param_groups
+                if is_lost and self._is_in_scope(state) and all([group.is_unwritten for group in state.param_groups]):
                     self._gather(state)
                 self.reducer.skip(state.param_groups)
 
     def _gathered_again(self) -> list[int]:
-        states = [self.states[number] for number in self._expected]
+        states = [self.states[number] for number in self._scope.left]
         return [state.index for state in states if not (state.stays_unsharded or state.skips_backward)]
 
     def _groups_in_scope(self) -> list[ParamGroup]:
-        found = dict.fromkeys(state for number in self._scope for state in self._states_in(number))
-        return [group for state in found for group in state.param_groups]
+        return [group for state in self.states if self._is_in_scope(state) for group in state.param_groups]
 
-    def _is_again(self, state: FSDPState) -> bool:
-        """Whether a state was unsharded for the forward that the present backward is of."""
-        is_inside = any(state in self._states_in(number) for number in self._scope)
-        return is_inside and all([group.is_unwritten for group in state.param_groups])
+    def _is_in_scope(self, state: FSDPState) -> bool:
+        return any(state in self._states_in(number) for number in self._scope.called)
 
-    def _ended(self, _: Any) -> None:
-        """Show sharded parameters when autograd's task is gone that broke off."""
-        if self._is_backward:
-            self._show_sharded()
-
-    def _show_sharded(self) -> None:
+    def _show_sharded(self, _: Any = None) -> None:
         for state in self.states:
             if state.is_in_backward:
                 state.end_backward()

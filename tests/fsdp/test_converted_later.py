@@ -34,7 +34,7 @@ def converted():
     layers[1].requires_grad_(True)
     step(layers, torch.float64)
     reductions = layers[0]._fsdp_state.runtime.reducer
-    return found, list(reductions._places), reductions.buffers
+    return found, [group.gradients.position for group in reductions._places], reductions.buffers
 
 
 def test_a_conversion_after_a_step(world):

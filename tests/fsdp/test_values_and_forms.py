@@ -16,8 +16,8 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.data_mesh import DataMesh, _named
-from shardtensor.fsdp.param_info import ANYWHERE, ShardPlacement
 from shardtensor.layout.bind import bind
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.mesh import Mesh
 from shardtensor.tensor.trees import cast_floats, map_tensors, tensors_in
 
