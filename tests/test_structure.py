@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_777
+LINES = 53_997
 IN_CIRCLES = {"tensor": 12}
-DEFINED_TWICE = 54
-LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 116
+DEFINED_TWICE = 53
+LATE_IMPORTS = 27
+OF_ONE_IMPORTER = 109
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

@@ -10,8 +10,8 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
-from shardtensor.fsdp.bucket import Bucket
 from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.flat_views import FlatViews
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -50,12 +50,12 @@ class GroupGradients:
 
     def __init__(
         self,
-        bucket: Bucket,
+        flat: FlatViews,
         data_mesh: DataMesh,
         sharded_params: list[ShardedTensor],
         offload_to: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self._bucket, self.data_mesh, self._sharded_params = bucket, data_mesh, sharded_params
+        self._flat, self.data_mesh, self._sharded_params = flat, data_mesh, sharded_params
         self.offload_to = offload_to
         self.position = -1
         self.requires_sync = self.all_reduces = True
@@ -135,15 +135,15 @@ class GroupGradients:
     @property
     def input_bytes(self) -> int:
         """Bytes of an input buffer, and of the output behind it."""
-        count = self._bucket.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._bucket.chunk)
+        count = self._flat.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._flat.chunk)
         return count * self.reduce_dtype.itemsize
 
     def input_buffer(self, memory: torch.Tensor) -> InputBuffer:
         """Return the input buffer in `memory`, bytes."""
         whole = memory[: self.input_bytes].view(self.reduce_dtype)
-        packed, behind = whole[: self._bucket.total], whole[self._bucket.total :]
-        params, padding = self._bucket.views(packed)
-        return InputBuffer(packed, params, padding, behind if len(behind) else self._bucket.own(packed))
+        packed, behind = whole[: self._flat.total], whole[self._flat.total :]
+        params, padding = self._flat.views(packed)
+        return InputBuffer(packed, params, padding, behind if len(behind) else self._flat.own(packed))
 
     def pack(self, buffer: InputBuffer) -> list[bool]:
         """Copy all gradients that wait into a buffer, zeros for parameters that have none.
@@ -231,7 +231,7 @@ class GroupGradients:
         """
         grads = [sharded._local.grad for sharded in self._sharded_params]
         whole = grads[0]._base if grads[0] is not None else None
-        if whole is None or whole.shape != (self._bucket.chunk,):
+        if whole is None or whole.shape != (self._flat.chunk,):
             return None
         return None if any([grad is None or grad._base is not whole for grad in grads]) else whole
 
@@ -243,7 +243,7 @@ class GroupGradients:
             own = leaf.grad
             if not is_used or (own is not None and own._base is grad):
                 continue
-            shards = self._bucket.shards(grad) if shards is None else shards
+            shards = self._flat.shards(grad) if shards is None else shards
             shard = _hooked(leaf, shards[i]) if self.pieces.has_hooks else shards[i]
             if own is None:
                 leaf.grad = shard if self.dtypes is None else shard.to(self.dtypes[i])

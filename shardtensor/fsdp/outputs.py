@@ -84,5 +84,5 @@ def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
         hooks.clear()  # autograd reads the plain dict, which `move_to_end` leaves as it is
         hooks.update([(hook, hook), *later])
         return
-    x._backward_hooks = OrderedDict(((hook, hook),))
+    x._backward_hooks = OrderedDict(((hook, hook),))  # type: ignore[arg-type]
     node._register_hook_dict(x)

@@ -247,7 +247,7 @@ def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[l
 
 
 @attrs.frozen
-class GatherBuffer:
+class BufferPlan:
     """Memory that modules are gathered into in turns: its bytes, and the numbers of the modules."""
 
     size_bytes: int
@@ -264,7 +264,7 @@ def aligned_bytes(size: int) -> int:
     return _up(size, _LINE)
 
 
-def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[GatherBuffer]:
+def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
     """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
 
     Args:
@@ -277,7 +277,7 @@ def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFF
     """
     turns = [number for number, (_, stays) in enumerate(modules) if not stays]
     users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]
-    return [GatherBuffer(max((modules[i][0] for i in each), default=0), tuple(each)) for each in users]
+    return [BufferPlan(max((modules[i][0] for i in each), default=0), tuple(each)) for each in users]
 
 
 def _up(value: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""`Bucket`: where the parameters of a group lie in one flat buffer, as views of all of it and of this rank's range."""
+"""`FlatViews`: the parameters of a group as views of one flat buffer, and of this rank's range of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtensor.layout.shard_placement import ShardPlacement
 Shape = tuple[int, ...]
 
 
-class Bucket:
+class FlatViews:
     """The geometry of a flat buffer. It holds no values.
 
     Args:
