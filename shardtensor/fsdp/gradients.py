@@ -39,6 +39,7 @@ class GroupGradients:
 
     Attributes:
         position: of the group in its model; the same on all ranks.
+        dtype, dtypes: of gradients, and of each parameter's where they differ, else None.
         requires_sync: whether backward reduces gradients, or accumulates them on each rank (``no_sync``).
         all_reduces: with replicas: sum over them in the next backward, or accumulate what one copy's ranks summed.
         held: unsharded gradients of the present backward that were not sent yet.
@@ -83,10 +84,9 @@ class GroupGradients:
         twin.forget()
         return twin
 
-    def settle(self, dtypes: Sequence[torch.dtype], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        """Set the dtype of each parameter's gradients, the one that holds all of them, and that of reductions."""
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
-        self.dtypes = None if all([own == dtype for own in dtypes]) else list(dtypes)
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype of reductions."""
+        self.reduce_dtype = dtype
         self.divide_by(self.divisor)
 
     def divide_by(self, divisor: float) -> None:

@@ -88,13 +88,14 @@ class ParamGroup:
         """Set the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.settle_grad_dtypes()
+        wanted = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
+        self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
 
     def settle_grad_dtypes(self) -> None:
-        """Make the gradients to come of the dtypes that users set."""
+        """Make the gradients to come of the dtypes that users set; from the next forward on they are reduced in these."""
         asked = [grad_dtype_of(info.param) for info in self.params_info]
-        widest = reduce(torch.promote_types, asked)
-        wanted = self.compute_dtype if widest == self.dtype else widest
-        self.gradients.settle(asked, widest, self.policy.reduce_dtype or wanted)
+        dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
+        self.gradients.dtypes = None if all([own == dtype for own in asked]) else asked
 
     # -- sharded parameters -------------------------------------------------------------------------------------------
 
