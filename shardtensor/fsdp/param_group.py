@@ -92,7 +92,7 @@ class ParamGroup:
         self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
 
     def settle_grad_dtypes(self) -> None:
-        """Make the gradients to come of the dtypes that users set; from the next forward on they are reduced in these."""
+        """Make gradients of the dtypes that users set; from the next forward on they are reduced in these."""
         asked = [grad_dtype_of(info.param) for info in self.params_info]
         dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
         self.gradients.dtypes = None if all([own == dtype for own in asked]) else asked
