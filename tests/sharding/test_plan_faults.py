@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from family_plans import FAMILIES, plan_for
+from harness.tiny.llama import LlamaForCausalLM
 from torch import nn
 
 import shardtensor as st
@@ -22,7 +23,6 @@ from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.hooks import Use, register_hook
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.tiny.llama import LlamaForCausalLM
 
 both = pytest.mark.worlds("sim", "gloo")
 sim = pytest.mark.worlds("sim")
