@@ -20,10 +20,10 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 53_225
+LINES = 53_153
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 52
-LATE_IMPORTS = 29
+LATE_IMPORTS = 27
 OF_ONE_IMPORTER = 107
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 

@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
-from shardtensor.spec.parser_cache import parser_by
 
 if TYPE_CHECKING:
     from lark import Lark, Tree
@@ -44,9 +43,18 @@ def grammar() -> str:
     return files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
 
 
+def parser_of(grammar: str, start: list[str], postlex: Any = None) -> Lark:
+    """Return the parser of a grammar, with the rules to start at and what its tokens pass through."""
+    from lark import Lark
+
+    return Lark(
+        grammar, start=start, postlex=postlex, parser="lalr", propagate_positions=True, maybe_placeholders=False
+    )
+
+
 @cache
 def _parser() -> Lark:
-    return parser_by(grammar(), ("spec",))
+    return parser_of(grammar(), ["spec"])
 
 
 def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
