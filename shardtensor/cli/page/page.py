@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from shardtensor.cli.mesh_rows import MeshRows, mesh_rows, mesh_text
-from shardtensor.cli.page import colours, sections
-from shardtensor.cli.page.figures import figure, figure_data
-from shardtensor.cli.page.markup import Markup, data, el
-from shardtensor.cli.page.reshards import reshards
+from shardtensor.cli.page.figures import broken, figure, figure_data
+from shardtensor.cli.page.markup import Markup, data, definitions, el, rules
 from shardtensor.cli.page.tree import search_box, tree
-from shardtensor.cli.scene import Scene
-from shardtensor.layout.explain import say_bytes
+from shardtensor.cli.scene import Reshard, Scene
+from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.plan.axes import Axes
+from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import PlanBytes, plan_bytes
+from shardtensor.plan.resolved import Resolved
 
 
 def page(scene: Scene) -> str:
@@ -30,7 +31,7 @@ def page(scene: Scene) -> str:
     is_plan = scene.resolved is not None
     held = None if scene.resolved is None or scene.resolved.errors else plan_bytes(scene.resolved)
     rows = mesh_rows(scene.axes)
-    style = Markup(_packaged("drawing.css") + _packaged("page.css") + colours.rules())
+    style = Markup(_packaged("page.css") + rules())
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -54,14 +55,13 @@ def page(scene: Scene) -> str:
     parts: list[Markup | str] = [_header(scene, held), el("main", left, stage, class_=kind, data_start=start)]
     resolved = scene.resolved
     if resolved is not None and resolved.errors:
-        parts.append(sections.findings(resolved))
-    parts.append(reshards(scene.reshards))
-    if resolved is not None and held is not None:
-        parts += [sections.memory(resolved, held), sections.units(resolved), sections.collectives(resolved)]
-        parts.append(sections.findings(resolved))
+        parts.append(_findings(resolved))
+    parts.append(_reshards(scene.reshards))
+    if resolved is not None and not resolved.errors:
+        parts.append(_findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
-    body = el("body", colours.definitions(), *parts, known, el("script", Markup(_packaged("page.js"))))
+    body = el("body", definitions(), *parts, known, el("script", Markup(_packaged("page.js"))))
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
 
 
@@ -140,3 +140,36 @@ def _mesh_drawing(axes: Axes, rows: MeshRows) -> Markup:
 def _numbers(label: str) -> str:
     """The coordinates of a column without the names of the axes, which stand above all."""
     return ",".join(word.rpartition(" ")[2] for word in label.split(", "))
+
+
+def _reshards(found: Sequence[Reshard]) -> Markup | str:
+    """The steps by which tensors reach other layouts."""
+    if not found:
+        return ""
+    body = []
+    for each in found:
+        steps = [say_step(step, each.item) for steps in each.routes for step in steps]
+        title = el("h3", el("code", " -> ".join(each.texts)), " ", el("span", broken(each.name), class_="count"))
+        body.append(el("div", title, el("pre", "\n".join(steps) or "nothing moves: both say the same")))
+    return _section("reshards", "Resharding", *body)
+
+
+def _findings(resolved: Resolved) -> Markup | str:
+    """What a check found; errors first."""
+    if not resolved.findings:
+        return ""
+    rows = []
+    for finding in folded(resolved.findings):
+        said = [el("p", el("b", f"{finding.severity} {finding.code}"), " ", finding.fault)]
+        if finding.origin is not None:
+            said.append(
+                el("pre", f"{finding.origin}\n" + "\n".join(finding.origin.source.excerpt(finding.origin.span)))
+            )
+        more = [("why", finding.why), ("fix", finding.fix), *(("note", note) for note in finding.notes)]
+        said += [el("p", f"{key}: {text}", class_="note") for key, text in more if text]
+        rows.append(el("li", *said, class_=finding.severity))
+    return _section("findings", "Findings", el("ul", *rows, class_="findings"))
+
+
+def _section(identifier: str, title: str, *children: Markup | str) -> Markup:
+    return el("section", el("h2", title), *children, id=identifier)

@@ -6,8 +6,7 @@ import re
 
 import attrs
 
-from shardtensor.cli.page.drawing import redrawn, thumbnail
-from shardtensor.cli.page.figures import broken
+from shardtensor.cli.page.figures import broken, redrawn, thumbnail
 from shardtensor.cli.page.markup import Markup, el
 from shardtensor.cli.picture import picture_of
 from shardtensor.cli.scene import Scene, Shown, size_text
