@@ -27,6 +27,7 @@ class Plan:
         params: the parameters, with the values they have; `config` and `world` it was read for.
         sources: every text that was read, the plan's own file first.
         findings: what reading found that is no error: an ``else`` side that was taken (N001).
+        is_part: it leaves tensors without a line as they are; else each tensor needs one.
     """
 
     axes: Axes
@@ -40,6 +41,7 @@ class Plan:
     world: int = 1
     sources: tuple[Source, ...] = ()
     findings: tuple[Finding, ...] = ()
+    is_part: bool = False
 
     @classmethod
     def from_rules(

@@ -81,7 +81,7 @@ class Disputes:
         self._pairs.setdefault(frozenset(keys), what)
         said = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)
-        where = f"{place} `{place.text}`" if place is not None else f"`{other.pattern}`"
+        where = f"the other rule is {place} `{place.text}`" if place is not None else ""
         if agrees:
             fault, fix = f"{said} is matched by two rules that agree", "drop one of them, or narrow its pattern"
         else:
@@ -97,7 +97,7 @@ class Disputes:
                 if not what
                 else "a value passes a module in one way: order in the file never decides",
                 fix,
-                (f"the other rule is {where}",),
+                (where or f"the rules are {_said(line)} and {_said(other)}",),
                 name,
             )
         )
@@ -115,6 +115,12 @@ class Disputes:
             if words and not both & set(words):  # here they part
                 return "" if len(words) > 3 else next(iter(words)) if len(words) == 1 else f"{{{','.join(words)}}}"
         return ""
+
+
+def _said(line: Line) -> str:
+    """A rule made in Python, as a line of a plan."""
+    side = "" if line.kind == "tensor" else f"{line.pattern and ' '}{line.kind} {line.name}".rstrip()
+    return f"`{line.pattern}{side}: {line.value}`"
 
 
 def _place(line: Line) -> tuple[int, int]:

@@ -36,9 +36,9 @@ class Case:
     def refused(self, fault: str, why: str, fix: str, *notes: str) -> Finding:
         """The finding."""
         line = self.line
-        return Finding(
-            self.code, fault, line.origin, why, fix, (*style_note(line.origin, "layout"), *notes), self.info.name
-        )
+        rule = (f"the rule is `{line.pattern}: {line.value}`",) if line.origin is None else ()
+        said = (*style_note(line.origin, "layout"), *rule, *notes)
+        return Finding(self.code, fault, line.origin, why, fix, said, self.info.name)
 
     @property
     def shape(self) -> str:

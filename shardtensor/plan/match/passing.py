@@ -81,14 +81,14 @@ def _missing(line: Line, path: str, info: ModuleInfo | None) -> Finding | None:
         if not info.arguments or line.name in info.arguments or any(name.startswith("*") for name in info.arguments):
             return None
         fault = f"`forward` of {info.class_name} has no argument `{line.name}`"
-        known, has = list(info.arguments), "takes"
+        known, has, what = list(info.arguments), "takes", "one of them, or write `in` alone"
     else:
         if line.name in info.counts:
             return None
         fault = f"{info.class_name} has no attribute `{line.name}` that counts something"
-        known, has = sorted(info.counts), "has"
+        known, has, what = sorted(info.counts), "has", "a whole number that forward reads from self"
     why = f"{path or 'the module'} is a {info.class_name}, and {has} {', '.join(known) or 'none'}"
-    fix = nearest(line.name, known) or "correct the name, or drop the line"
+    fix = nearest(line.name, known) or f"name {what}"
     return Finding("E303", fault, name_place(line), why, fix, (), path)
 
 

@@ -70,7 +70,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
         *store_findings,
         *module_findings,
         *disputes.findings,
-        *untied(model, tensors),
+        *untied(plan, model, tensors),
     ]
     return Resolved(plan, model, tensors, modules, tuple(findings))
 
@@ -133,7 +133,7 @@ class _Placing:
         """A tensor for which no line speaks."""
         default = self._plan.unmatched
         if default is None:
-            self.unmatched.append(info.name)
+            self.unmatched += [] if self._plan.is_part else [info.name]
             return None
         bound = self._binder.bound(default.spec, info)
         assert bound is not None, "unmatched has a spec"
