@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 52_485
+LINES = 52_344
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 52
 LATE_IMPORTS = 27
-OF_ONE_IMPORTER = 104
+OF_ONE_IMPORTER = 98
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

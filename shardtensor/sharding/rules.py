@@ -14,7 +14,7 @@ from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import replicated
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.blocks import lines
+from shardtensor.plan.python_rules import lines
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import NameTree

@@ -10,8 +10,7 @@ import attrs
 import pytest
 
 from shardtensor.cli.page.markup import Markup, data, el
-from shardtensor.cli.page.page import page
-from shardtensor.cli.page.tree import segments
+from shardtensor.cli.page.page import page, segments
 from shardtensor.cli.scene import scene_of_plan, scene_of_spec
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh

@@ -1,4 +1,4 @@
-"""What each rank of the demo does: train the sharded model with the others, and on rank 0 the dense one beside it."""
+"""Each rank of the demo trains the sharded model with the others; rank 0 trains the dense model beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor import ShardedOptimizer, shard_parameter
-from shardtensor.cli.demo.model import SPECS, Decoder
 from shardtensor.cli.demo.report import Held, Progress
 from shardtensor.cli.demo.text import Corpus
 from shardtensor.tensor.sharded_tensor import local_of
@@ -134,3 +133,54 @@ def _gathered(sizes: tuple[int, int, int], world: int, device: torch.device) -> 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_of, tensors))
+
+
+HEAD = 32
+
+SPECS = {
+    "embed.weight": "[vocab: tp balanced]",
+    "blocks.*.{q,k,v}.weight": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.{q,k,v}.bias": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.proj.weight": f"[in: tp unit({HEAD}) balanced]",
+    "blocks.*.up.weight": "[out: tp balanced]",
+    "blocks.*.up.bias": "[out: tp balanced]",
+    "blocks.*.down.weight": "[in: tp balanced]",
+}
+"""Column-parallel into a block, row-parallel out of it, the vocabulary by rows; norms, positions and the other biases
+stay whole."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Tokens ``(batch, length)`` -> logits ``(batch, length, vocabulary)``; the head shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int, length: int, width: int = 128, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
