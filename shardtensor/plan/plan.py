@@ -9,9 +9,9 @@ import attrs
 
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.python_rules import read_axes, statements
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Dims, Line, Store, Tie, Unmatched
+from shardtensor.plan.python_rules import read_axes, statements
 from shardtensor.spec.diagnostics import Source
 
 

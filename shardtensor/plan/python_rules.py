@@ -1,4 +1,4 @@
-"""Rules in Python, ``{"layers.*": {"in": ..., "mlp.up": colwise("tp")}}``, to lines of a plan; the texts in them, and a mesh."""
+"""Rules in Python, ``{"layers.*": {"mlp.up": colwise("tp")}}``, to lines of a plan; and the texts in them."""
 
 from __future__ import annotations
 

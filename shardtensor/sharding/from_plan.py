@@ -15,7 +15,6 @@ from shardtensor.mesh import Mesh
 from shardtensor.parallel.layers import layer_class
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.canonical import canonical_lines
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.folding import folded
@@ -27,7 +26,7 @@ from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Passing, Resolved
+from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
 from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import ShardingPlan

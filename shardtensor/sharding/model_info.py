@@ -12,8 +12,7 @@ from torch import nn
 from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import layer_class
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.plan.models.layer_kinds import kind_named
-from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_named
 
 
 def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False) -> Model:

@@ -14,13 +14,13 @@ from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import replicated
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.python_rules import lines
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.match.patterns import nearest, unwrapped
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
+from shardtensor.plan.python_rules import lines
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import Sharder, ShardingPlan

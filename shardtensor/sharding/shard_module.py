@@ -20,7 +20,7 @@ from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, hugging_face_hooks, logits  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
 from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.from_plan import from_plan, from_rules, group_of

@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.maps import draw_boxes
 from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
 from shardtensor.cli.picture import picture_of
-from shardtensor.cli.plane import Plane, plane_of
-from shardtensor.cli.scene import device_of
+from shardtensor.cli.scene import Plane, device_of, plane_of
+from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.mesh import read_mesh

@@ -10,8 +10,7 @@ import attrs
 from shardtensor.cli.mesh_rows import MeshRows
 from shardtensor.cli.page.markup import HUES, PATTERNS, Markup, el, fill, join, px
 from shardtensor.cli.picture import Part, Picture
-from shardtensor.cli.plane import Plane, Rect, plane_of
-from shardtensor.cli.scene import Shown, device_of, size_text
+from shardtensor.cli.scene import Plane, Rect, Shown, device_of, plane_of, size_text
 from shardtensor.layout.explain import say_bytes
 
 MAX_BOXES = 6

@@ -11,9 +11,8 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import name_place, segment_place
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
-from shardtensor.plan.match.matching import Disputes, Matches, match_lines
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
-from shardtensor.plan.match.name_tree import NameTree
+from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import Number, pattern
 from shardtensor.plan.match.stores import with_stores
 from shardtensor.plan.match.ties import Ties, read_ties, untied, with_tied_names

@@ -13,8 +13,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.line import Line
-from shardtensor.plan.match.matching import Matches
-from shardtensor.plan.match.name_tree import NameTree, Way
+from shardtensor.plan.match.name_tree import Matches, NameTree, Way
 from shardtensor.plan.match.patterns import Deep, OneOf, Pattern, Segment, pattern
 from shardtensor.plan.plan import Plan
 

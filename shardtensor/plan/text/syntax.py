@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
-from shardtensor.spec.syntax import IN_WORDS, check_depth, grammar, open_bracket, parse_with, parser_of, quoted_name
+from shardtensor.spec.parse import IN_WORDS, check_depth, grammar, open_bracket, parse_with, parser_of, quoted_name
 
 if TYPE_CHECKING:
     from lark import Lark, Token, Tree
