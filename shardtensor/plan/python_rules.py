@@ -201,5 +201,4 @@ def _flow(value: Any, where: str) -> Flow:
     try:
         return read_flow(value)
     except PlanError as error:
-        fault, *facts = str(error).splitlines()
-        raise PlanError("\n".join([f"{where}: {fault}", *facts])) from None
+        raise error.of(where) from None

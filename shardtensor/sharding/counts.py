@@ -46,8 +46,7 @@ def count(path: str, module: nn.Module, name: str, spec: ShardingSpec, group: Gr
     try:
         (share,) = bind_named(spec, (found,), mesh_of(group)).local_shape(group.rank)
     except LayoutError as error:
-        fault, *facts = str(error).splitlines()
-        raise LayoutError("\n".join([f"`{name}` of {path or 'the module'}: {fault}", *facts])) from None
+        raise error.of(f"`{name}` of {path or 'the module'}") from None
     return Count(path, module, name, found, spec, share)
 
 

@@ -200,8 +200,7 @@ def _add(
             return
         layout = None if shards_itself(spec) else bound(spec, tensor, group, dims, src_rank)
     except (LayoutError, RuleError) as error:
-        fault, *facts = str(error).splitlines()
-        raise type(error)("\n".join([f"{name}: {fault}", *facts])) from None
+        raise error.of(name) from None
     device = tensor.device if layout is None else device_for(spec, group, tensor.device)
     found[id(tensor)] = Target((name,), tensor, spec, layout, device)
 

@@ -8,7 +8,6 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import attrs
@@ -19,6 +18,7 @@ from torch import nn
 
 from shardtensor import ShardedOptimizer, shard_parameter
 from shardtensor.cli.demo.report import Held, Progress
+from shardtensor.plan.match.patterns import matches
 from shardtensor.tensor.sharded_tensor import local_of
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
@@ -100,20 +100,9 @@ def train_step(
 
 
 def matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Each parameter's name with the spec whose pattern it matches; ``{q,k,v}`` stands for one of the listed."""
-    patterns = [(choice, spec) for pattern, spec in specs.items() for choice in _choices(pattern)]
+    """Each parameter's name with the spec whose pattern it matches."""
     for name, _ in list(model.named_parameters()):
-        for pattern, spec in patterns:
-            if fnmatchcase(name, pattern):
-                yield name, spec
-
-
-def _choices(pattern: str) -> list[str]:
-    before, brace, rest = pattern.partition("{")
-    if not brace:
-        return [pattern]
-    inside, _, after = rest.partition("}")
-    return [before + word + after for word in inside.split(",")]
+        yield from ((name, spec) for pattern, spec in specs.items() if matches(pattern, name))
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:

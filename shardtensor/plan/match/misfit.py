@@ -79,11 +79,9 @@ def misfit(
     plan: Plan,
 ) -> Finding:
     """The finding of an error that binding `spec` to a tensor gave."""
-    fault, *rows = str(error).splitlines()
-    facts = dict(re.match(r"  (\S+) +(.*)", row).groups() for row in rows if re.match(r"  \S+ ", row))  # type: ignore[union-attr,misc]
     about = error.about if isinstance(error, LayoutError) else {}
     code = error.code or "E202"
-    return _TELL.get(code, _plainly)(Case(code, spec, info, dims, line, plan, about, fault, facts))
+    return _TELL.get(code, _plainly)(Case(code, spec, info, dims, line, plan, about, error.fault, dict(error.rows)))
 
 
 def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> str:
