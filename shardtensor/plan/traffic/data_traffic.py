@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from shardtensor.layout.layout import Layout
+from shardtensor.layout.ranges import SMALL_BYTES
 from shardtensor.plan.flows.modules import Modules, Names, is_inside
 from shardtensor.plan.match.patterns import starred
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
+from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.plan.traffic.collective import Collective, all_gather, all_reduce, reduce_scatter
@@ -43,7 +44,7 @@ class DataTraffic:
         self._sizes = dict(self._mesh.axes)
         self._gradients: dict[tuple[Layout, str], _Gradient] = {}
         self._units = [unit for unit in gather_units(resolved) if self._ranks(unit.flats[0]) > 1 or modules.data]
-        self._companies = in_company(self._units, rank)
+        self._companies = [[unit] for unit in self._units]
 
     # -- stored parameters --------------------------------------------------------------------------------------------
 
@@ -94,7 +95,6 @@ class DataTraffic:
 
     def _gathered_again(self) -> list[GatherUnit]:
         """Those whose memory others took since their forward."""
-        kinds = self._modules.resolved.model.kind
         slots: dict[int, GatherUnit] = {}
         turns = [unit for unit in self._units if not self._stays(unit)]
         place = {id(unit): i % _SLOTS for i, unit in enumerate(turns)}
@@ -102,27 +102,16 @@ class DataTraffic:
             slots[place[id(unit)]] = unit
         found = []
         for unit in reversed(turns):
-            kind = kinds(unit.path)
-            is_table = kind is not None and kind.name == "embedding" and self._is_part(unit)
-            if is_table or not any(flat.trains for flat in unit.flats):
+            if not any(flat.trains for flat in unit.flats):
                 continue  # its backward does not read it
             if slots[place[id(unit)]] is not unit:
                 slots[place[id(unit)]] = unit
                 found.append(unit)
         return found
 
-    def _is_part(self, unit: GatherUnit) -> bool:
-        """Whether it is a large layer of a unit that holds others, gathered by itself."""
-        return any(placed.unit != unit.path for placed in map(self._placed, unit.names[0]))
-
-    def _placed(self, name: str) -> Placed:
-        return self._resolved.tensors[name]
-
     def _stays(self, unit: GatherUnit) -> bool:
         whole = sum(flat.ranges(self._rank).total * BYTES[flat.dtype] for flat in unit.flats)
-        if self._is_part(unit):
-            return whole <= SMALL
-        return unit.holds_units or whole <= SMALL
+        return unit.holds_units or whole <= SMALL_BYTES
 
     def _reductions(self, units: Sequence[GatherUnit]) -> Iterator[Collective]:
         trained = [unit for unit in units if any(flat.trains for flat in unit.flats)]

@@ -1,6 +1,7 @@
-"""Parameters that are sharded already, over axes other than the data axes, as in tensor parallelism.
+"""The ranks that hold a module together, and how parameters are sharded over other axes already.
 
-What is gathered then is this rank's part, and modules compute with it as they did: in a ShardedTensor.
+Along one axis of the data ranks parameters are cut, along another, if there, they are repeated. Where a parameter was
+sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.domain import Domain
 from shardtensor.layout.layout import CutLayout, has_equal_parts
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -28,7 +28,91 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
 
 
 @attrs.frozen(eq=False)
-class Inner:
+class DataMesh:
+    """Groups of ranks and the axes they lie along.
+
+    Args:
+        whole: all the ranks.
+        shard: those that hold one copy together.
+        reduce: the same ranks as `shard`, for reductions that run beside its gathers.
+        replicate: those that hold the same part; of size 1 without hybrid sharding.
+        axis: the name of the axis that is cut.
+    """
+
+    whole: Group
+    shard: Group
+    reduce: Group
+    replicate: Group | None
+    axis: str
+
+    @property
+    def is_named(self) -> bool:
+        """Whether `axis` is a name that the mesh gave it; else it goes by any."""
+        return self.whole.mesh is not None
+
+    @property
+    def size(self) -> int:
+        """How many ranks compute a gradient, each of its own part of the batch."""
+        return self.whole.size
+
+    @classmethod
+    def of(cls, mesh: Any) -> DataMesh:
+        """Read a mesh of data ranks: of one axis, or of two, the first of which repeats.
+
+        Args:
+            mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
+                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``; ``("rep", "dp")`` is the same.
+
+        Raises:
+            LayoutError: it has more axes, or this rank is not in it.
+        """
+        if isinstance(mesh, tuple | list) and mesh and all(isinstance(name, str) for name in mesh):
+            mesh = "*".join(mesh)
+        whole = _named(mesh) if isinstance(mesh, str) else as_group(mesh)
+        if whole.index < 0:
+            raise LayoutError(
+                f"rank {whole.rank} is not in the mesh that a module is to be fully sharded over",
+                {"ranks": list(whole.ranks)},
+                "call fully_shard on the ranks of the mesh only",
+            )
+        grid = whole.mesh
+        if mesh is None and grid is not None:
+            whole, grid = whole.subgroup(list(whole.ranks)), None
+        if grid is None:
+            names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
+            return cls(whole, whole, whole.twin(), None, names[-1])
+        if len(grid.names) == 1:
+            return cls(whole, whole, whole.twin(), None, grid.names[0])
+        if len(grid.names) > 2:
+            raise LayoutError(
+                f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
+                {"mesh": ", ".join(f"{name}={size}" for name, size in grid.axes)},
+                'name the data axes: mesh["dp"], or mesh["rep", "dp"] to repeat along the first',
+            )
+        rep, dp = grid.names
+        shard = whole.axis(dp)
+        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
+
+
+def _named(text: str) -> Group:
+    """The ranks along axes of the default mesh."""
+    world, names = as_group(None), tuple(name.strip() for name in text.replace(",", "*").split("*"))
+    grid = world.mesh
+    unknown = [name for name in names if grid is None or name not in grid.names]
+    if grid is None or unknown:
+        raise LayoutError(
+            f'there is no axis "{unknown[0]}": the default group has '
+            + ("no named axes" if grid is None else f"the axes {', '.join(grid.names)}"),
+            {"mesh": text},
+            'pass the DeviceMesh of the data ranks, mesh["dp"], or names of axes, "dp" or "rep*dp"',
+        )
+    team = world.axis(*names)
+    axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
+    return group_on_mesh(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
+
+
+@attrs.frozen(eq=False)
+class TPSpec:
     """How a parameter was sharded before, and where the data axis is beside the axes of that.
 
     Attributes:
@@ -48,7 +132,7 @@ class Inner:
     dtensor: tuple[Any, Any] | None = None
 
     @classmethod
-    def of(cls, name: str, param: torch.Tensor, domain: Domain, mesh: Any, dtensor: Any = None) -> Inner | None:
+    def of(cls, name: str, param: torch.Tensor, data_mesh: DataMesh, mesh: Any, dtensor: Any = None) -> TPSpec | None:
         """Read a parameter; None where it is plain.
 
         Args:
@@ -68,7 +152,7 @@ class Inner:
             grid = joint.mesh
             assert grid is not None
             cut = {grid.names[i] for i in layout.parting_axes} if joint is group else set()
-            axes = _axes_of(grid, domain.shard, cut)
+            axes = _axes_of(grid, data_mesh.shard, cut)
             cut_axes = (grid.names if joint is group else _axes_of(grid, group, {*axes})) if axes else None
             if not axes or not cut_axes:
                 continue
@@ -90,11 +174,11 @@ class Inner:
                 named = spec
             seen = None if dtensor is None else (dtensor.device_mesh, dtensor.placements)
             return cls(layout, spec, group, joint, axes[0], named, seen)
-        is_same = list(group.ranks) == list(domain.shard.ranks)
+        is_same = list(group.ranks) == list(data_mesh.shard.ranks)
         raise LayoutError(
             f"`{name}` is sharded over "
             + ("the data ranks already" if is_same else "ranks that no mesh joins with the data ranks"),
-            {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(domain.shard)},
+            {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(data_mesh.shard)},
             f'shard it on a mesh that has both axes: {_first_call(dtensor)}, then fully_shard(module, mesh=mesh["dp"])',
         )
 
@@ -110,11 +194,11 @@ class Inner:
 
     def around(self, view: torch.Tensor) -> torch.Tensor:
         """The gathered part, as modules expect it."""
-        shown: Any = shell_over(view, self.layout, self.spec, self.group)
+        unsharded_params: Any = shell_over(view, self.layout, self.spec, self.group)
         if self.dtensor is not None:
-            shown = as_dtensor(shown, *self.dtensor)
-        shown._is_param = True
-        return shown
+            unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
+        unsharded_params._is_param = True
+        return unsharded_params
 
 
 def _first_call(dtensor: Any) -> str:
@@ -161,7 +245,7 @@ def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -
     return spec
 
 
-def is_cut(inner: Inner | None, dim: int) -> bool:
+def is_cut(inner: TPSpec | None, dim: int) -> bool:
     """Whether a dim of the parameter is cut already."""
     return inner is not None and inner.layout.dims[dim] is not None
 

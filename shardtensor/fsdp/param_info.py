@@ -1,4 +1,4 @@
-"""`Entry`: one parameter of a unit, and how it is to lie."""
+"""One parameter of a group, and how parameters that are gathered together lie in one tensor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.fsdp.forms import ANYWHERE, Form
-from shardtensor.fsdp.inner import Inner
+from shardtensor.fsdp.data_mesh import TPSpec
 from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.dispatch import is_dtensor
@@ -19,7 +19,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 @attrs.define(eq=False)
-class Entry:
+class ParamInfo:
     """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
 
     `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
@@ -29,12 +29,12 @@ class Entry:
     name: str
     param: torch.Tensor
     homes: list[Home]
-    form: Form = ANYWHERE
-    inner: Inner | None = None
+    form: ShardPlacement = ANYWHERE
+    inner: TPSpec | None = None
     dtensor: Any = None
 
     @classmethod
-    def of(cls, name: str, param: torch.Tensor) -> Entry:
+    def of(cls, name: str, param: torch.Tensor) -> ParamInfo:
         """An entry that no module is known of yet."""
         return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
 
@@ -77,13 +77,13 @@ class Entry:
         return tuple(count * self.grain for count in rows)
 
 
-def ranges_of(entries: Sequence[Entry], ranks: int) -> Ranges:
+def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
     """How parameters that are gathered together lie in one tensor."""
-    lengths = [entry.values.numel() for entry in entries]
-    owners = [entry.form.owner for entry in entries if entry.form.owner is not None]
+    lengths = [info.values.numel() for info in params_info]
+    owners = [info.form.owner for info in params_info if info.form.owner is not None]
     if owners:
-        assert len(owners) == len(entries), "parameters with owners have a flat of their own"
+        assert len(owners) == len(params_info), "parameters with owners have a group of their own"
         return lay_out_owned(lengths, ranks, owners)
-    if entries[0].is_alone:
-        return lay_out_alone(lengths[0], ranks, entries[0].grain)
-    return lay_out(lengths, ranks, [entry.grain for entry in entries])
+    if params_info[0].is_alone:
+        return lay_out_alone(lengths[0], ranks, params_info[0].grain)
+    return lay_out(lengths, ranks, [info.grain for info in params_info])

@@ -1,24 +1,26 @@
-"""How one parameter is cut over the data ranks, as the user's `shard_placement_fn` asks."""
+"""How a parameter is to be cut over data ranks, as `shard_placement_fn` asks; and its elements in stored order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-import torch
 
 from shardtensor.errors import LayoutError
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.spec.parse import as_spec
 
+if TYPE_CHECKING:
+    import torch
+
 Shape = tuple[int, ...]
 
 
 @attrs.frozen
-class Form:
-    """A parameter in a flat. Ranges are of its elements in row-major order, or of those with `dim` brought to front.
+class ShardPlacement:
+    """A parameter in a group. Ranges are of its elements in row-major order, or of those with `dim` brought to front.
 
     Args:
         unit: no range ends inside so many elements; ``"row"``: inside a row.
@@ -33,7 +35,7 @@ class Form:
     axis: str | None = None
 
     @classmethod
-    def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> Form:
+    def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
         """Read what `shard_placement_fn` returned for a parameter.
 
         Args:
@@ -72,7 +74,7 @@ class Form:
         return cls(owner=only.index, axis=axes[0]) if shape else cls(axis=axes[0])
 
     @classmethod
-    def _along(cls, dim: int, name: str, shape: Shape) -> Form:
+    def _along(cls, dim: int, name: str, shape: Shape) -> ShardPlacement:
         if not -len(shape) <= dim < len(shape):
             raise LayoutError(
                 f"shard_placement_fn cuts dim {dim} of `{name}`, which has {len(shape)} dims",
@@ -96,7 +98,7 @@ class Form:
         """The elements of a parameter in the order in which they are stored."""
         return (param if self.dim is None else param.movedim(self.dim, 0)).reshape(-1)
 
-    def shown(self, stored: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def as_param(self, stored: torch.Tensor, shape: Shape) -> torch.Tensor:
         """A parameter of this shape, or a part of it, over its stored elements."""
         if self.dim is None:
             return stored.view(shape)
@@ -127,7 +129,7 @@ class Form:
         return Spec(*dims)
 
 
-ANYWHERE = Form()
+ANYWHERE = ShardPlacement()
 """Ranges end anywhere in a parameter."""
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.copies import deep_copy
-from shardtensor.fsdp.unit import Unit, unit_of, units_in
-from shardtensor.fsdp.upkeep import take_in_if_ready
+from shardtensor.fsdp.checks import reset_if_complete
+from shardtensor.fsdp.lifecycle import deep_copy
+from shardtensor.fsdp.state import SHARDED, FSDPState, state_of, states_in
 
 
 class FSDPModule:
@@ -22,25 +22,25 @@ class FSDPModule:
     except where they say so. What they set holds from the next forward or backward on.
     """
 
-    _fsdp_unit: Unit
+    _fsdp_state: FSDPState
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class as it was: slices of containers call their class, and are not sharded."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self._fsdp_unit
-        args, kwargs = unit.enter(args, kwargs)
+        state = self._fsdp_state
+        args, kwargs = state.enter(args, kwargs)
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            unit.abandon()
+            state.abandon()
             raise
-        return unit.leave(output)
+        return state.leave(output)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)  # type: ignore[misc]
-        take_in_if_ready(self._fsdp_unit)
+        reset_if_complete(self._fsdp_state)
         return applied
 
     def __copy__(self) -> Any:
@@ -65,8 +65,8 @@ class FSDPModule:
         """Gather this module's own parameters now, so that its next forward need not. Collective; not recursive.
 
         The module goes on to show its sharded parameters, and a write to them before the forward shows: the forward
-        then gathers again. On cuda all ranks have to write; what only some of them write by ``.data`` is found on the
-        CPU alone. Gathered parameters stay until the backward of that forward, or until ``reshard()``.
+        then gathers again. All ranks write alike. Gathered parameters stay until the backward of that forward, or
+        until ``reshard()``.
 
         Args:
             async_op: return at once; the forward waits for the gather, or the handle does.
@@ -78,9 +78,9 @@ class FSDPModule:
             >>> layer(torch.ones(1, 2)).shape
             torch.Size([1, 2])
         """
-        unit = self._fsdp_unit
-        unit.found_schedule().unshard(unit)
-        handle = UnshardHandle(unit)
+        state = self._fsdp_state
+        state.found_runtime().unshard(state)
+        handle = UnshardHandle(state)
         if async_op:
             return handle
         handle.wait()
@@ -88,9 +88,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Have this module's own parameters gathered anew before their next use. Not recursive; sends nothing."""
-        unit = self._fsdp_unit
-        if unit.schedule is not None:
-            unit.schedule.reshard(unit)
+        state = self._fsdp_state
+        if state.runtime is not None:
+            state.runtime.reshard(state)
 
     def reset_iter_state(self) -> None:
         """Forget what a forward or backward left that raised, and gradients that wait for a reduction.
@@ -100,16 +100,16 @@ class FSDPModule:
         Raises:
             RuleError: another fully sharded module holds this one; it is to be called on that.
         """
-        unit = self._fsdp_unit
-        if unit.schedule is None:
+        state = self._fsdp_state
+        if state.runtime is None:
             return
-        if unit.index != 0:
+        if state.index != 0:
             raise RuleError(
                 "reset_iter_state() was called on a module that another fully sharded one holds",
-                {"module": unit.name},
-                f"call it on the outermost one, a {type(unit.schedule.units[0].module).__name__}",
+                {"module": state.name},
+                f"call it on the outermost one, a {type(state.runtime.states[0].module).__name__}",
             )
-        unit.schedule.reset()
+        state.runtime.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free gathered parameters after forward and gather them again for backward, or keep them.
@@ -122,20 +122,20 @@ class FSDPModule:
                 f"set_reshard_after_forward takes True or False, not {reshard_after_forward!r}",
                 fix="give a number of ranks to fully_shard(reshard_after_forward=)",
             )
-        for unit in _units(self, recurse):
-            if unit.reshard_after_forward is not reshard_after_forward:
-                unit.reshard_after_forward, unit.near = reshard_after_forward, None
-                _is_changed(unit)
+        for state in _states(self, recurse):
+            if state.reshard_after_forward is not reshard_after_forward:
+                state.reshard_after_forward, state.post_forward_mesh = reshard_after_forward, None
+                _is_changed(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free gathered parameters after backward, or keep them for the next forward, as long as nobody writes to them.
 
         Keeping them saves gathers while gradients accumulate. A forward after an optimizer's step gathers in any case.
         """
-        for unit in _units(self, recurse):
-            if unit.keeps_after_backward is reshard_after_backward:
-                unit.keeps_after_backward = not reshard_after_backward
-                _is_changed(unit)
+        for state in _states(self, recurse):
+            if state.keeps_after_backward is reshard_after_backward:
+                state.keeps_after_backward = not reshard_after_backward
+                _is_changed(state)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ahead as many modules as the list has, while this one runs forward; without a call, one.
@@ -151,21 +151,21 @@ class FSDPModule:
 
     def _set_prefetch(self, direction: int, modules: Sequence[Any]) -> None:
         _check_all_sharded(modules)
-        ahead = self._fsdp_unit.ahead
+        ahead = self._fsdp_state.ahead
         if ahead[direction] != len(modules):
             ahead[direction] = len(modules)
-            _is_changed(self._fsdp_unit)
+            _is_changed(self._fsdp_state)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say that this module's backward needs no parameters (False), which saves a gather.
 
         It is taken at its word where that can be seen to be true: for a module whose parameters are all of embeddings.
         """
-        unit = self._fsdp_unit
-        skips = not unshard_in_backward and unit.is_lookup
-        if unit.skips_backward is not skips:
-            unit.skips_backward = skips
-            _is_changed(unit)
+        state = self._fsdp_state
+        skips = not unshard_in_backward and state.is_lookup
+        if state.skips_backward is not skips:
+            state.skips_backward = skips
+            _is_changed(state)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -175,15 +175,15 @@ class FSDPModule:
         Gradients that are not reduced are kept whole, in ``reduce_dtype`` where that is wider, and are no parameter's
         ``.grad`` yet; the next backward that reduces takes them along.
         """
-        for unit in _units(self, recurse):
-            for flat in unit.flats:
-                flat.syncs = flat.carry.all_reduces = requires_gradient_sync
+        for state in _states(self, recurse):
+            for group in state.param_groups:
+                group.gradients.requires_sync = group.gradients.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With copies of the shards (a mesh of two axes): sum over the copies, too, or let one copy's sums add up."""
-        for unit in _units(self, recurse):
-            for flat in unit.flats:
-                flat.carry.all_reduces = requires_all_reduce
+        for state in _states(self, recurse):
+            for group in state.param_groups:
+                group.gradients.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is a step's last. It changes nothing: each backward leaves all in order."""
@@ -196,8 +196,8 @@ class FSDPModule:
         """
         if not factor > 0:
             raise LayoutError(f"gradients cannot be divided by {factor!r}", fix="give a number above 0")
-        for flat in self._fsdp_unit.flats:
-            flat.divide_by(float(factor))
+        for group in self._fsdp_state.param_groups:
+            group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """`set_gradient_divide_factor` by its old name."""
@@ -215,22 +215,22 @@ class FSDPModule:
         Raises:
             LayoutError: (a ValueError) `stream` is given, and the mesh has copies.
         """
-        unit = self._fsdp_unit
-        if stream is not None and unit.domain.replicate is not None:
+        state = self._fsdp_state
+        if stream is not None and state.data_mesh.replicate is not None:
             raise LayoutError(
                 "a stream for the all-reduce hook was given for a mesh with copies",
                 fix="leave it out: the hook runs in the stream of the sum over the copies",
             )
-        for flat in unit.flats:
-            flat.carry.set_hook(hook, stream)
+        for group in state.param_groups:
+            group.gradients.hook, group.gradients.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the gathers of the next forward wait for `event`, too; then it is forgotten.
 
         They wait for all work before that forward in any case.
         """
-        unit = self._fsdp_unit
-        unit.found_schedule().post_optim_event = event
+        state = self._fsdp_state
+        state.found_runtime().post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use sums only as reductions. That is so in any case."""
@@ -249,10 +249,10 @@ class FSDPModule:
             raise TypeError(f"max_input_buffers is an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise LayoutError(f"max_input_buffers={max_input_buffers} is below 1", fix="give 2, or more")
-        for unit in _units(self, recurse):
-            if unit.reductions_ahead != max_input_buffers:
-                unit.reductions_ahead = max_input_buffers
-                _is_changed(unit)
+        for state in _states(self, recurse):
+            if state.reductions_ahead != max_input_buffers:
+                state.reductions_ahead = max_input_buffers
+                _is_changed(state)
 
     # -- what torch's has and this has not ----------------------------------------------------------------------------
 
@@ -280,13 +280,13 @@ class FSDPModule:
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
 
     def wait(self) -> None:
         """Let what the caller does next find the parameters gathered."""
-        if self._unit.is_gathered:
-            self._unit.wait()
+        if self._state.sharded_state is not SHARDED:
+            self._state.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -327,17 +327,17 @@ class _Around:
         self._method = method if self._function is None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self._module._fsdp_unit
-        args, kwargs = unit.enter(args, kwargs)
+        state = self._module._fsdp_state
+        args, kwargs = state.enter(args, kwargs)
         try:
             if self._function is not None:
                 output = self._function(self._module, *args, **kwargs)
             else:
                 output = cast(Any, self._method)(*args, **kwargs)
         except BaseException:
-            unit.abandon()
+            state.abandon()
             raise
-        return unit.leave(output)
+        return state.leave(output)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -359,19 +359,19 @@ def _check_all_sharded(modules: Iterable[Any]) -> None:
             )
 
 
-def _is_changed(unit: Unit) -> None:
-    if unit.schedule is not None:
-        unit.schedule.is_stale = True
+def _is_changed(state: FSDPState) -> None:
+    if state.runtime is not None:
+        state.runtime.is_stale = True
 
 
 def _refuse(name: str, way_out: str) -> NoReturn:
     raise RuleError(f"{name}() is not there: collectives run on fixed memory that fully_shard made", fix=way_out)
 
 
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    unit = unit_of(module)
-    assert unit is not None
-    return [unit for _, unit in units_in(module)] if recurse else [unit]
+def _states(module: Any, recurse: bool) -> list[FSDPState]:
+    state = state_of(module)
+    assert state is not None
+    return [state for _, state in states_in(module)] if recurse else [state]
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

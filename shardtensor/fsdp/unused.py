@@ -8,7 +8,8 @@ used at once, so that a parameter which any of them used has a gradient on all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -16,25 +17,35 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.domain import Domain
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.streams import Streams
 
 _SHOWN = 8
+_LOOK_S, _PAUSE_S = 1.0, 2e-5
 
 Pattern = list[tuple[int, list[bool]]]
-"""For each reduction of a backward, in order: of which flat, and which of its parameters have a gradient."""
+"""For each reduction of a backward, in order: of which group, and which of its parameters have a gradient."""
 
 
-class Uses:
+class UnusedCheck:
     """What this rank used, backward by backward.
 
     Args:
-        names: of the parameters of each flat, as the model calls them.
+        names: of the parameters of each group, as the model calls them.
         is_exact: settle in each backward which parameters were used by any rank.
+        explain: raises where ranks went different ways; called while the host waits for the device.
     """
 
-    def __init__(self, domain: Domain, names: Sequence[Sequence[str]], streams: Streams, is_exact: bool) -> None:
-        self._domain, self._names, self._streams, self.is_exact = domain, names, streams, is_exact
+    def __init__(
+        self,
+        data_mesh: DataMesh,
+        names: Sequence[Sequence[str]],
+        streams: Streams,
+        is_exact: bool,
+        explain: Callable[[], None],
+    ) -> None:
+        self._explain = explain
+        self._data_mesh, self._names, self._streams, self.is_exact = data_mesh, names, streams, is_exact
         self.pattern: Pattern = []
         self._last: Pattern = []
         self._fault: RuleError | None = None
@@ -47,30 +58,15 @@ class Uses:
     @property
     def asks(self) -> bool:
         """Whether this backward settles with the other ranks what was used."""
-        return self._domain.size > 1 and (self.is_exact or not self._last)
+        return self._data_mesh.size > 1 and (self.is_exact or not self._last)
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
-    def used(self) -> list[list[bool]]:
-        """For each flat, which of its parameters have gradients that were sent in this backward."""
-        return [[*map(bool, mask)] for mask in self._masks(self.pattern)]
-
-    def settle(self, late: Mapping[int, list[bool]]) -> tuple[list[int], dict[int, list[bool]]]:
-        """Come together with the other ranks; all call it.
-
-        Args:
-            late: flats by number that this rank has gradients of still to send, and which of their parameters have one.
-
-        Returns:
-            the flats that any rank has gradients of still to send; and for each flat the parameters that only others
-            used.
-        """
-        mine = self._masks([*self.pattern, *late.items()])
-        blob, count = b"".join(mine), len(mine)
-        told = self._domain.whole.exchange(blob + bytes(number in late for number in range(count)))
-        blobs = [other[:-count] for other in told]
-        any_late = map(any, zip(*(other[-count:] for other in told), strict=True))
-        to_send = [number for number, is_late in enumerate(any_late) if is_late]
+    def settle(self) -> dict[int, list[bool]]:
+        """Return for each group the parameters that only other ranks used. Collective."""
+        mine = self._masks(self.pattern)
+        blob = b"".join(mine)
+        blobs = self._data_mesh.whole.exchange(blob)
         if not self.is_exact and any(other != blob for other in blobs):
             self._fault = self._disagreement(blobs)
         found, start = {}, 0
@@ -80,10 +76,10 @@ class Uses:
             missed = [not own and any(column) for own, column in zip(mask, zip(*others, strict=True), strict=True)]
             if any(missed):
                 found[number] = missed
-        return to_send, found
+        return found
 
     def _masks(self, pattern: Pattern) -> list[bytes]:
-        """For each flat, a byte for each parameter: whether it was used."""
+        """For each group, a byte for each parameter: whether it was used."""
         masks = [[False] * len(names) for names in self._names]
         for number, used in pattern:
             masks[number] = [a or b for a, b in zip(masks[number], used, strict=True)]
@@ -92,9 +88,9 @@ class Uses:
     # -- cheaply ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """At the end of a backward, in the lane of its reductions: send the flag off. All ranks call it."""
+        """At the end of a backward, in the stream of its reductions: send the flag off. All ranks call it."""
         pattern, self.pattern = self.pattern, []
-        if self._domain.size == 1:
+        if self._data_mesh.size == 1:
             return
         if pattern != self._last:
             self._last, self._flag = pattern, None
@@ -104,7 +100,7 @@ class Uses:
             number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
             self._brought = [number, -number]
             self._flag = torch.tensor(self._brought, device=self._streams.device)
-        for team in _teams(self._domain):
+        for team in _teams(self._data_mesh):
             team.all_reduce(self._flag, "max")
         if self._streams.is_cuda:
             if self._host is None:
@@ -132,19 +128,27 @@ class Uses:
             return
         self._is_out = False
         if self._event is not None:
-            self._event.synchronize()  # of a step ago
+            self._wait(self._event)  # of a step ago
         assert self._host is not None
         if self._host.tolist() != self._brought:
             self._flag = None
-            raise self._disagreement(self._domain.whole.exchange(b"".join(self._masks(self._last))))
+            raise self._disagreement(self._data_mesh.whole.exchange(b"".join(self._masks(self._last))))
 
-    def drop(self) -> None:
-        """Forget a backward that broke off."""
-        self.pattern = []
+    def _wait(self, event: Any) -> None:
+        """Let the host wait, and look now and then whether other ranks wait for this one elsewhere."""
+        if _is_capturing():  # which refuses questions about events
+            event.synchronize()
+            return
+        looked = time.monotonic()
+        while not event.query():
+            if time.monotonic() - looked > _LOOK_S:
+                self._explain()
+                looked = time.monotonic()
+            time.sleep(_PAUSE_S)
 
     def _disagreement(self, blobs: Sequence[bytes]) -> RuleError:
         names = [name for of_flat in self._names for name in of_flat]
-        ranks = self._domain.whole.ranks
+        ranks = self._data_mesh.whole.ranks
         some = []
         for name, column in zip(names, zip(*blobs, strict=True), strict=True):
             if any(column) and not all(column):
@@ -162,17 +166,17 @@ class Uses:
         )
 
 
-def names_of(units: Sequence[Any]) -> list[list[str]]:
-    """The names of the parameters of each flat of some units."""
+def names_of(states: Sequence[Any]) -> list[list[str]]:
+    """The names of the parameters of each group of some units."""
     return [
-        [f"{unit.name}.{entry.name}" if unit.name else entry.name for entry in flat.entries]
-        for unit in units
-        for flat in unit.flats
+        [f"{state.name}.{info.name}" if state.name else info.name for info in group.params_info]
+        for state in states
+        for group in state.param_groups
     ]
 
 
-def _teams(domain: Domain) -> tuple[Group, ...]:
-    return (domain.reduce,) if domain.replicate is None else (domain.reduce, domain.replicate)
+def _teams(data_mesh: DataMesh) -> tuple[Group, ...]:
+    return (data_mesh.reduce,) if data_mesh.replicate is None else (data_mesh.reduce, data_mesh.replicate)
 
 
 def _is_capturing() -> bool:
