@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardtensor.plan.models.layer_kinds import kind_named
+from shardtensor.plan.models.model import kind_named
 
 
 def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:

@@ -23,7 +23,7 @@ from shardtensor.ops.fused_linear import cast
 from shardtensor.ops.ids import strays_of, widest
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.parallel.products import ColumnProduct, Product, StreamProduct
-from shardtensor.plan.models.layer_kinds import kind_named
+from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import Decoder
+from harness.tiny import mixtral
 from test_plan_parity import STORED
 from torch import nn
 
@@ -25,7 +26,6 @@ from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.sharding import expert_dispatch
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.tiny import mixtral
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny.attention import attend, heads_of
+from harness.tiny.bert import BertEncoder, BertIntermediate, BertPooler, BertSelfAttention
+from harness.tiny.names import ending, shape_of
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.attention import attend, heads_of
-from shardtensor.sharding.tiny.bert import BertEncoder, BertIntermediate, BertPooler, BertSelfAttention
-from shardtensor.sharding.tiny.names import ending, shape_of
-from shardtensor.sharding.tiny.sizes import Sizes
 
 DEFAULTS: dict[str, Any] = {
     "width": 16, "heads": 4, "hidden": 32, "layers": 2, "channels": 3, "patch": 4, "image": 8,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 class MLP(nn.Module):

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny import llama
+from harness.tiny.llama import LlamaAttention, LlamaForCausalLM, LlamaRMSNorm
+from harness.tiny.names import ending, shape_of
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny import llama
-from shardtensor.sharding.tiny.llama import LlamaAttention, LlamaForCausalLM, LlamaRMSNorm
-from shardtensor.sharding.tiny.names import ending, shape_of
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 class MixtralRMSNorm(LlamaRMSNorm):

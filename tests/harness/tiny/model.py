@@ -11,6 +11,10 @@ import attrs
 import torch
 from torch import nn
 
+from harness.tiny.family import Family, family_of, refuse_other_names
+from harness.tiny.names import unnumbered
+from harness.tiny.sizes import Sizes
+from harness.tiny.world import small_plan, smaller_axes
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.line import Line
@@ -20,10 +24,6 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.tiny.family import Family, family_of, refuse_other_names
-from shardtensor.sharding.tiny.names import unnumbered
-from shardtensor.sharding.tiny.sizes import Sizes
-from shardtensor.sharding.tiny.world import small_plan, smaller_axes
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import parse_spec
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny.attention import attend, heads_of
+from harness.tiny.names import ending, shape_of
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.attention import attend, heads_of
-from shardtensor.sharding.tiny.names import ending, shape_of
-from shardtensor.sharding.tiny.sizes import Sizes
 
 DEFAULTS: dict[str, Any] = {
     "width": 8, "heads": 4, "kv": 2, "head_dim": 4, "hidden": 16, "vocab": 21, "layers": 2,

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 from torch import nn
 
+from harness.tiny import bert, gpt2, llama, mixtral, mlp, t5, uneven, vit, vocab
+from harness.tiny.names import ending, unnumbered
+from harness.tiny.sizes import Sizes
 from shardtensor.errors import SpecError
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny import bert, gpt2, llama, mixtral, mlp, t5, uneven, vit, vocab
-from shardtensor.sharding.tiny.names import ending, unnumbered
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 @attrs.frozen(eq=False)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny.attention import attend
+from harness.tiny.names import ending, shape_of
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.attention import attend
-from shardtensor.sharding.tiny.names import ending, shape_of
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 class BertSelfAttention(nn.Module):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.tiny.attention import attend, heads_of
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.attention import attend, heads_of
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 class UnevenAttention(nn.Module):

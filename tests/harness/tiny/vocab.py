@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.tiny.sizes import Sizes
 from shardtensor.plan.models.model import Model
-from shardtensor.sharding.tiny.sizes import Sizes
 
 
 class Vocab(nn.Module):
