@@ -7,28 +7,14 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Recorder(Protocol):
-    """FlatGroups a function, or captures and replays it."""
-
-    def run(self, function: Callable[[], Any]) -> Any: ...
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        """Capture `function`; return its result, whose tensors `replay` overwrites."""
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None:
-        """Free the captured graph."""
-
-
 class CudaRecorder:
-    """A `Recorder` with a stream of its own, which waits for the caller's current stream and is waited for by it.
+    """Captures a function in a graph, on a stream of its own that is ordered with the caller's current stream.
 
     Args:
         device: a CUDA device.
@@ -40,7 +26,7 @@ class CudaRecorder:
         self._graph: Any = None
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """FlatGroup it on the capture stream: autograd uses the stream on which a gradient was first made."""
+        """Run it on the capture stream: autograd uses the stream on which a gradient was first made."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -49,6 +35,7 @@ class CudaRecorder:
         return result
 
     def capture(self, function: Callable[[], Any]) -> Any:
+        """Capture `function`; return its result, whose tensors `replay` overwrites."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         torch.clear_autocast_cache()  # else a replay would not repeat the casts of weights that are cached
@@ -72,23 +59,18 @@ class CudaRecorder:
         self._graph.replay()
 
     def reset(self) -> None:
+        """Free the captured graph."""
         graph, self._graph = self._graph, None
         if graph is not None:
             torch.cuda.synchronize(self._device)
             graph.reset()
 
 
-class Releasable(Protocol):
-    """An object that holds graphs."""
-
-    def release(self) -> None: ...
-
-
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
 _is_watching = False
 
 
-def release_before_groups(holder: Releasable) -> None:
+def release_before_groups(holder: Any) -> None:
     """Call ``holder.release()`` before any process group is shut down, and before the process ends.
 
     NCCL waits for ever when it destroys a communicator that a graph still uses. All ways to destroy a group call

@@ -34,20 +34,20 @@ class GraphedOptimizers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[int, GraphedOptimizer] = {}
-        self._captured_values: list[Any] = []
-        self._kept_leaves: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
-        self._kept_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._captured: list[Any] = []
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # keeps leaves, so that their ids stay unique
 
     @contextmanager
     def with_device_rates(self) -> Iterator[None]:
         """Make optimizers step with learning rates on the device; add each optimizer that steps for the first time."""
-        rates = [known.learning_rates() for known in self._known.values()]
+        rates = {key: known.learning_rates() for key, known in self._known.items()}
 
         def enter(optimizer: optim.Optimizer, *_: Any) -> None:
-            if id(optimizer) not in self._known:
-                self._known[id(optimizer)] = GraphedOptimizer(optimizer, self._device)
-                rates.append(self._known[id(optimizer)].learning_rates())
-            self._known[id(optimizer)].enter()
+            key = id(optimizer)
+            if key not in self._known:
+                self._known[key] = GraphedOptimizer(optimizer, self._device)
+                rates[key] = self._known[key].learning_rates()
+            self._known[key].enter()
 
         def leave(optimizer: optim.Optimizer, *_: Any) -> None:
             self._known[id(optimizer)].leave()
@@ -60,7 +60,7 @@ class GraphedOptimizers:
                 hook.remove()
             for known in self._known.values():
                 known.leave()
-        if rates != [known.learning_rates() for known in self._known.values()]:
+        if rates != {key: known.learning_rates() for key, known in self._known.items()}:
             raise CaptureError(
                 "a learning rate was changed inside the step; a replay would not change it",
                 fix="call scheduler.step() after the graphed step, not in it",
@@ -74,7 +74,7 @@ class GraphedOptimizers:
             CaptureError: the step made optimizer state, or it left gradients of parameters that had none before.
         """
         counts = {key: known.state_count() for key, known in self._known.items()}
-        before = [(leaf, leaf.grad) for leaf in self._leaves()]
+        before = [(leaf, leaf.grad) for known in self._known.values() for leaf in known.leaves()]
         try:
             with self.with_device_rates():
                 yield
@@ -92,9 +92,8 @@ class GraphedOptimizers:
             for leaf, grad in before:  # nothing has run, so gradients of the capture have no values
                 leaf.grad = grad
             raise
-        self._kept_leaves = [leaf for leaf, _ in before]
-        self._kept_grads = [(leaf, grad) for leaf, grad in before if grad is not None and leaf.grad is grad]
-        self._captured_values = self._host_values()
+        self._grads = [(leaf, grad if leaf.grad is grad else None) for leaf, grad in before]
+        self._captured = self._host_values()
 
     def has_changed(self) -> bool:
         """Whether hyperparameters, parameters, state or gradients changed, so that a replay differs from a call.
@@ -102,10 +101,8 @@ class GraphedOptimizers:
         Raises:
             StaleParameterError: as in `ShardedOptimizer.step`.
         """
-        return (
-            self._host_values() != self._captured_values
-            or any(leaf.grad is not grad for leaf, grad in self._kept_grads)
-            or any([known.was_loaded() for known in self._known.values()])
+        return self._host_values() != self._captured or any(
+            grad is not None and leaf.grad is not grad for leaf, grad in self._grads
         )
 
     def refresh(self) -> None:
@@ -123,11 +120,7 @@ class GraphedOptimizers:
         """Remove the hooks."""
         for known in self._known.values():
             known.hook.remove()
-        self._known, self._kept_leaves, self._kept_grads = {}, [], []
-
-    def _leaves(self) -> Iterator[torch.Tensor]:
-        for known in self._known.values():
-            yield from known.leaves()
+        self._known, self._grads = {}, []
 
     def _host_values(self) -> list[Any]:
         return [known.host_values() for known in self._known.values()]
@@ -148,8 +141,8 @@ class GraphedOptimizer:
         self._rates: list[torch.Tensor] = []
         self._sent: list[Any] = []
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._was_loaded = False
-        self.hook = optimizer.register_load_state_dict_post_hook(self._note_load)
+        self._loads: list[None] = []  # one for each state dict: the graph has the tensors of the state before
+        self.hook = optimizer.register_load_state_dict_post_hook(lambda _: self._loads.append(None))
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -162,8 +155,7 @@ class GraphedOptimizer:
 
     def enter(self) -> None:
         """Set the learning rates to the device tensors."""
-        if len(self._rates) < len(self.groups):
-            self.refresh()
+        self.refresh()
         for group, rate in zip(self.groups, self._rates, strict=True):
             put: dict[str, Any] = {"lr": rate} if "lr" in group else {}
             if group.get("fused") and "capturable" in group:
@@ -199,22 +191,14 @@ class GraphedOptimizer:
         ]
 
     def host_values(self) -> tuple[Any, ...]:
-        """Return the values that a graph has from the host: hyperparameters, and addresses of parameters."""
+        """Return the values that a graph has from the host: hyperparameters, and addresses of parameters and state."""
         if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer._staleness is not None:
             self._optimizer._staleness.check()
         options = [[value for key, value in group.items() if key not in _NOT_CAPTURED] for group in self.groups]
-        return options, [(id(leaf), leaf.data_ptr()) for leaf in self.leaves()]
+        return options, [(id(leaf), leaf.data_ptr()) for leaf in self.leaves()], len(self._loads)
 
     def state_count(self) -> int:
         return sum(len(state) for state in self._inner.state.values())
-
-    def was_loaded(self) -> bool:
-        """Whether a state dict was loaded since the last call: the graph would write into the tensors before it."""
-        was, self._was_loaded = self._was_loaded, False
-        return was
-
-    def _note_load(self, optimizer: optim.Optimizer) -> None:
-        self._was_loaded = True
 
 
 def _check_can_be_captured(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> None:

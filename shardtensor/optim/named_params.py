@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import nn
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.errors import StaleParameterError
+from shardtensor.errors import ShardTensorError, StaleParameterError
 from shardtensor.layout.layout import Layout
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -95,6 +96,18 @@ def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
         if leaf.dtype is not h.dtype or leaf.device != h.device:
             found.append(h)
     return found
+
+
+def agree_in_groups(
+    records: Iterable[ParamRecord], call: str, facts: Mapping[str, str], fault: ShardTensorError | None
+) -> None:
+    """Run `agree` in each group of ranks that holds one of the parameters; where there is none, raise the fault."""
+    groups = {id(record.group): record.group for record in records if record.group is not None}
+    members = [group for group in groups.values() if group.index >= 0]
+    if fault is not None and not members:
+        raise fault
+    for group in members:
+        agree(group, call, facts, fault)
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:

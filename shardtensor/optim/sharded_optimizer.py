@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardtensor.comm.agree import agree
-from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
@@ -22,6 +20,7 @@ from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
+    agree_in_groups,
     changed,
     options_text,
     params_text,
@@ -146,19 +145,9 @@ class ShardedOptimizer(optim.Optimizer):
         """Return the tensors that the inner optimizer steps: the leaves of parameters, or the parameters."""
         return [self._records[id(param)].leaf if self._on_leaves else param for param in params]
 
-    def _groups_of_ranks(self) -> list[Group]:
-        found = {id(record.group): record.group for record in self._records.values() if record.group is not None}
-        return [group for group in found.values() if group.index >= 0]
-
-    def _agree(
-        self, call: str, groups: list[dict[str, Any]], options: str, fault: ShardTensorError | None = None
-    ) -> None:
-        ranks = self._groups_of_ranks()
-        if fault is not None and not ranks:
-            raise fault
-        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))} if ranks else {}
-        for group in ranks:
-            agree(group, call, facts, fault)
+    def _agree(self, call: str, groups: list[dict[str, Any]], options: str, fault: ShardTensorError | None) -> None:
+        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))}
+        agree_in_groups(self._records.values(), call, facts, fault)
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -331,20 +320,9 @@ class ShardedOptimizer(optim.Optimizer):
             loaded = _or(pre_hook(self, loaded), loaded)
         self._sync()
         own = [[self._records[id(param)].name for param in group["params"]] for group in self.param_groups]
-        fault: ShardTensorError | None = None
-        state: dict[Any, dict[str, Any]] = {}
-        options: list[dict[str, Any]] = []
-        try:
-            state, options = saved.match(loaded, own, self._aliases)
-            if self._on_leaves:
-                saved.check(state, {record.name: tuple(record.param.shape) for record in self._records.values()})
-        except ShardTensorError as error:
-            fault = error
-        ranks = self._groups_of_ranks()
-        if fault is not None and not ranks:
-            raise fault
-        for group in ranks:
-            agree(group, "load_state_dict", {"state": saved.outline(state)} if fault is None else {}, fault)
+        shapes = {name: tuple(param.shape) for name, param in self.named_params.items()} if self._on_leaves else None
+        state, options, fault = saved.read(loaded, own, self._aliases, shapes)
+        agree_in_groups(self._records.values(), "load_state_dict", {"state": saved.outline(state)}, fault)
         self._load(state, options)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 NOT_LOADED = "nothing has been loaded"
@@ -118,6 +118,22 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         "state": {numbers.get(key, key): values for key, values in state_dict["state"].items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+def read(
+    state_dict: Mapping[str, Any],
+    own: Sequence[Sequence[str]],
+    aliases: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]], ShardTensorError | None]:
+    """Return the results of `match`, after a `check` against global shapes, or the error for all ranks to raise."""
+    try:
+        state, options = match(state_dict, own, aliases)
+        if shapes is not None:
+            check(state, shapes)
+    except ShardTensorError as fault:
+        return {}, [], fault
+    return state, options, None
 
 
 def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
