@@ -15,19 +15,7 @@ from torch import optim
 from shardtensor.tensor.pieces import Pieces, piece_of
 
 ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
+    getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 """Classes whose update of an element depends only on that element; not their subclasses, which may differ."""
 

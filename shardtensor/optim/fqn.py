@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from shardtensor.errors import LayoutError
@@ -18,7 +17,7 @@ from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import ELEMENTWISE
 from shardtensor.optim.named_params import ParamRecord, agree_in_groups
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.state import copied_value, is_scalar, scalar_value
+from shardtensor.optim.state import copied_value
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -114,7 +113,8 @@ def optim_state_dict_to_load(
     for group, members, new in zip(optimizer.param_groups, own, options, strict=True):
         for name in members:
             if name in found:
-                taken[keys[name]] = _laid_out(found.pop(name), records[name], new)
+                values = found.pop(name)
+                taken[keys[name]] = {key: copied_value(x, records[name], key, new) for key, x in values.items()}
         kept = {key: group[key] for key in ("param_names",) if key in group}
         groups.append({**new, **kept, "params": [keys[name] for name in members]})
     return {"state": taken | found, "param_groups": groups}
@@ -146,15 +146,6 @@ def _unknown_params(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Lay
         {"their numbers in the optimizer": ", ".join(unknown[:8])},
         "pass the model whose parameters() the optimizer was made with",
     )
-
-
-def _laid_out(values: dict[str, Any], record: ParamRecord, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: scalar_value(value, record, key, options)
-        if isinstance(value, torch.Tensor) and is_scalar(value, record, key)
-        else copied_value(value, record, key)
-        for key, value in values.items()
-    }
 
 
 def _whole(value: Any) -> Any:

@@ -126,7 +126,7 @@ class GraphedStep:
         return tree_unflatten(outputs, self._structure) if self._structure is not None else outputs[0]
 
     def _warm_up(self, recorder: CudaRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = on_device(args, kwargs, self._device)
+        args, kwargs = StaticInputs(args, kwargs, self._device).arguments()
         self._optimizers.refresh()
         with self._optimizers.with_device_rates():
             result = recorder.run(lambda: self._step(*args, **kwargs))
@@ -226,18 +226,6 @@ class StaticInputs:
                 memory.copy_(x.detach() if x.requires_grad else x, non_blocking=True)
 
 
-def on_device(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with CPU tensors copied to the device."""
-    leaves, structure = _flatten(args, kwargs)
-    return _unflatten([x.to(device) if _is_elsewhere(x, device) else x for x in leaves], structure)
-
-
-def _is_elsewhere(x: Any, device: torch.device) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_cpu and device.type != "cpu" and not isinstance(x, ShardedTensor)
-
-
 def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
         return args, len(args)  # the usual call, at a tenth of the cost
@@ -251,7 +239,8 @@ def _unflatten(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict
 def _buffer(x: Any, device: torch.device) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    copy = x.detach().to(device) if _is_elsewhere(x, device) else x.detach().clone()
+    is_elsewhere = x.is_cpu and device.type != "cpu" and not isinstance(x, ShardedTensor)
+    copy = x.detach().to(device) if is_elsewhere else x.detach().clone()
     return copy.requires_grad_(x.requires_grad)
 
 

@@ -154,23 +154,18 @@ _NAMELESS = (
 
 
 class StalenessCheck:
-    """Checks that a module still has the parameters that its optimizer steps."""
+    """Checks that a module still has the parameters that its optimizer steps, and the submodules that hold them."""
 
     def __init__(self, module: nn.Module, records: Iterable[ParamRecord]) -> None:
+        self._names = [record.name for record in records]
+        paths = {name[:i] for name in self._names for i, letter in enumerate(name) if letter == "."}
         self._places: list[tuple[dict[str, Any], str, Any, str]] = []
-        prefixes: set[str] = set()
-        for h in records:
-            owner_name, _, name = h.name.rpartition(".")
+        for path in [*self._names, *sorted(paths)]:
+            owner_name, _, name = path.rpartition(".")
             owner = module.get_submodule(owner_name)
-            place: dict[str, Any] = owner._parameters if name in owner._parameters else vars(owner)
-            self._places.append((place, name, h.param, h.name))
-            parts = owner_name.split(".") if owner_name else []
-            prefixes.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-        self._modules: list[tuple[dict[str, Any], str, Any, str]] = []
-        for prefix in sorted(prefixes):
-            parent_name, _, name = prefix.rpartition(".")
-            parent = module.get_submodule(parent_name)
-            self._modules.append((parent._modules, name, parent._modules[name], prefix))
+            places: tuple[dict[str, Any], ...] = (owner._parameters, owner._modules, vars(owner))
+            place = next(place for place in places if name in place)
+            self._places.append((place, name, place[name], path))
 
     def check(self) -> None:
         """Check that no parameter was replaced.
@@ -178,12 +173,11 @@ class StalenessCheck:
         Raises:
             StaleParameterError: the module has other tensors under some names; nothing was stepped.
         """
-        stale = [name for place, key, value, name in self._places if place.get(key) is not value]
-        gone = [name for place, key, value, name in self._modules if place.get(key) is not value]
-        if gone:
-            stale += [name for *_, name in self._places if any(name.startswith(prefix + ".") for prefix in gone)]
+        stale = {path for place, key, value, path in self._places if place.get(key) is not value}
         if stale:
-            raise stale_error(dict.fromkeys(stale), "the module holds other tensors under these names")
+            prefixes = tuple(f"{path}." for path in stale)
+            names = [name for name in self._names if name in stale or name.startswith(prefixes)]
+            raise stale_error(names, "the module holds other tensors under these names")
 
 
 def stale_error(names: Iterable[str], why: str) -> StaleParameterError:

@@ -219,10 +219,18 @@ class ShardedOptimizer(optim.Optimizer):
         step = type(self._inner).step
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner, *closure)  # type: ignore
 
-    def _sync(self) -> None:
-        """Update leaves and state to the parameters as they are now."""
+    def check_not_replaced(self) -> None:
+        """Check that the module has the parameters that this optimizer steps.
+
+        Raises:
+            StaleParameterError: it has other tensors under some names.
+        """
         if self._staleness is not None:
             self._staleness.check()
+
+    def _sync(self) -> None:
+        """Update leaves and state to the parameters as they are now."""
+        self.check_not_replaced()
         found = changed(self._records.values())
         if not found:
             return
@@ -259,23 +267,15 @@ class ShardedOptimizer(optim.Optimizer):
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
-        grads = []
         for record in self._records.values():
             leaf = record.now
             if isinstance(record.param, ShardedTensor):
                 forget(record.param)
-            if leaf.grad is None:
-                continue
             if set_to_none:
                 leaf.grad = None
-                continue
-            if leaf.grad.grad_fn is not None:
-                leaf.grad.detach_()
-            else:
-                leaf.grad.requires_grad_(False)
-            grads.append(leaf.grad)
-        for grad in grads:
-            grad.zero_()
+            elif leaf.grad is not None:
+                leaf.grad.detach_() if leaf.grad.grad_fn is not None else leaf.grad.requires_grad_(False)
+                leaf.grad.zero_()
 
     # -- state by name ----------------------------------------------------------------------------------------------
 
@@ -340,10 +340,8 @@ class ShardedOptimizer(optim.Optimizer):
                     if record.name not in state:
                         continue
                     values = state.pop(record.name)
-                    if self._on_leaves:
-                        taken[record.leaf] = {k: local_value(value, record, k, group) for k, value in values.items()}
-                    else:
-                        taken[param] = {key: copied_value(value, record, key) for key, value in values.items()}
+                    key, convert = (record.leaf, local_value) if self._on_leaves else (param, copied_value)
+                    taken[key] = {name: convert(value, record, name, group) for name, value in values.items()}
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)

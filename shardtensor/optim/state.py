@@ -94,14 +94,14 @@ def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> An
     return wrap(local_as(value, layout, group).to(record.device, dtype), layout, None, group)
 
 
-def copied_value(value: Any, record: ParamRecord, key: str = "") -> Any:
+def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
     """Return a copy of a loaded value for an optimizer that steps ShardedTensors, in the parameter's layout."""
     if isinstance(value, list | tuple | dict):
-        return mapped(value, lambda item, own: copied_value(item, record, own), key)
+        return mapped(value, lambda item, own: copied_value(item, record, own, options), key)
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if is_scalar(value, record, key):
-        return (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
+        return scalar_value(value, record, key, options)
     if record.layout is not None and value.shape == record.param.shape:
         assert record.group is not None
         local = local_as(value, record.layout, record.group)
