@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_562
+LINES = 54_478
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 55
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 115
+OF_ONE_IMPORTER = 114
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

@@ -20,7 +20,7 @@ import math
 import attrs
 
 from shardtensor.layout.layout import CutLayout, Layout
-from shardtensor.layout.transfer import Transfer, transfer
+from shardtensor.layout.transfer import Transfer, lacking, transfer
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
@@ -68,9 +68,7 @@ class Step:
             return (self.group_size - 1) * self.target.numel(rank)
         if self.kind == "all_reduce":
             return -(-2 * (self.group_size - 1) * self.source.numel(rank) // self.group_size)
-        held = self.source.boxes(rank)
-        overlaps = (box.overlap(goal) for goal in self.target.boxes(rank) for box in held)
-        return self.target.numel(rank) - sum(both.numel for both in overlaps if both is not None)
+        return lacking(self.source, self.target, rank)
 
     @property
     def where(self) -> str:
