@@ -7,7 +7,7 @@ from functools import lru_cache
 import attrs
 
 from shardtensor.layout.box import Box
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step
 from shardtensor.layout.transfer import moved
 
 MAX_MESSAGES = 64

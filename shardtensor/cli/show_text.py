@@ -19,7 +19,7 @@ from shardtensor.cli.scene import Reshard, Scene, Shown, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step
 from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
 from shardtensor.spec.nodes import Spec
 

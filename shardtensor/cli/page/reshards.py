@@ -14,7 +14,7 @@ from shardtensor.cli.scene import Reshard, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step
 
 ROWS = 8
 """Ranks of a team that are drawn."""
