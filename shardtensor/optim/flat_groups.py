@@ -63,28 +63,32 @@ class FlatGroup:
 
     def merge(self, state: MutableMapping[Any, Any]) -> bool:
         """Replace the states of the leaves by one; return False if they differ in more than elements (step counts)."""
-        states = [state.get(leaf) for leaf in self.leaves]
-        if any(states):
-            first = states[0] or {}
-            keys = [key for key, value in first.items() if _is_like(value, self.leaves[0])]
-            rest = {key: value for key, value in first.items() if key not in keys}
-            if not all(other is not None and self._agrees(other, first, rest) for other in states):
+        states = [state.get(leaf) or {} for leaf in self.leaves]
+        if any(own.keys() != states[0].keys() for own in states):
+            return False
+        merged: dict[str, Any] = {}
+        for key, first in states[0].items():
+            values = [own[key] for own in states]
+            if any(map(_is_like, values, self.leaves)):
+                merged[key] = self._merged(values)
+            elif all(_equal(value, first) for value in values):
+                merged[key] = first
+            else:
                 return False
-            state[self.tensor] = {**first, **{key: self._merged([s[key] for s in states if s]) for key in keys}}
         for leaf in self.leaves:
             state.pop(leaf, None)
+        if merged:
+            state[self.tensor] = merged
         return True
 
-    def _agrees(self, other: dict[str, Any], first: dict[str, Any], rest: dict[str, Any]) -> bool:
-        return other.keys() == first.keys() and all(_equal(other[key], value) for key, value in rest.items())
-
     def _merged(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return tensors of the leaves as one; without a copy if they are its views, as `split` made them."""
         base = parts[0]._base
-        places = zip(parts, self._starts, strict=True)
         if (
             base is not None
             and base.shape == self.tensor.shape
-            and all(p._base is base and _at(p, s) for p, s in places)
+            and all(part._base is base for part in parts)
+            and [part.storage_offset() for part in parts] == self._starts
         ):
             return base
         whole = torch.zeros_like(self.tensor, dtype=parts[0].dtype, requires_grad=False)
@@ -97,7 +101,8 @@ class FlatGroup:
         if not own:
             return None
         return {
-            key: self.part(i, value) if _is_like(value, self.tensor) else _copied(value) for key, value in own.items()
+            key: self.part(i, x) if _is_like(x, self.tensor) else x.clone() if isinstance(x, torch.Tensor) else x
+            for key, x in own.items()
         }
 
     def split(self, state: MutableMapping[Any, Any]) -> None:
@@ -237,14 +242,6 @@ def find_flat_groups(leaves: Iterable[torch.Tensor]) -> tuple[list[FlatGroup], l
 
 def _is_like(value: Any, leaf: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == leaf.shape
-
-
-def _at(part: torch.Tensor, start: int) -> bool:
-    return part.storage_offset() == start
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -134,23 +134,20 @@ def read_pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
     """
     if isinstance(params, nn.Module):
         return list(named_params_with_sharded_tensor(params))
-    if isinstance(params, torch.Tensor):
-        raise TypeError(_NAMELESS)
     if isinstance(params, set):
         raise TypeError("parameters in a set have no order that all ranks share; use a dict or a list of pairs")
-    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(_NAMELESS)
-        if not isinstance(pair[1], torch.Tensor):
-            raise TypeError(f'parameter "{pair[0]}" is a {type(pair[1]).__name__}, not a tensor')
+    pairs = [] if isinstance(params, torch.Tensor) else list(params.items() if isinstance(params, Mapping) else params)
+    if isinstance(params, torch.Tensor) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+    ):
+        raise TypeError(
+            "ShardedOptimizer needs the name of every parameter, for its state dict: pass module.named_parameters(), a "
+            "dict of them, or the module; in a group, {'params': <one of these>, ...}"
+        )
+    for name, param in pairs:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f'parameter "{name}" is a {type(param).__name__}, not a tensor')
     return pairs
-
-
-_NAMELESS = (
-    "ShardedOptimizer needs the name of every parameter, for its state dict: pass module.named_parameters(), a dict "
-    "of them, or the module; in a group, {'params': <one of these>, ...}"
-)
 
 
 class StalenessCheck:

@@ -352,7 +352,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._flat_groups.split_all()
-        return {key: self.__dict__[key] for key in _PICKLED}
+        names = "_constructor _on_leaves _records _aliases _inner _flat_groups _is_built".split()
+        return {key: self.__dict__[key] for key in ("defaults", "param_groups", "state", *names)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -360,12 +361,6 @@ class ShardedOptimizer(optim.Optimizer):
         records = list(self._records.values())  # the ids of their parameters are others
         self._records.clear()
         self._records.update((id(record.param), record) for record in records)
-
-
-_PICKLED = (
-    *("defaults", "param_groups", "state"),
-    *("_constructor", "_on_leaves", "_records", "_aliases", "_inner", "_flat_groups", "_is_built"),
-)
 
 
 def _or(value: Any, default: Any) -> Any:
