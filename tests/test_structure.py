@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_343
+LINES = 54_287
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
 DEFINED_TWICE = 55
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 110
+OF_ONE_IMPORTER = 109
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

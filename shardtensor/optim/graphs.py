@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -181,9 +180,7 @@ class GraphedStep:
     def __enter__(self) -> GraphedStep:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

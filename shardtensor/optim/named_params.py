@@ -111,11 +111,7 @@ def agree_in_groups(
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer's argument; their ``params`` are lists of (name, tensor).
-
-    Args:
-        params: a module, a mapping, pairs, or a list of dicts whose ``params`` are one of these.
-    """
+    """Return the parameter groups of an optimizer's argument; their ``params`` are lists of (name, tensor)."""
     if not isinstance(params, nn.Module | Mapping | torch.Tensor | set):
         params = list(params)
         if params and all(isinstance(group, dict) and "params" in group for group in params):
@@ -127,11 +123,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def read_pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return a list of (name, tensor) from a module, a mapping or pairs.
-
-    Raises:
-        TypeError: a parameter has no name, or is not a tensor.
-    """
+    """Return a list of (name, tensor) from a module, a mapping or pairs."""
     if isinstance(params, nn.Module):
         return list(named_params_with_sharded_tensor(params))
     if isinstance(params, set):
@@ -165,11 +157,7 @@ class StalenessCheck:
             self._places.append((place, name, place[name], path))
 
     def check(self) -> None:
-        """Check that no parameter was replaced.
-
-        Raises:
-            StaleParameterError: the module has other tensors under some names; nothing was stepped.
-        """
+        """Raise StaleParameterError if the module has other tensors under some names."""
         stale = {path for place, key, value, path in self._places if place.get(key) is not value}
         if stale:
             prefixes = tuple(f"{path}." for path in stale)

@@ -31,9 +31,10 @@ from shardtensor.optim.named_params import (
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+NamedGroups = list[tuple[dict[str, Any], list[torch.Tensor]]]
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -83,9 +84,8 @@ class ShardedOptimizer(optim.Optimizer):
         self._constructor = (optimizer_class, args, kwargs)
         self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
         self._records: dict[int, ParamRecord] = {}
-        self._aliases: dict[str, str] = {}
-        named, fault = self._add_records(groups)
-        self._agree("ShardedOptimizer", groups, options_text(optimizer_class, args, kwargs), fault)
+        named, self._records, self._aliases, fault = self._read_records(groups)
+        self._agree("ShardedOptimizer", self._records, groups, options_text(optimizer_class, args, kwargs), fault)
         self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
@@ -113,13 +113,15 @@ class ShardedOptimizer(optim.Optimizer):
         """The parameters by name, each once."""
         return {record.name: record.param for record in self._records.values()}
 
-    def _add_records(
+    def _read_records(
         self, groups: list[dict[str, Any]]
-    ) -> tuple[list[tuple[dict[str, Any], list[torch.Tensor]]], ShardTensorError | None]:
-        """Add records of new parameters; return each group's options and parameters, without ties, and the error."""
-        names = {record.name: record.param for record in self._records.values()}
+    ) -> tuple[NamedGroups, dict[int, ParamRecord], dict[str, str], ShardTensorError | None]:
+        """Return each group's options and parameters, without ties; the new records and tied names; and the error."""
+        records: dict[int, ParamRecord] = {}
+        aliases: dict[str, str] = {}
+        names = self.named_params
         leaves = {id(record.leaf): record for record in self._records.values()}
-        named = []
+        named: NamedGroups = []
         fault: ShardTensorError | None = None
         for group in groups:
             params: list[torch.Tensor] = []
@@ -132,22 +134,29 @@ class ShardedOptimizer(optim.Optimizer):
                         f'parameter "{name}" is the result of an operation, not a leaf', fix="detach() it first"
                     )
                 names[name] = param
-                known = leaves.get(id(record.leaf))
-                if known is not None:
-                    self._aliases[name] = known.name
+                known = leaves.setdefault(id(record.leaf), record)
+                if known is not record:
+                    aliases[name] = known.name
                     continue
-                leaves[id(record.leaf)] = self._records[id(param)] = record
+                records[id(param)] = record
                 params.append(param)
             named.append(({key: value for key, value in group.items() if key != "params"}, params))
-        return named, fault
+        return named, records, aliases, fault
 
     def _inner_params(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the inner optimizer steps: the leaves of parameters, or the parameters."""
-        return [self._records[id(param)].leaf if self._on_leaves else param for param in params]
+        return [local_of(param) if self._on_leaves else param for param in params]
 
-    def _agree(self, call: str, groups: list[dict[str, Any]], options: str, fault: ShardTensorError | None) -> None:
+    def _agree(
+        self,
+        call: str,
+        records: dict[int, ParamRecord],
+        groups: list[dict[str, Any]],
+        options: str,
+        fault: ShardTensorError | None,
+    ) -> None:
         facts = {"options": options, "parameters": "\n".join(map(params_text, groups))}
-        agree_in_groups(self._records.values(), call, facts, fault)
+        agree_in_groups(records.values(), call, facts, fault)
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -161,22 +170,14 @@ class ShardedOptimizer(optim.Optimizer):
             return
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        before, aliases = dict(self._records), dict(self._aliases)
-        try:
-            group = {**param_group, "params": read_pairs(param_group["params"])}
-            [(options, params)], fault = self._add_records([group])
-            again = sorted(name for name in self._aliases.keys() - aliases.keys())
-            if again and fault is None:
-                fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
-            self._agree("add_param_group", [group], options_text(None, (), options), fault)
-            stepped = self._inner_params(params)
-            self._flat_groups.split_all()
-            self._inner.add_param_group({**options, "params": stepped})
-        except BaseException:
-            self._records.clear()
-            self._records.update(before)
-            self._aliases = aliases
-            raise
+        group = {**param_group, "params": read_pairs(param_group["params"])}
+        [(options, params)], records, again, fault = self._read_records([group])
+        if again and fault is None:
+            fault = LayoutError(f"some parameters are in another group already: {', '.join(sorted(again))}")
+        self._agree("add_param_group", self._records | records, [group], options_text(None, (), options), fault)
+        self._flat_groups.split_all()
+        self._inner.add_param_group({**options, "params": self._inner_params(params)})
+        self._records.update(records)
         if self._on_leaves:
             own = self._inner.param_groups[-1]
             self._start_state(own)
@@ -220,11 +221,7 @@ class ShardedOptimizer(optim.Optimizer):
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner, *closure)  # type: ignore
 
     def check_not_replaced(self) -> None:
-        """Check that the module has the parameters that this optimizer steps.
-
-        Raises:
-            StaleParameterError: it has other tensors under some names.
-        """
+        """Raise StaleParameterError if the module has other tensors under the names of these parameters."""
         if self._staleness is not None:
             self._staleness.check()
 

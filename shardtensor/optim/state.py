@@ -35,12 +35,7 @@ def sharded_value(value: Any, record: ParamRecord) -> Any:
 def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
     """Return a value of a parameter's state as one of its leaf's: a copy with the leaf's layout, device and dtype.
 
-    Collective if `value` is a ShardedTensor with another layout.
-
-    Args:
-        value: a ShardedTensor with any layout, a full tensor, or a number.
-        key: its name in the state; ``step`` stays on the CPU unless the optimizer is fused or capturable.
-        options: the hyperparameters of the parameter's group.
+    Collective if `value` is a ShardedTensor with another layout. `options` are those of the parameter's group.
     """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
@@ -121,12 +116,7 @@ def mapped(value: Any, function: Callable[[Any, str], Any], key: str = "") -> An
 
 
 class ParamState(MutableMapping[Any, Any]):
-    """A live view of the state of leaves, keyed by the user's parameters.
-
-    Args:
-        flats: the state by leaf.
-        records: each record by the id of the user's parameter; the optimizer updates it.
-    """
+    """A live view of the state of leaves, keyed by the user's parameters; `records` are by their ids."""
 
     def __init__(self, flats: FlatGroups, records: Mapping[int, ParamRecord]) -> None:
         self._flats, self._records = flats, records
