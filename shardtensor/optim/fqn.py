@@ -55,14 +55,11 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
     fault = _unknown_params(optimizer, names)
     if fault is not None:
         raise fault
-    groups = []
-    for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**own, "params": [names[id(param)] for param in group["params"]]})
-    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    named = saved.by_name(optimizer, names)
     if full:
-        state = {name: {key: _whole(value) for key, value in values.items()} for name, values in state.items()}
-    return {"state": state, "param_groups": groups}
+        state = named["state"]
+        named["state"] = {name: {key: _whole(x) for key, x in values.items()} for name, values in state.items()}
+    return named
 
 
 def optim_state_dict_to_load(

@@ -91,7 +91,7 @@ class GraphedOptimizers:
         saved = self._saved.setdefault(id(optimizer), [])
         for i, group in enumerate(optimizer.param_groups):
             put: dict[str, Any] = {"lr": self._rates[id(optimizer), i]} if "lr" in group else {}
-            if group.get("fused") and "capturable" in group:
+            if "capturable" in group:
                 put["capturable"] = True  # fused steps are, but Adam checks the flag
             saved.append((group, {key: group[key] for key in put}))
             group.update(put)

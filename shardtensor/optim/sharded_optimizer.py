@@ -288,12 +288,7 @@ class ShardedOptimizer(optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         names = {id(record.param): record.name for record in self._records.values()}
-        state_dict: dict[str, Any] = {
-            "state": {names.get(id(key), key): dict(value) for key, value in self.state.items() if len(value)},
-            "param_groups": [
-                {**group, "params": [names[id(param)] for param in group["params"]]} for group in self.param_groups
-            ],
-        }
+        state_dict = saved.by_name(self, names)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = _or(post_hook(self, state_dict), state_dict)
         return state_dict

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -103,6 +104,16 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return bool(torch.as_tensor(a == b).all())
     return a == b
+
+
+def by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state and groups; `names` has the name of each parameter by its id."""
+    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": [names[id(param)] for param in group["params"]]})
+    return {"state": state, "param_groups": groups}
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:

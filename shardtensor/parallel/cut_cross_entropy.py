@@ -1,8 +1,8 @@
-"""The autograd Function of parallel cross entropy: what each rank sums up, and what is joined.
+"""Cross entropy over sharded classes: the classes of each rank, and the autograd Function.
 
-The logits are never gathered. Forward, the ranks join the maximum of each row in one all-reduce and, in another, all
-their sums at once: of the exponentials, of the target's logit (from the one rank that has it), and of all logits where
-labels are smoothed. Backward sends nothing: with the joined sums at hand, each rank's part of the softmax is its own.
+The logits are never gathered. Forward all-reduces the maximum of each row and then, in one all-reduce, all sums: of the
+exponentials, of the target's logit (on the one rank that holds it), and of all logits if labels are smoothed. Backward
+sends nothing: each rank computes its part of the softmax from these sums.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Classes:
     text: str
 
     def fault_of(self, width: int) -> LayoutError | None:
-        """What is wrong with logits of so many columns on this rank."""
+        """Return the fault of logits with so many columns on this rank."""
         if width in (self.held, self.padded):
             return None
         span = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
@@ -93,7 +93,7 @@ def classes_of(
 
 
 def _last_cut(spec: ShardingSpec) -> Cut:
-    """How a spec cuts the last dim, which must be all that it says."""
+    """Return how a spec shards the last dim; it must shard no other."""
     if not isinstance(spec, Spec):
         raise SpecError(
             "the classes are cut along axes of the mesh", {"spec": str(spec)}, 'write the spec as "[..., tp]"'
@@ -223,7 +223,7 @@ class CutCrossEntropy(Function):
 
 
 class _Once(Function):
-    """The gradient, for those who want a graph of it: it hangs on sums over all ranks, which is not lost in silence."""
+    """The gradient under ``create_graph=True``: its own backward would need sums over all ranks, so it raises."""
 
     @staticmethod
     def forward(ctx: Any, found: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
 
 
 def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, team: Group) -> torch.Tensor:
-    """The largest logit of each row. On the CPU a fault that one rank has, as no finite maximum, is told to all."""
+    """Return the largest logit of each row. On the CPU all ranks raise a fault of one, which has no finite maximum."""
     is_told = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
     if fault is not None and not is_told:
         raise fault
@@ -291,7 +291,7 @@ def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, t
 def _shares(
     ids: torch.Tensor, live: torch.Tensor, w: torch.Tensor | None, wide: torch.dtype, classes: Classes
 ) -> torch.Tensor:
-    """What each target weighs; 0 for those that are not live. Off the CPU `gather` asserts that they are in bounds."""
+    """Return the weight of each target; 0 for ignored ones. Off the CPU `gather` asserts that they are in bounds."""
     if w is None:
         if ids.is_cpu and not torch.compiler.is_compiling():
             return live.to(wide)

@@ -1,4 +1,4 @@
-"""Experts dealt over ranks: stacked in two tensors (`GatedExperts`), or modules each (`ExpertList`)."""
+"""Experts sharded over ranks: stacked in two tensors (`GatedExperts`), or one module each (`ExpertList`)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class GatedExperts(nn.Module):
 
 
 def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """What this rank's experts, stacked in two plain tensors, make of the rows they got."""
+    """Return the results of this rank's experts, stacked in two plain tensors, for the rows that they received."""
 
     def gated(both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, -1)
@@ -120,7 +120,7 @@ def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, a
 
 
 def combined(sent: DispatchedTokens, experts: Iterable[tuple[int, nn.Module]], weights: torch.Tensor) -> torch.Tensor:
-    """What this rank's experts, modules with their numbers, make of the rows they got, sent back and weighed."""
+    """Return the weighted results of this rank's experts, modules with their numbers, at the ranks of the tokens."""
     outputs = []
     for (number, expert), rows in zip(experts, sent.tokens.split(sent.counts), strict=True):
         outputs.append(expert(rows))
@@ -200,7 +200,7 @@ class _Team:
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """As autocast would cast them for a product; before rows travel, so that fewer bytes do."""
+    """Cast as autocast does for a product, before rows are sent, so that fewer bytes are."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -212,7 +212,7 @@ _alone = SingleRankGroup()
 
 
 def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None]:
-    """The ranks over which experts are dealt, how many each holds, and the ranks that split every expert."""
+    """Return the ranks that share the experts, how many each holds, and the ranks over which each expert is sharded."""
     if not isinstance(gate_up, ShardedTensor) and not isinstance(down, ShardedTensor):
         return _alone, (len(gate_up),), None
     if not (isinstance(gate_up, ShardedTensor) and isinstance(down, ShardedTensor)):
@@ -240,7 +240,7 @@ def _refused(fault: str, gate_up: Any, down: Any) -> RuleError:
 
 @lru_cache(maxsize=256)
 def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """What is wrong with two layouts, or the axes over which experts are dealt and those that split each of them."""
+    """Return the fault of two layouts, or the axes that shard the experts and those that shard each of them inside."""
     if not (isinstance(gate_up, CutLayout) and isinstance(down, CutLayout)) or gate_up.partial or down.partial:
         return "experts are cut along their dims", (), ()
     (deal, inside, across), (deal_down, across_down, inside_down) = gate_up.dims, down.dims
@@ -274,7 +274,7 @@ def _joined(intervals: tuple[Interval, ...]) -> list[Interval]:
 
 @lru_cache(maxsize=256)
 def _held(layout: Layout, ranks: Ranks) -> tuple[int, ...]:
-    """How many experts each of the ranks holds."""
+    """Return how many experts each of the ranks holds."""
     assert isinstance(layout, CutLayout)
     cut = layout.dims[0]
     if cut is None:

@@ -155,7 +155,7 @@ def refuse_shell(module: object, x: Any) -> None:
 
 
 class Flowing:
-    """What the layers below share.
+    """The base of the layers below.
 
     Attributes:
         flow: how the layer does its work.
@@ -169,7 +169,7 @@ class Flowing:
 
 
 class LinearFlow(Flowing):
-    """The forward of a linear layer cut along rows or columns: local values in, local values out."""
+    """The forward of a linear layer sharded along rows or columns: local values in, local values out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:
@@ -197,7 +197,7 @@ class LinearFlow(Flowing):
 
 
 class ParallelLinear(LinearFlow, nn.Linear):
-    """`nn.Linear` whose weight is cut along its rows (column-parallel) or its columns (row-parallel)."""
+    """`nn.Linear` whose weight is sharded along its rows (column-parallel) or its columns (row-parallel)."""
 
 
 class ParallelEmbedding(Flowing, nn.Embedding):
@@ -236,7 +236,7 @@ class _OwnForward:
 
 
 class ParallelLayerNorm(Flowing, nn.LayerNorm):
-    """`nn.LayerNorm` of a stream that is cut along tokens: whole parameters, whose gradients are summed."""
+    """`nn.LayerNorm` of a stream that is sharded along tokens: replicated parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, input)
@@ -246,7 +246,7 @@ class ParallelLayerNorm(Flowing, nn.LayerNorm):
 
 
 class ParallelRMSNorm(Flowing, nn.RMSNorm):
-    """`nn.RMSNorm` of a stream that is cut along tokens."""
+    """`nn.RMSNorm` of a stream that is sharded along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, x)

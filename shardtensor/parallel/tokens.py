@@ -43,7 +43,7 @@ class Order:
 
 
 class Reorder(Function):
-    """Rows in another order; the adjoint is the way back."""
+    """Rows in another order; backward restores the order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: Order) -> torch.Tensor:
@@ -111,7 +111,7 @@ def dispatch_tokens(
 
 
 def dealt(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """How many experts each of `size` ranks holds."""
+    """Return how many experts each of `size` ranks holds."""
     if isinstance(num_experts, int):
         pieces = balanced(num_experts, size, 1)
         return tuple(pieces.size(i) for i in range(size))
@@ -199,7 +199,7 @@ def dispatch(
                 "give num_experts as the number of experts of all ranks together",
             )
         agree(group, "dispatch_tokens", facts, fault)
-    assert fault is None, "a rank's own fault comes back to it"
+    assert fault is None, "a rank receives its own message"
     sent = [sum(row[_HEAD:]) for row in goes]
     received = [sum(row[_HEAD:]) for row in comes]
     here = held[group.index]
@@ -224,7 +224,7 @@ def dispatch(
 
 
 def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorError | None:
-    """What is wrong with what this rank brings, if anything; weights where there are some yet."""
+    """Return the fault of this rank's arguments, if there is one."""
     if isinstance(tokens, ShardedTensor) or isinstance(experts, ShardedTensor):
         return RuleError(
             "experts take each rank's own tokens as plain tensors, and this is a ShardedTensor",
@@ -252,7 +252,7 @@ def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorErr
 
 
 def _facts(tokens: torch.Tensor, num_experts: int) -> dict[str, str]:
-    """What all ranks must have alike, in words."""
+    """Return what must be equal on all ranks, as text."""
     return {
         "number of experts": str(num_experts),
         "width of tokens": str(tokens.shape[1]),
@@ -300,7 +300,7 @@ def _places(held: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _asking(x: torch.Tensor) -> torch.Tensor:
-    """`x` as one that asks for a gradient, so that this rank's backward meets those of the others."""
+    """Return `x` requiring a gradient, so that this rank calls the collectives of backward as the others do."""
     asks = x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex())
     return x if asks else x.detach().requires_grad_()
 

@@ -256,6 +256,21 @@ def test_another_structure_is_refused_before_anything_is_copied():
     assert torch.equal(a, x + 1) and torch.equal(b, x + 2), "the same memory"
 
 
+def test_the_copy_of_an_input_is_outside_of_its_graph():
+    x = torch.ones(2, requires_grad=True)
+    inputs = StaticInputs((x,), {}, CPU)
+    inputs.fill((x * 2,), {})
+    [memory] = inputs._memory
+    assert memory.grad_fn is None and torch.equal(memory, torch.full((2,), 2.0))
+
+
+def test_plain_tensors_of_the_cpu_are_copied_to_the_device_of_the_step():
+    x = torch.ones(4)
+    sharded = st.distribute(x, "[tp]")
+    (plain, kept, there), _ = StaticInputs((x, sharded, x.to("meta")), {}, torch.device("meta")).arguments()
+    assert plain.is_meta and there.is_meta and kept._local.is_cpu
+
+
 def test_inputs_on_another_mesh_are_others():
     def body() -> None:
         x = torch.arange(4.0)
@@ -300,6 +315,16 @@ def test_a_rate_is_sent_when_it_changed_and_seen_as_it_was_given():
     rate.fill_(0.75)
     graphed.refresh()
     assert [float(x) for x in graphed._rates.values()] == [0.125, 0.75]
+
+
+def test_adam_takes_a_fused_step_in_a_graph_for_a_capturable_one():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], fused=True)
+    graphed = GraphedOptimizers(CPU)
+    graphed.add(optimizer)
+    graphed.enter(optimizer)
+    assert optimizer.param_groups[0]["capturable"] is True
+    graphed.leave(optimizer)
+    assert optimizer.param_groups[0]["capturable"] is False
 
 
 def test_what_is_baked_in_is_all_but_rates_and_notes():
