@@ -30,7 +30,7 @@ UNCOMPILED = (
 
 @register_hook("cross_entropy")
 def cross_entropy(site: Site) -> Use:
-    """Let logits leave as one ShardedTensor of all classes, each rank holding the columns that its head made.
+    """Make one ShardedTensor of the logits, of which each rank holds the columns that its head computed.
 
     So whatever computes the loss sees logits of the dense shape, in the model's own forward or outside of it: views,
     slices and casts of them stay cut, and `F.cross_entropy` and `nn.CrossEntropyLoss` give the dense loss and gradient.
