@@ -15,16 +15,16 @@ from harness.house import FILES, PACKAGE, REEXPORTS, eager, imported, tree_of
 import shardtensor
 
 ORDER = """
-errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd
-compat cli
+errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding trace checkpoint
+spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_777
+LINES = 53_121
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 54
+DEFINED_TWICE = 52
 LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 116
+OF_ONE_IMPORTER = 111
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

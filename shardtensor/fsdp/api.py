@@ -122,7 +122,8 @@ def _shard_one(
     find_unused: bool,
 ) -> None:
     domain = Domain.of(mesh)
-    device = own_device("cuda") if domain.whole.device_type == "cuda" else torch.device("cpu")
+    kind = domain.whole.device_type
+    device = own_device(kind if kind in ("cuda", "meta") else "cpu")
     fault: ShardTensorError | None = None
     entries: list[Entry] = []
     try:

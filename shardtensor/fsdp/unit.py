@@ -148,7 +148,10 @@ class Unit:
         if not self.versions.are_of(parts):
             self.versions = Versions(self, parts)
             ends = [
-                place for part in parts for place in (part.data_ptr(), part.data_ptr() + part.nbytes) if part.nbytes
+                place
+                for part in parts
+                if part.nbytes and not part.is_meta
+                for place in (part.data_ptr(), part.data_ptr() + part.nbytes)
             ]
             self._memory = range(min(ends, default=0), max(ends, default=0))
         owners = {id(owner): owner for flat in self.flats for entry in flat.entries for owner, _ in entry.homes}

@@ -57,7 +57,7 @@ def page(scene: Scene) -> str:
         parts.append(sections.findings(resolved))
     parts.append(reshards(scene.reshards))
     if resolved is not None and held is not None:
-        parts += [sections.memory(resolved, held), sections.units(resolved), sections.collectives(resolved)]
+        parts += [sections.memory(resolved, held), sections.units(resolved)]
         parts.append(sections.findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])

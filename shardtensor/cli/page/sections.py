@@ -1,9 +1,6 @@
-"""What lies below the figures: bytes of a rank, gather units, collectives, findings."""
+"""What lies below the figures: bytes of a rank, gather units, findings."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 from shardtensor.cli.page.colours import fill
 from shardtensor.cli.page.figures import broken
@@ -14,7 +11,6 @@ from shardtensor.plan.match.units import Flat, GatherUnit, gather_units
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.outlook.memory import PlanBytes, RankBytes, rank_bytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 _ABOUT_UNITS = (
@@ -26,7 +22,6 @@ _UNITS = 24
 _WIDE = 880
 _LANE = 20
 _RANGES = 64
-_TOKENS = 4096
 
 
 def memory(resolved: Resolved, found: PlanBytes) -> Markup:
@@ -161,50 +156,6 @@ def _segment(left: float, width: float, top: float, kind: str, word: str, said: 
     fits = width >= 6.4 * len(word) + 6
     text = el("text", word, x=px(left + width / 2), y=px(top + _LANE / 2), class_="word") if fits else ""
     return el("g", el("title", said), rect, text)
-
-
-def collectives(resolved: Resolved) -> Markup:
-    """The collectives of a training step."""
-    dtype = next((p.tensor.dtype for p in resolved.tensors.values() if not p.tensor.is_buffer), "float32")
-    found = step_collectives(resolved, batch=1, seq=_TOKENS, dtype=dtype)
-    unknown = [el("p", f"Not counted: {each}.", class_="note") for each in uncounted(resolved)]
-    if not found and not unknown:
-        return _section(
-            "collectives", "Collectives of a step", el("p", "None: no rank waits for another.", class_="note")
-        )
-    rows = list(_collective_rows(found))
-    head = el(
-        "tr",
-        *(
-            el("th", word, scope="col", class_="n" if word in _NUMBERS else None)
-            for word in ("when", "what", "over", "calls", "bytes", "received", "where", "why")
-        ),
-    )
-    return _section(
-        "collectives",
-        "Collectives of a step",
-        el("p", f"For each data rank one sample of {_TOKENS:,} tokens in {dtype}.", class_="note"),
-        el("div", el("table", el("thead", head), el("tbody", *rows), class_="list"), class_="scroll"),
-        *unknown,
-    )
-
-
-_NUMBERS = ("calls", "bytes", "received")
-
-
-def _collective_rows(found: Any) -> Iterator[Markup]:
-    for each in found:
-        yield el(
-            "tr",
-            el("td", each.phase),
-            el("td", el("code", each.kind)),
-            el("td", f"{'*'.join(each.axes)} = {each.group_size}"),
-            el("td", f"{each.count:,}", class_="n"),
-            el("td", say_bytes(each.bytes), class_="n"),
-            el("td", say_bytes(each.received_bytes), class_="n"),
-            el("td", el("code", broken(each.where)) if each.where else "the model itself"),
-            el("td", each.why),
-        )
 
 
 def findings(resolved: Resolved) -> Markup | str:
