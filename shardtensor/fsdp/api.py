@@ -119,7 +119,8 @@ def _shard_one(
     find_unused: bool,
 ) -> None:
     data_mesh = DataMesh.of(mesh)
-    device = own_device("cuda") if data_mesh.whole.device_type == "cuda" else torch.device("cpu")
+    kind = data_mesh.whole.device_type
+    device = own_device(kind if kind in ("cuda", "meta") else "cpu")
     fault: ShardTensorError | None = None
     params_info: list[ParamInfo] = []
     try:

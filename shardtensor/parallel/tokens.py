@@ -189,7 +189,10 @@ def dispatch(
     slots, message = _counted(tokens, experts, held, fault, facts)
     came = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
     came = came.view(message.shape)
-    goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
+    if came.is_meta:
+        goes, comes = _even(message, experts.numel(), held, group, tokens.requires_grad)
+    else:
+        goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
     if any(head[:_HEAD] != [goes[0][0], head[1] & ~_FAULT, 0] for head in comes):
         strays = goes[0][2]
         if strays:
@@ -218,6 +221,23 @@ def dispatch(
     counts = tuple(sum(row[_HEAD + i] for row in comes) for i in range(here))
     ends = by_rank.sum(0).cumsum(0).to(torch.int32)
     return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, landing)
+
+
+def _even(
+    message: torch.Tensor, rows: int, held: tuple[int, ...], group: Group, asks_gradient: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The counts where nothing has values, and a step is only counted: all experts get equally many rows."""
+    each = rows // sum(held)
+    head = [0, _ASKS_GRADIENT if asks_gradient else 0, 0]
+    padding = [0] * (message.shape[1] - _HEAD)
+
+    def counts(rank: int) -> list[int]:
+        return [*head, *([each] * held[rank] + padding)[: len(padding)]]
+
+    goes = [counts(rank) for rank in range(group.size)]
+    goes[0][_HEAD] += rows - each * sum(held)
+    comes = [counts(group.index) for _ in range(group.size)]
+    return goes, comes
 
 
 # -- what is known before rows move ------------------------------------------------------------------------------------

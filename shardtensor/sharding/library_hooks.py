@@ -40,7 +40,7 @@ def cross_entropy(site: Site) -> Use:
     along the last dim, where no other module takes such.
     """
     here = unwrapped(site.path)
-    heads = [path for path in site.flows.givers.logits if path == here or is_inside(path, here)]
+    heads = [path for path in site.flows.takers.logits if path == here or is_inside(path, here)]
 
     def apply() -> list[Any]:
         return [site.modules[path].register_forward_hook(_logits(site, path)) for path in heads]
