@@ -99,7 +99,7 @@ def _print_findings(scene: Scene) -> int:
     if scene.resolved is None or not scene.resolved.errors:
         return 0
     from shardtensor.cli.check_text import print_findings
-    from shardtensor.plan.findings.folding import folded
+    from shardtensor.plan.findings.report import folded
 
     print_findings(folded(scene.resolved.errors))
     return FAILS

@@ -17,8 +17,7 @@ from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import flows_of
 from shardtensor.plan.flows.modules import Stated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Origin
 from shardtensor.plan.line import Line
 from shardtensor.plan.plan import Plan
 

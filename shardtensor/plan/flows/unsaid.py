@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from functools import cached_property
 
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.findings.places import origin_of, pattern_place, style_note
 from shardtensor.plan.flows.flow import cut_axes, cuts, last_cut
 from shardtensor.plan.flows.meetings import Meetings

@@ -9,8 +9,7 @@ from itertools import islice, product
 import attrs
 
 from shardtensor.plan.findings.brief import brief_names, skeleton
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way

@@ -9,8 +9,7 @@ import attrs
 from lark import Token
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.spec.diagnostics import Source, listed, printable
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.reader import Word
