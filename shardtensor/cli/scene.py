@@ -203,7 +203,7 @@ class Shown:
             local = f"{' × '.join(map(str, layout.local_shape(picture.parts[0].rank)))}, " if least == self.most else ""
             facts = [f"a rank holds {local.lstrip(', ')}{sizes}"]
             others = [axis for axis in range(len(layout.grid)) if axis not in picture.axes]
-            if copies := [name for name, _ in picture.told(others)]:
+            if copies := [name for name, _ in picture.named_axes(others)]:
                 facts.append(f"{picture.copies:,} copies, along {', '.join(copies)}")
         else:
             ranks = len(layout.ranks)
@@ -215,7 +215,7 @@ class Shown:
 
 @attrs.frozen(eq=False)
 class Reshard:
-    """One tensor brought to other layouts, one after the other."""
+    """One tensor redistributed to other layouts, one after the other."""
 
     name: str
     shape: tuple[int, ...]
@@ -249,7 +249,7 @@ def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequ
 
     Args:
         pattern: only tensors of these names, or below modules of these names.
-        to: specs to which each distinct layout is brought, one after the other.
+        to: specs to which each distinct layout is redistributed, one after the other.
     """
     placed = [
         p for name, p in resolved.tensors.items() if not pattern or matches(pattern, name) or is_below(pattern, name)

@@ -199,7 +199,7 @@ def _axes(flow: Flow) -> set[str]:
 
 
 def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Target]) -> Resolved:
-    """What rules come to, with the tensors of which they do not speak: whole, or as they lie already."""
+    """Resolved rules with the tensors that no rule names: whole, or in the layout that they have."""
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}

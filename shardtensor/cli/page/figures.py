@@ -14,7 +14,7 @@ from shardtensor.cli.scene import Plane, Rect, Shown, device_of, plane_of, size_
 from shardtensor.layout.explain import say_bytes
 
 MAX_BOXES = 6
-"""Of a part, told one by one; the drawing shows all."""
+"""Boxes of a part that are listed; the drawing shows all."""
 
 
 def figure(shown: Shown, number: int, is_plan: bool) -> Markup:

@@ -1,4 +1,4 @@
-"""Where in a plan's text something stands that a finding speaks of: the pattern before a layout, a brace, a style."""
+"""Places in a plan's text for findings: the pattern before a layout, a brace, a style."""
 
 from __future__ import annotations
 

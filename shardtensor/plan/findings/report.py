@@ -115,7 +115,7 @@ def _one(group: Sequence[Finding]) -> Finding:
     things = f"{len(names)} {'modules' if _is_of_modules(first) else 'tensors'}"
     count = f"{things} {verb}({where(names)})"
     fault = first.fault
-    if f"`{first.tensor}`" in fault:  # the fault speaks of one: say what they have in common, and count them
+    if f"`{first.tensor}`" in fault:  # the fault names one tensor: name the common part, and count
         fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
         count = f"{things}: {which(names)}"
     on_purpose = tuple(

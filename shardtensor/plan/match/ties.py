@@ -42,7 +42,7 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
 
 
 def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
-    """Find the partner of every name that a tie speaks of; model: with the names of `with_tied_names`."""
+    """Find the other name of every tied tensor; the model has the names of `with_tied_names`."""
     found: dict[str, tuple[str, Tie]] = {}
     findings: list[Finding] = []
     group = {name: names for names in model.tied for name in names}

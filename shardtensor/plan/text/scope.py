@@ -23,7 +23,7 @@ Node = Any
 
 
 class Poisoned(Exception):
-    """A value is not known because making it failed; that has been told, and what needs it is left out in silence."""
+    """A value is not known because its expression has an error, which was reported; what needs it reports nothing."""
 
 
 POISON = object()
