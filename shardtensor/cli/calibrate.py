@@ -160,7 +160,7 @@ def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
 
 
 def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
-    """By the clock of the GPU, which waits until the host has queued everything: the speed of the host plays no part."""
+    """By the clock of the GPU, which waits until the host has queued all calls: the speed of the host plays no part."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     told = time.perf_counter()
     for _ in range(4):

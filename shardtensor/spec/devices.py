@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.boxes import find_overlap
 from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parts import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.spec.placements import Placements
 

@@ -14,8 +14,7 @@ from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import Number, pattern
-from shardtensor.plan.match.stores import with_stores
-from shardtensor.plan.match.ties import Ties, read_ties, untied, with_tied_names
+from shardtensor.plan.match.stores import Ties, read_ties, untied, with_stores, with_tied_names
 from shardtensor.plan.match.unused import unplaced, unused
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.plan import Plan
