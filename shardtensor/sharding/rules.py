@@ -187,7 +187,7 @@ def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharder
 
 def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
     """The mesh of a group; where it has none and values pass, of one axis by the name that the rules have for it."""
-    flows = flow_axes(said)
+    flows = axes_of_flows(said)
     if group.mesh is not None or not flows:
         return mesh_of(group)
     names = flows | {axis for line in said if isinstance(line.value, Spec) for axis in line.value.axis_names}
@@ -200,7 +200,7 @@ def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
     return Mesh(((names.pop(), group.size),), group.ranks)
 
 
-def flow_axes(said: Iterable[Line]) -> set[str]:
+def axes_of_flows(said: Iterable[Line]) -> set[str]:
     """The axes that flows name."""
     flows = [line.value for line in said if isinstance(line.value, Flow)]
     return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.addends)}
