@@ -160,7 +160,7 @@ def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
 
 
 def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
-    """By the clock of the GPU, which waits until the host has told it all: how fast the host is does not matter."""
+    """By the clock of the GPU, which waits until the host has queued all calls: the speed of the host plays no part."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     told = time.perf_counter()
     for _ in range(4):
@@ -168,7 +168,7 @@ def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
     told_s = (time.perf_counter() - told) / 4
     torch.cuda.synchronize()
     torch.cuda._sleep(int(_CYCLES_PER_S * min(1.5 * told_s * (calls + 1), _MOST_SLEEP_S)))
-    call()  # which brings the ranks together
+    call()  # which synchronizes the ranks
     begin.record()
     for _ in range(calls):
         call()

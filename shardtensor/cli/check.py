@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``shardtensor check``; returns the exit status."""
-    from shardtensor.plan.findings.folding import folded
+    from shardtensor.plan.findings.report import folded
 
     ran = ""
     try:

@@ -84,7 +84,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _of_model(path: Path, config: dict[str, Any]) -> Plans:
     """The plans of a model without weights, made by transformers of its configuration."""
-    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.cli.model_source import transformers_model
 
     try:
         model = transformers_model(config)

@@ -16,7 +16,7 @@ import attrs
 from shardtensor.errors import SpecError
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.models.dims import model_from_dims, no_tensors, other_family, refuse_quantised
+from shardtensor.plan.models.dims import dtype_of, model_from_dims, no_tensors, other_family, refuse_quantised
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
@@ -95,7 +95,7 @@ def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Mod
     except SpecError as error:
         if error.code != "E301" or "model_type" not in config:
             raise
-    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.cli.model_source import transformers_model
     from shardtensor.sharding.model_info import model_info
 
     refuse_quantised(config, config_source)
@@ -156,7 +156,7 @@ def small_model(options: Any, resolved: Resolved) -> tuple[Callable[[], Any], st
             [OWN_MODEL, "give a config.json of smaller sizes and fewer layers, and a smaller --world"],
             code="E303",
         )
-    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.cli.model_source import transformers_model
 
     try:
         transformers_model(config)
@@ -173,3 +173,27 @@ def _from_module(text: str) -> Model:
     from shardtensor.sharding.model_info import model_info
 
     return model_info(made[0] if isinstance(made, tuple) else made)  # with a step beside it, for --numeric
+
+
+def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
+    """Return the module that transformers makes of a model's configuration; on the meta device no tensor has memory.
+
+    Args:
+        config: the keys of its config.json. Its first architecture is the class, or its base model where none is named.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers knows no such model.
+    """
+    import torch
+    import transformers
+
+    try:
+        known = transformers.AutoConfig.for_model(**config)
+        name = next(iter(config.get("architectures") or ()), "")
+        with torch.device(device):
+            model_class = getattr(transformers, name, None)
+            model = model_class(known) if model_class else transformers.AutoModel.from_config(known)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"transformers makes no model of this configuration: {error}") from None
+    return model.to(getattr(torch, dtype_of(config)))

@@ -49,7 +49,7 @@ class Picture:
         names: of the axes, by number.
         parts: in order; together they cover each element of the tensor once.
         made_of: by the name of an axis that is made of others, the names of those; where a cut goes along all of them,
-            coordinates are told along the one.
+            coordinates are those along the one.
     """
 
     layout: Layout
@@ -96,8 +96,8 @@ class Picture:
         """The first ranks that hold a part, and how many there are."""
         return tuple(islice(self._ranks(part), limit)), part.places * self.copies
 
-    def told(self, axes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """What some axes are called: each, or the one that several make; those of one rank are left out."""
+    def named_axes(self, axes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """The names of some axes: of each, or of the one that several make; axes of size 1 are left out."""
         found: list[tuple[str, tuple[int, ...]]] = []
         rest = tuple(axes)
         while rest:
@@ -225,7 +225,7 @@ def _coordinates(picture: Picture, cut: int, part: Part, named: str) -> str:
     layout, axes = picture.layout, picture.cuts[cut]
     start, stop = part.stretches[cut]
     ends = [_digits(layout, axes, i) for i in (start, stop - 1)]
-    told = picture.told(axes)
+    told = picture.named_axes(axes)
     first, last = ([_index(layout, group, at) for _, group in told] for at in ends)
     same = next((n for n in range(len(told)) if first[n] != last[n]), len(told))
 

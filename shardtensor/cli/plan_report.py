@@ -12,8 +12,7 @@ from shardtensor.cli.model_source import family_first, model_of, resolved_of
 from shardtensor.cli.traced import NotTraced, tracer_of
 from shardtensor.cost.profile import Profile, read_profile
 from shardtensor.errors import PlanError
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.models.model import Model

@@ -11,6 +11,7 @@ import attrs
 from shardtensor.cli.picture import Picture, picture_of
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
+from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.route import Step, route
 from shardtensor.mesh import Mesh
@@ -192,10 +193,28 @@ class Shown:
         """What `count` of the tensors take on the rank that holds most, as they are stored."""
         return count * -(-self.most // self.storing) * self.item
 
+    def held(self) -> list[str]:
+        """What one rank holds of one of the tensors, where the copies are, and along which axes it is partial."""
+        picture, layout = self.picture, self.layout
+        least = min(part.least for part in picture.parts)
+        sizes = " to ".join(say_bytes(n * self.item) for n in sorted({least, self.most}))
+        if picture.axes:
+            local = f"{' × '.join(map(str, layout.local_shape(picture.parts[0].rank)))}, " if least == self.most else ""
+            facts = [f"a rank holds {local.lstrip(', ')}{sizes}"]
+            others = [axis for axis in range(len(layout.grid)) if axis not in picture.axes]
+            if copies := [name for name, _ in picture.named_axes(others)]:
+                facts.append(f"{picture.copies:,} copies, along {', '.join(copies)}")
+        else:
+            ranks = len(layout.ranks)
+            facts = [f"whole on {'each of ' * (ranks > 1)}{ranks:,} rank{'s' * (ranks != 1)}, {sizes}"]
+        if layout.partial:
+            facts.append(f"partial along {', '.join(f'{picture.names[axis]} ({op})' for axis, op in layout.partial)}")
+        return facts
+
 
 @attrs.frozen(eq=False)
 class Reshard:
-    """One tensor brought to other layouts, one after the other."""
+    """One tensor redistributed to other layouts, one after the other."""
 
     name: str
     shape: tuple[int, ...]
@@ -229,7 +248,7 @@ def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequ
 
     Args:
         pattern: only tensors of these names, or below modules of these names.
-        to: specs to which each distinct layout is brought, one after the other.
+        to: specs to which each distinct layout is redistributed, one after the other.
     """
     placed = [
         p for name, p in resolved.tensors.items() if not pattern or matches(pattern, name) or is_below(pattern, name)

@@ -95,11 +95,11 @@ def _scene_of_plan(options: argparse.Namespace) -> Scene:
 
 
 def _print_findings(scene: Scene) -> int:
-    """Print errors: what they speak of is not drawn, or drawn as if they were not."""
+    """Print errors; tensors with errors are missing in the drawing, or drawn without them."""
     if scene.resolved is None or not scene.resolved.errors:
         return 0
     from shardtensor.cli.check_text import print_findings
-    from shardtensor.plan.findings.folding import folded
+    from shardtensor.plan.findings.report import folded
 
     print_findings(folded(scene.resolved.errors))
     return FAILS

@@ -229,34 +229,13 @@ def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Itera
             if pattern in shown.tied:
                 line.append(f"  is {shown.tied[pattern]}", style="dim")
             yield line
-    yield Text(_held(shown))
+    yield Text("; ".join(shown.held()))
     if legend and picture.axes:
         yield legend
     count = len(shown.names)
     size = shown.rank_bytes(count)
     if is_plan:
         yield _bar(size, most).append(f" {say_bytes(size)} a rank{f', of {count} tensors' * (count > 1)}")
-
-
-def _held(shown: Shown) -> str:
-    """What one rank holds, and where the copies are."""
-    picture, layout = shown.picture, shown.layout
-    if layout.partial:
-        addends = ", ".join(f"{picture.names[axis]} ({op})" for axis, op in layout.partial)
-        yet = f"; not yet joined along {addends}"
-    else:
-        yet = ""
-    least = min(part.least for part in picture.parts)
-    sizes = sorted({least, shown.most})
-    of_each = " to ".join(say_bytes(n * shown.item) for n in sizes)
-    first = picture.parts[0]
-    if not picture.axes:
-        ranks = len(layout.ranks)
-        return f"whole on {'each of ' * (ranks > 1)}{ranks:,} rank{'s' * (ranks != 1)}, {of_each}{yet}"
-    local = " × ".join(map(str, layout.local_shape(first.rank))) if least == shown.most else ""
-    copies = [name for name, _ in picture.told([axis for axis in range(len(layout.grid)) if axis not in picture.axes])]
-    also = f"; {picture.copies:,} copies, along {', '.join(copies)}" if copies else ""
-    return f"a rank holds {local + ', ' if local else ''}{of_each}{also}{yet}"
 
 
 def _legend(picture: Picture) -> Text:

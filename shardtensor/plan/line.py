@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Origin
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parts import Flat
 

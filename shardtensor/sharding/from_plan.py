@@ -17,8 +17,7 @@ from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import flows_of
 from shardtensor.plan.flows.modules import Stated
@@ -30,7 +29,7 @@ from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
 from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import ShardingPlan
-from shardtensor.sharding.rules import read_rules, with_the_rest
+from shardtensor.sharding.rules import axes_of_flows, read_rules, with_the_rest
 from shardtensor.sharding.stores import Keeping, gather_units
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -98,6 +97,7 @@ def from_rules(module: nn.Module, given: ShardingPlan | Mapping[str, Any], group
     resolved = resolve(rules.plan, rules.model)
     fits = all(finding.code[:2] in ("E2", "E5") or finding.code == "E404" for finding in resolved.errors)
     _raise(resolved.errors, LayoutError if fits else PlanError)
+    rules.plan.axes.mesh.refuse_unknown(sorted(axes_of_flows(rules.plan.lines)), PlanError)
     names, found = _names(module), dict[int, Target]()
     for info in rules.model.tensors:
         placed = resolved.tensors.get(info.name)

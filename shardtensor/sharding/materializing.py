@@ -45,7 +45,7 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
         PlanError: (a RuntimeError) tensors have nothing that sets their values: no ``reset_parameters`` in their module
             or above it, or one that leaves them out. Names them all.
         LayoutError: (a ValueError) `device` is the meta device, or one that is not there.
-        DisagreementError: (a ValueError) ranks brought different modules.
+        DisagreementError: (a ValueError) ranks have different modules.
 
     Example:
         >>> with torch.device("meta"):
@@ -132,7 +132,7 @@ def _fill(
     groups: Sequence[Group],
     where: Sequence[torch.device],
 ) -> None:
-    """Let the modules set their values, one after another, and note which tensors have got some."""
+    """Call the modules' initializers in order, and record which tensors they wrote."""
     device = where[0] if where else torch.device("cpu")
     for group in groups:
         for stream in dict.fromkeys((torch.device("cpu"), *where)):
@@ -163,7 +163,7 @@ def _without_values(found: Sequence[MetaTensor], init: Init | None) -> PlanError
 
 @attrs.define(eq=False)
 class MetaTensor:
-    """A tensor without memory, under all its names, and what comes of it."""
+    """A meta tensor, its names, and its materialized value."""
 
     tensor: torch.Tensor
     homes: list[Home] = attrs.field(factory=list)
@@ -190,7 +190,7 @@ class MetaTensor:
         self.undo = undo
 
     def take(self, writes: Writes) -> None:
-        """See whether this has values by now; take those of what was set in its place."""
+        """Record whether this has values; copy those of a tensor that was set in its place."""
         local = local_of(self.tensor)
         self.is_set = not local.numel() or self.storage in writes.storages or _storage(local) != self.storage
         for owner, name in self.homes:

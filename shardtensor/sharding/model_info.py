@@ -61,7 +61,10 @@ def _own(module: nn.Module, all_buffers: bool) -> Iterator[tuple[str, torch.Tens
 
 def _module(module: nn.Module) -> ModuleInfo:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    arguments = inspect.signature(type(module).forward).parameters.values()
+    try:
+        arguments = tuple(inspect.signature(type(module).forward).parameters.values())
+    except AttributeError:  # a scripted module has a forward, and its class has none
+        arguments = ()
     counts = {
         name: value
         for name, value in vars(module).items()

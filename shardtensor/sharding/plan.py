@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import nn
 
-from shardtensor.spec.dataclass_fields import with_dataclass_fields
+from shardtensor.spec.devices import with_dataclass_fields
 from shardtensor.spec.nodes import ShardingSpec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import replicated
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.parameter import find
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Line
@@ -36,6 +38,9 @@ class Opaque:
     """A spec that names devices, or of a user's own class: it is bound where torch is, not by the plan."""
 
     spec: ShardingSpec
+
+    def __str__(self) -> str:
+        return str(self.spec)
 
 
 @attrs.frozen(eq=False)
@@ -115,16 +120,19 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
 
 
 def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
-    """The model with the plain tensors that rules name."""
-    more = []
+    """The model with the plain tensors that rules name.
+
+    Raises:
+        LayoutError: an attribute of that name is no tensor.
+    """
+    tree, more = NameTree(model.by_name, model.paths), []
     for line in said:
-        if line.kind == "tensor" and line.pattern not in model.by_name and line.pattern.isascii():
-            owner, _, name = line.pattern.rpartition(".")
-            held = vars(module.get_submodule(owner)).get(name) if owner in model.modules else None
-            if isinstance(held, torch.Tensor):
-                more.append(
-                    TensorInfo(line.pattern, tuple(held.shape), None, str(held.dtype).removeprefix("torch."), True)
-                )
+        is_rule = line.kind == "tensor" and not line.is_optional and not isinstance(line.value, Sharder)
+        if is_rule and not tree.tensors(line.pattern):
+            with suppress(MissingParameterError):
+                held = find(module, line.pattern)[1]
+                dtype = str(held.dtype).removeprefix("torch.")
+                more.append(TensorInfo(line.pattern, tuple(held.shape), None, dtype, is_buffer=True))
     return attrs.evolve(model, tensors=(*model.tensors, *more)) if more else model
 
 
@@ -179,11 +187,9 @@ def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharder
 
 def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
     """The mesh of a group; where it has none and values pass, of one axis by the name that the rules have for it."""
-    flows = {axis for line in said if isinstance(line.value, Flow) for axis in _axes(line.value)}
-    mesh = mesh_of(group)
+    flows = axes_of_flows(said)
     if group.mesh is not None or not flows:
-        mesh.refuse_unknown(sorted(flows), PlanError)
-        return mesh
+        return mesh_of(group)
     names = flows | {axis for line in said if isinstance(line.value, Spec) for axis in line.value.axis_names}
     if len(names) > 1:
         raise PlanError(
@@ -194,12 +200,14 @@ def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
     return Mesh(((names.pop(), group.size),), group.ranks)
 
 
-def _axes(flow: Flow) -> set[str]:
-    return {*flow.before.axis_names, *flow.after.axis_names, *flow.addends}
+def axes_of_flows(said: Iterable[Line]) -> set[str]:
+    """The axes that flows name."""
+    flows = [line.value for line in said if isinstance(line.value, Flow)]
+    return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.addends)}
 
 
 def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Target]) -> Resolved:
-    """What rules come to, with the tensors of which they do not speak: whole, or as they lie already."""
+    """Resolved rules with the tensors that no rule names: whole, or in the layout that they have."""
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}

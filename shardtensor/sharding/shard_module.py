@@ -42,9 +42,9 @@ def shard_module(
 ) -> nn.Module:
     """Shard the tensors of a module in place, by rules, and return it. Its forward then gives the dense results.
 
-    Every fault of the plan is found before anything changes, and told on every rank. The ranks then agree on all of it
-    in one small exchange, `src_rank` sends every rank its parts, and only then does the module change. Parameters stay
-    the same Python objects, tied ones stay tied; a tensor without a rule stays as it is.
+    Every rank raises the errors of the plan before anything changes. The ranks then compare all of it in one small
+    exchange, `src_rank` sends every rank its shards, and only then does the module change. Parameters stay the same
+    Python objects, tied ones stay tied; a tensor without a rule stays as it is.
 
     Args:
         module: of dense parameters, equal on all ranks in names, shapes and dtypes. One on the meta device stays there,
@@ -62,7 +62,7 @@ def shard_module(
             ``"local NAME"`` which attribute becomes the rank's share, ``"use"`` a hook (see `register_hook`). Modules
             with flows take and give plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding` and
             `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's are,
-            but that modules of which no rule speaks may give values in whatever way rules say that these come.
+            but modules without a rule may return values in any layout that rules expect of them.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
             ranks call this. A `Plan` makes its mesh over them by itself.
@@ -73,7 +73,7 @@ def shard_module(
             contradicts a weight, or a local value would reach a module that does not expect it.
         MissingParameterError: (an AttributeError) a pattern matches nothing.
         LayoutError: (a ValueError) a spec does not fit its tensor; names it.
-        DisagreementError: (a ValueError) ranks brought different plans or modules; nothing has moved.
+        DisagreementError: (a ValueError) ranks have different plans or modules; nothing was sent.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Origin
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.resolved import Resolved

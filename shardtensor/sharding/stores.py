@@ -1,4 +1,4 @@
-"""``store``: parameters that are kept in shards over data axes; and gradients of samples that differ along them."""
+"""``store``: parameters that are fully sharded over data axes; and gradients averaged over those axes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Keeping:
 
 
 def keep_as_before(module: nn.Module) -> None:
-    """Take off what `Keeping` did."""
+    """Undo what `Keeping` did."""
     for owner in module.modules():
         if vars(owner).pop(_DATA_PARALLEL, False) and (reducer := reducer_of(owner)) is not None:
             reducer.remove()
@@ -92,7 +92,7 @@ def gather_units(root: nn.Module, stored: Iterable[tuple[str, str, Flat]]) -> tu
     units: dict[str, GatherUnit] = {}
     for name, path, flat in stored:
         unit = units.setdefault(path, GatherUnit(path, flat.axes, {}))
-        assert unit.axes == flat.axes, "resolving the plan has told it"
+        assert unit.axes == flat.axes, "resolving the plan has checked it"
         unit.grains[name] = flat.unit  # type: ignore[index]
     for unit in units.values():
         owner = root.get_submodule(unit.path)

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.boxes import find_overlap
-from shardtensor.spec.dataclass_fields import with_dataclass_fields
 from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.parts import optional_sizes, quoted, tuple_text, whole_numbers
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.spec.placements import Placements
+
+T = TypeVar("T", bound=type)
+
+
+def with_dataclass_fields(*names: str) -> Callable[[T], T]:
+    """Decorate an attrs class whose constructor takes `names`; all its attributes when none are given.
+
+    Example:
+        >>> from shardtensor.spec.devices import ChunkShardingSpec
+        >>> str(dataclasses.replace(ChunkShardingSpec(0, "rank:0-1/cpu"), dim=1))
+        'chunk(dim=1, placements=["rank:0-1/cpu"])'
+    """
+
+    def decorate(kind: T) -> T:
+        found = names or [attribute.name for attribute in attrs.fields(kind)]
+        twin = dataclasses.make_dataclass(kind.__name__, found, init=False, repr=False, eq=False)
+        kind.__dataclass_fields__ = twin.__dataclass_fields__  # type: ignore[attr-defined]
+        kind.__dataclass_params__ = twin.__dataclass_params__  # type: ignore[attr-defined]
+        return kind
+
+    return decorate
 
 
 class NamedDimError(SpecError, NotImplementedError):

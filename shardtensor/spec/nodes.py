@@ -11,8 +11,7 @@ from typing import Any, Literal
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import name, one_or_all
-from shardtensor.spec.parts import Cut, Flat, Only, Partial
+from shardtensor.spec.parts import Cut, Flat, Only, Partial, name, one_or_all
 
 
 class ShardingSpec:

@@ -1,6 +1,6 @@
 """Where one shard lives: ``rank:0/cuda:0``. Reads what torch's ``_remote_device`` reads, and no torch.
 
-One difference is on purpose: torch keeps a device index in eight bits and lets ``cuda:256`` wrap round to ``cuda:0``;
+One difference is on purpose: torch keeps a device index in eight bits, so that ``cuda:256`` wraps round to ``cuda:0``;
 here an index above 127 is refused.
 """
 

@@ -11,8 +11,8 @@ from typing import Any, overload
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import quoted
 from shardtensor.spec.diagnostics import printable
+from shardtensor.spec.parts import quoted
 from shardtensor.spec.placement import Placement, parse_placement
 
 MAX_PLACEMENTS = 2**20

@@ -11,10 +11,10 @@ import attrs
 from lark import Token, Tree
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.diagnostics import Source, listed, nearest
 from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec
+from shardtensor.spec.parts import MAX_NUMBER
 from shardtensor.spec.placements import Run, parse_run
 
 Place = Literal["form", "modifier", "suffix", "function", "style", "hook"]

@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.spec.dataclass_fields import with_dataclass_fields
-from shardtensor.spec.devices import ShardMetadata
+from shardtensor.spec.devices import ShardMetadata, with_dataclass_fields
 
 
 @with_dataclass_fields()

@@ -15,8 +15,7 @@ from shardtensor.cli.scene import scene_of_plan, scene_of_spec
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.flows.flow import read_flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.models.model import Model, TensorInfo

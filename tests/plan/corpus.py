@@ -13,8 +13,7 @@ from pathlib import Path
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims

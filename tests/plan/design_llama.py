@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import text_report
+from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.resolved import Resolved

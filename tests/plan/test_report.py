@@ -8,8 +8,7 @@ from plan.design_llama import resolved
 
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.folding import folded
-from shardtensor.plan.findings.report import fields, github_report, json_report, text_report
+from shardtensor.plan.findings.report import fields, folded, github_report, json_report, text_report
 
 CHANGE = ("colwise_shared(kvg, copies=kvr, unit=hd)", "colwise(tp, unit=hd)")
 FALLBACK = ("[-, tp, ...] if sp else replicate", "[-, tp, ...] if sp and true else replicate")

@@ -13,7 +13,7 @@ from plan.design_llama import model, resolved
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import folded
 from shardtensor.plan.line import Line, Store, Tie, Unmatched
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model, TensorInfo

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import folded
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.numeric import check_numeric

@@ -304,6 +304,21 @@ def test_recurrent_modules_are_what_they_were_when_unsharded(kind):
     st.simulate("tp=2", unsharded_again, kind)
 
 
+def test_a_scripted_module_may_stand_beside_and_a_rule_may_name_a_plain_tensor():
+    def body():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+            module = nn.ModuleDict({"scripted": torch.jit.script(nn.Linear(4, 4)), "layer": nn.Linear(4, 4)})
+        module["layer"].table = torch.ones(4, 4)
+        st.shard_module(module, {"layer.weight": "[tp, -]", "layer.table": "[-, tp]"})
+        assert str(module["layer"].weight.sharding_spec()) == "[tp, -]"
+        assert module["layer"].table.local_tensor().shape == (4, 2)
+        with pytest.raises(st.LayoutError, match=r"Expected Linear.in_features to be a Tensor, but found int"):
+            st.shard_module(module, {"layer.in_features": "[tp]"})
+
+    st.simulate("tp=2", body)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

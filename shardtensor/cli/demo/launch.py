@@ -63,7 +63,7 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
 
     quiet_processes()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told below, once
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is printed below, once
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         run_id="shardtensor-demo", max_restarts=0, monitor_interval=0.1, start_method="spawn",

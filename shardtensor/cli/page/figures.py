@@ -14,7 +14,7 @@ from shardtensor.cli.scene import Plane, Rect, Shown, device_of, plane_of, size_
 from shardtensor.layout.explain import say_bytes
 
 MAX_BOXES = 6
-"""Of a part, told one by one; the drawing shows all."""
+"""Boxes of a part that are listed; the drawing shows all."""
 
 
 def figure(shown: Shown, number: int, is_plan: bool) -> Markup:
@@ -143,29 +143,11 @@ def _after_dots(name: str) -> Sequence[str]:
 
 
 def _notes(shown: Shown) -> list[str]:
-    picture, layout = shown.picture, shown.layout
-    notes = []
-    if not picture.axes:
-        count = len(layout.ranks)
-        notes.append(f"whole on each of {count:,} ranks" if count > 1 else f"whole on rank {layout.ranks[0]}")
-        notes.append(f"{say_bytes(shown.most * shown.item)} on each")
-    else:
-        least = min(part.least for part in picture.parts)
-        local = " × ".join(map(str, layout.local_shape(picture.parts[0].rank)))
-        sizes = [say_bytes(n * shown.item) for n in sorted({least, shown.most})]
-        each = "" if least != shown.most else f"{local}, "
-        notes.append(f"a rank holds {each}{' to '.join(sizes)}")
-        others = picture.told([axis for axis in range(len(layout.grid)) if axis not in picture.axes])
-        if picture.copies > 1:
-            along = f", along {', '.join(name for name, _ in others)}" if others else ""
-            notes.append(f"{picture.copies:,} copies{along}")
-        if picture.merged > 1:
-            notes.append(f"one stretch stands for up to {picture.merged:,} neighbours")
+    notes = shown.held()
+    if shown.picture.merged > 1:
+        notes.append(f"one stretch stands for up to {shown.picture.merged:,} neighbours")
     if shown.stored:
         notes.append(f"{say_bytes(shown.rank_bytes(1))} of one while nobody computes with it")
-    if layout.partial:
-        along = ", ".join(f"{picture.names[axis]} ({op})" for axis, op in layout.partial)
-        notes.append(f"not yet joined: each rank holds an addend along {along}")
     if shown.plane is not None and len(shown.tensor.shape) > 1 and not frame_of(shown.plane).is_to_scale:
         notes.append("sides not to one scale")
     if shown.plane is not None and shown.plane.across != -1:

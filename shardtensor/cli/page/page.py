@@ -15,7 +15,7 @@ from shardtensor.cli.picture import picture_of
 from shardtensor.cli.scene import Reshard, Scene, Shown, size_text
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.folding import folded
+from shardtensor.plan.findings.report import folded
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import PlanBytes, plan_bytes
 from shardtensor.plan.resolved import Passing, Resolved

@@ -1,10 +1,10 @@
-"""Where in a plan's text something stands that a finding speaks of: the pattern before a layout, a brace, a style."""
+"""Places in a plan's text for findings: the pattern before a layout, a brace, a style."""
 
 from __future__ import annotations
 
 import re
 
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Origin
 from shardtensor.plan.line import Line
 from shardtensor.plan.plan import Plan
 

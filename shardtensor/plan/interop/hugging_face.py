@@ -39,7 +39,7 @@ def plan_from_hf(
     Args:
         tp_plan: patterns and words, as ``model.tp_plan`` gives them. Those of a configuration alone
             (``base_model_tp_plan``) lack the prefix of the base model: `with_prefix` puts it before them.
-        ep_plan: as ``model.ep_plan``; where it speaks of a module, `tp_plan` does not.
+        ep_plan: as ``model.ep_plan``; its modules have no rule in `tp_plan`.
         config: the keys of the model's config.json, or an object with ``to_dict()``.
         world: the number of ranks.
         model: names and shapes, if they are at hand: then what is a tensor and what is a module is known, not guessed.
@@ -157,12 +157,12 @@ def _entry(
 def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | None:
     """How many dims the tensor of this name has; None for a module.
 
-    Without a model, tensors are told by the words of the modules that hold them, and by their names.
+    Without a model, a tensor is known by its name and by the word of its module.
     """
     if model is not None:
         found = next((len(tensor.shape) for tensor in model.tensors if starred(tensor.name) == pattern), None)
         if found is not None or any(starred(path) == pattern for path in model.paths):
-            return found  # what the model does not have at all is told as without one
+            return found  # what the model lacks is treated as without one
     owner, _, name = pattern.rpartition(".")
     word = plan.get(owner, "")
     if word not in OWNERS or plan[pattern] not in CUTTING:

@@ -344,7 +344,7 @@ class Binder:
             return Bound(spec, None, error)
 
     def finding(self, bound: Bound, info: TensorInfo, line: Line) -> Finding:
-        """The error of a layout that was not bound, told in the words of the plan."""
+        """The finding of a layout that was not bound, in the words of the plan."""
         assert bound.error is not None
         return misfit(bound.error, bound.spec, info, self.dims(info), line, self._plan)
 

@@ -154,7 +154,7 @@ def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
 
 
 class Disputes:
-    """Collects what lines say of one thing and finds E302 and W302."""
+    """Compares the lines that match one name: E302 and W302."""
 
     def __init__(self, matches: Matches, tree: NameTree) -> None:
         self.findings: list[Finding] = []
@@ -163,11 +163,11 @@ class Disputes:
         self._pairs: dict[object, str] = {}
 
     def winner(self, name: str, lines: Sequence[Line], meanings: Mapping[int, Any], what: str = "") -> Line | None:
-        """The line that speaks for a name; None when two disagree.
+        """The line that decides for a name; None when two disagree.
 
         Args:
             meanings: by a line's id, what it says, equal where lines agree.
-            what: the side or attribute of a module that is spoken of; empty for a tensor.
+            what: the side or attribute of a module; empty for a tensor.
         """
         last = max(lines, key=_place)
         for other in (line for line in lines if line is not last):
@@ -180,7 +180,7 @@ class Disputes:
     def _dispute(self, name: str, line: Line, other: Line, agrees: bool, what: str) -> None:
         keys = statement(line.origin, line), statement(other.origin, other)
         if what and self._pairs.get(frozenset(keys)) == "":
-            return  # told of the tensors already
+            return  # reported for the tensors already
         self._pairs.setdefault(frozenset(keys), what)
         said = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)

@@ -14,8 +14,7 @@ from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import Number, pattern
-from shardtensor.plan.match.stores import with_stores
-from shardtensor.plan.match.ties import Ties, read_ties, untied, with_tied_names
+from shardtensor.plan.match.stores import Ties, read_ties, untied, with_stores, with_tied_names
 from shardtensor.plan.match.unused import unplaced, unused
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.plan import Plan
@@ -128,7 +127,7 @@ class _Placing:
         return None
 
     def _fallen(self, info: TensorInfo) -> Placed | None:
-        """A tensor for which no line speaks."""
+        """A tensor that no line matches."""
         default = self._plan.unmatched
         if default is None:
             self.unmatched += [] if self._plan.is_part else [info.name]
@@ -213,10 +212,10 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
 def passings(
     model: Model, matches: Matches, disputes: Disputes, binder: Binder
 ) -> tuple[dict[str, Passing], list[Finding]]:
-    """What the plan says of each module that it speaks of, and E303 for what the module does not have."""
+    """The flows, hooks and attributes of each module that a line matches; E303 for what the module does not have."""
     found: dict[str, Passing] = {}
     findings: list[Finding] = []
-    alike: dict[tuple[int, ...], Passing] = {}  # of modules of which the same lines speak, each of another thing
+    alike: dict[tuple[int, ...], Passing] = {}  # of modules that the same lines match
     for path, lines in matches.by_module.items():
         info = model.modules.get(path)
         spoken = tuple(map(id, lines))
@@ -253,7 +252,7 @@ def passings(
 
 
 def _by_what(lines: Any) -> Mapping[str, list[Line]]:
-    """Lines that speak of one thing, by its words: ``in mask``, ``local num_heads``."""
+    """Lines grouped by side or attribute: ``in mask``, ``local num_heads``."""
     found: dict[str, list[Line]] = {}
     for line in lines:
         name = line.value.name if line.kind == "use" else line.name

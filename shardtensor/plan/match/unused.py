@@ -9,8 +9,7 @@ from itertools import islice, product
 import attrs
 
 from shardtensor.plan.findings.brief import brief_names, skeleton
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
@@ -40,7 +39,7 @@ class Nothing:
 def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
     """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module.
 
-    Also the tensors before which a style stands, so that nobody says that no rule matches them.
+    Also the tensors that have a style instead of a layout: for these no E301 is reported.
     """
     nothing: list[Nothing] = []
     findings: list[Finding] = []
@@ -158,9 +157,9 @@ MOST = 4
 
 
 def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
-    """E301 for tensors without a rule, each told at the pattern that nearly stands for it; the patterns so used.
+    """E301 for tensors without a rule, each at the pattern that nearly matches it; and those patterns.
 
-    Where no pattern is near, it is told at the innermost block or style around the tensor.
+    Where no pattern is near, at the innermost block or style around the tensor.
     """
     nothing = list(nothing)
     slips: dict[str, tuple[Nothing, str] | None] = {}

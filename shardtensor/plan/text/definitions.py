@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.text.evaluate import FUNCTIONS, RESERVED, Evaluator
 from shardtensor.plan.text.scope import POISON, AxisValue, Binding, Node, Poisoned, Style, finding_of, kind_of, shown
 from shardtensor.plan.text.syntax import parse_value

@@ -11,8 +11,7 @@ import attrs
 from lark import Token
 
 from shardtensor.errors import PlanError, SpecError
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.flows.flow import Flow, cut_axes, cuts, partial_axes
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.text.evaluate import Evaluator

@@ -13,10 +13,10 @@ from lark import Token
 from shardtensor.errors import SpecError
 from shardtensor.plan.text.expressions import Expressions, MissingKey, is_kind
 from shardtensor.plan.text.scope import POISON, AxisValue, Binding, Bundle, Node, Poisoned, Scope, Style, kind_of, shown
-from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.diagnostics import Source, nearest
 from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.spec.parts import MAX_NUMBER
 from shardtensor.spec.reader import WORDS, Use, Word, as_in, example, words_for
 
 BARE_WORDS = ("row", "sum", "avg", "max", "min")

@@ -11,8 +11,7 @@ import attrs
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.definitions import Definitions, MeshReader, TensorStatements

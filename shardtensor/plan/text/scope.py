@@ -9,8 +9,7 @@ import attrs
 from lark import Token
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.spec.diagnostics import Source, listed, printable
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.reader import Word
@@ -24,7 +23,7 @@ Node = Any
 
 
 class Poisoned(Exception):
-    """A value is not known because making it failed; that has been told, and what needs it is left out in silence."""
+    """A value is not known because its expression has an error, which was reported; what needs it reports nothing."""
 
 
 POISON = object()
