@@ -1,7 +1,7 @@
 """How long the commands that only plan take, from the start of the interpreter to its end, and whether torch came in.
 
-The least of several runs, in a shell's seconds (wall) and in a core's (user and system); compiled files and the tables
-of the grammar are there, as they are from a package's second run on.
+The least of several runs, in a shell's seconds (wall) and in a core's (user and system); compiled files are there, as
+they are from a package's second run on.
 
 python benchmarks/check_speed.py [--times 7]
 """

@@ -23,7 +23,7 @@ A message has three parts: the fault in the user's nouns, facts as aligned pairs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 
 def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> str:
@@ -36,10 +36,7 @@ def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | It
           shape  4 x 8
           fix    write `[-, tp]`
     """
-    ways = [fix] if isinstance(fix, str) else list(fix)
-    keys = ["fix"] if len(ways) == 1 else ["either"] + ["or"] * (len(ways) - 1)
-    rows = [(name, str(value)) for name, value in (facts or {}).items()]
-    rows += [(key, way) for key, way in zip(keys, ways, strict=False) if way]
+    rows = _rows(facts or {}, fix)
     width = max((len(name) for name, _ in rows), default=0)
     lines = [fault]
     for name, value in rows:
@@ -49,6 +46,14 @@ def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | It
     return "\n".join(lines)
 
 
+def _rows(facts: Mapping[str, object], fix: str | Iterable[str]) -> list[tuple[str, str]]:
+    """What stands below the fault: facts, then the ways out, each with the word before it."""
+    ways = [fix] if isinstance(fix, str) else list(fix)
+    keys = ["fix"] if len(ways) == 1 else ["either"] + ["or"] * (len(ways) - 1)
+    rows = [(name, str(value)) for name, value in facts.items()]
+    return rows + [(key, way) for key, way in zip(keys, ways, strict=False) if way]
+
+
 class ShardTensorError(Exception):
     """Base of every error this library raises on purpose.
 
@@ -56,10 +61,21 @@ class ShardTensorError(Exception):
         fault: line one, what is wrong in the user's words.
         facts: where it was written, what was found, what was needed.
         fix: one way out, or several.
+
+    Attributes:
+        fault, rows: the message in parts; each row is a word and what stands after it.
     """
 
     def __init__(self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> None:
+        fix = fix if isinstance(fix, str) else tuple(fix)
+        self.fault, self.rows = fault, _rows(facts or {}, fix)
         super().__init__(message(fault, facts, fix))
+
+    def of(self, name: str) -> Self:
+        """This error, said of what has a name: of a tensor, a module, a rule."""
+        self.fault = f"{name}: {self.fault}"
+        self.args = (f"{name}: {self.args[0]}",)
+        return self
 
 
 class SpecError(ShardTensorError, ValueError):

@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 53_121
-IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 52
-LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 111
+LINES = 49_340
+IN_CIRCLES = {"tensor": 12}
+DEFINED_TWICE = 50
+LATE_IMPORTS = 25
+OF_ONE_IMPORTER = 76
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

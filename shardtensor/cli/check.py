@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--numeric",
         action="store_true",
-        help="also run one step of a tiny model of these names on local ranks and compare every gradient",
+        help="also run one step of --module, or of transformers' model of a small config.json, on simulated ranks, "
+        "and compare every gradient with the dense one",
     )
     parser.set_defaults(run=run)
 
@@ -82,18 +83,13 @@ def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...
     """What one step of a small model shows to be wrong, nothing when gradients are right; and what ran."""
     if find_spec("torch") is None:
         raise SpecError("--numeric needs torch, which is not installed", fix=NO_TORCH, code="E303")
-    from shardtensor.cli.model_source import builder_of
+    from shardtensor.cli.model_source import small_model
     from shardtensor.sharding.numeric import check_numeric
 
-    if options.module is not None:
-        make, plan, said = builder_of(options.module), resolved.plan, f"{options.module} on {options.world:,} ranks"
-    else:
-        from shardtensor.sharding.tiny.model import tiny_model
-
-        tiny = tiny_model(options.plan, resolved, dict(options.set))
-        make, plan, said = tiny.make, tiny.plan, tiny.said
+    make, name = small_model(options, resolved)
+    plan, said = resolved.plan, f"{name} on {options.world:,} ranks"
     with _bar() as bar:
-        task = bar.add_task(f"one step of {said.partition(' (')[0]}", total=None)
+        task = bar.add_task(f"one step of {said}", total=None)
         found = check_numeric(plan, make, progress=lambda done, total: bar.update(task, completed=done, total=total))
     return found, said
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.text.reading import read_plan
+
+MOST = 1 << 27
+"""Elements that the ranks of one process may hold together."""
+
+OWN_MODEL = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
 
 
 def resolved_of(path: Any, options: Any) -> Resolved:
@@ -127,6 +133,39 @@ def builder_of(text: str) -> Callable[[], Any]:
     except (ImportError, AttributeError, ValueError) as error:
         fix = "write package.module:function"
         raise SpecError(f"--module {text} is not there", {"found": str(error)}, fix, code="E303") from None
+
+
+def small_model(options: Any, resolved: Resolved) -> tuple[Callable[[], Any], str]:
+    """The function that makes the module of ``check --numeric``, and what the module is called.
+
+    ``--module`` names it; without one it is the model that transformers makes of a small config.json.
+
+    Raises:
+        SpecError: E303, there is no such module, or one step of it is too large for one process.
+    """
+    if options.module is not None:
+        return builder_of(options.module), options.module
+    config, source = read_config(options.model)
+    if "model_type" not in config:
+        raise SpecError("--numeric runs a module, and none is given", fix=OWN_MODEL, code="E303")
+    size = sum(tensor.numel for tensor in resolved.model.tensors)
+    if size * options.world > MOST:
+        raise SpecError(
+            f"--numeric runs all ranks in this process, and the model of {source} is too large for that",
+            {"found": f"{size:,} parameters on {options.world:,} ranks", "at most": f"{MOST // options.world:,}"},
+            [OWN_MODEL, "give a config.json of smaller sizes and fewer layers, and a smaller --world"],
+            code="E303",
+        )
+    from shardtensor.cli.transformers_model import transformers_model
+
+    try:
+        transformers_model(config)
+    except ImportError:
+        fault, ways = f"transformers, which makes the model of {source}, is not installed", ["install transformers"]
+        raise SpecError(f"--numeric: {fault}", fix=[OWN_MODEL, *ways], code="E303") from None
+    except ValueError as error:
+        raise SpecError(f"--numeric: {error}", fix=OWN_MODEL, code="E303") from None
+    return partial(transformers_model, config, "cpu"), f"the model of {source}"
 
 
 def _from_module(text: str) -> Model:

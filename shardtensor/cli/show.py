@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
         "show",
         help="draw who holds what: a plan for a model, or one spec",
         description="Draw which ranks hold what of every tensor of a plan, or of one spec with --shape and --mesh; "
-        "and what moves when a tensor is brought to another layout. Needs no GPU and starts no process. Exit status "
+        "and the steps of a reshard to another layout. Needs no GPU and starts no process. Exit status "
         "0, 1 when the plan or the spec has errors, 2 when the options are wrong.",
     )
     parser.add_argument("what", metavar="PLAN|SPEC", help='a plan file or its name; or a spec such as "[tp, -]"')
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--tensor", default="", metavar="PATTERN", help="only these tensors, as plans name them")
     parser.add_argument(
         "--to", "--reshard", action="append", default=[], metavar="SPEC",
-        help="also what moves on the way to this layout; again: and from there to the next",
+        help="also the steps of a reshard to this layout; again: and from there to the next",
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""What ``shardtensor show`` prints: the mesh, and a map of each distinct layout with the tensors it stands for."""
+"""What ``shardtensor show`` prints: the mesh, and a map of each distinct layout with the tensors that have it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,92 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.maps import HEIGHT, WIDTH, draw_boxes, rank_style
 from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
-from shardtensor.cli.moves import team_of
 from shardtensor.cli.picture import Picture, picture_of
-from shardtensor.cli.plane import plane_of
-from shardtensor.cli.scene import Reshard, Scene, Shown, size_text
+from shardtensor.cli.scene import Reshard, Scene, Shown, plane_of, size_text
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.steps import Step
-from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
 from shardtensor.spec.nodes import Spec
+
+WIDTH, HEIGHT = 16, 4
+_COLOURS = (
+    "cornflower_blue",
+    "sandy_brown",
+    "aquamarine3",
+    "pink3",
+    "khaki3",
+    "light_salmon3",
+    "sky_blue1",
+    "medium_purple2",
+)
+
+
+def rank_style(rank: int) -> str:
+    """The colours of a rank."""
+    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+
+
+def draw_boxes(
+    shape: tuple[int, ...],
+    boxes_by_rank: Sequence[Sequence[Box]],
+    *,
+    whole: str = " ",
+    missing: str = "?",
+    lines: int = 0,
+) -> Text:
+    """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
+
+    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where dim 0 is
+    not cut, one line stands for all.
+
+    Args:
+        whole: what stands in a cell that all ranks hold.
+        missing: what stands in a cell that none of them holds.
+        lines: how tall the map is; by default 4, or 8 where many ranks lie one below the other.
+
+    Example:
+        >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
+        >>> print(draw_boxes((4, 4), boxes).plain)
+        0000
+        0000
+        1111
+        1111
+    """
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
+    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
+    if len({box.offsets[0] for boxes in boxes_by_rank for box in boxes if box.numel} if shape else ()) <= 1:
+        height = 1  # nothing is cut along dim 0
+    text = Text()
+    for line in range(height):
+        if line:
+            text.append("\n")
+        for cell in range(width):
+            row, column = line * rows // height, cell * columns // width
+            at = (row, column, *[0] * (len(shape) - 2)) if len(shape) > 1 else (column,) if shape else ()
+            holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
+            if len(holders) == len(boxes_by_rank):
+                text.append(whole, style="black on grey70")
+            elif holders:
+                text.append(_digit(holders[0]), style=rank_style(holders[0]))
+            else:
+                text.append(missing)
+    return text
+
+
+def _holds(box: Box, at: tuple[int, ...]) -> bool:
+    return all(offset <= i < offset + size for offset, size, i in zip(box.offsets, box.sizes, at, strict=True))
+
+
+def _digit(rank: int) -> str:
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[rank % 36]
+
 
 PARTS = 16
 """Of one map: as many as it has columns or, at most, lines."""
 
-_KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 _BAR = 24
-_MESSAGES = 12
 _OTHERS = 3
 _CHARACTERS = 36
 
@@ -61,9 +128,6 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
             out.print(Text(" " * (WIDTH + 2) + f"{_where(other)} alike: {', '.join(other.folded)}", style="dim"))
         if len(others) > _OTHERS:
             out.print(Text(" " * (WIDTH + 2) + f"… and so on to {_where(others[-1])}", style="dim"))
-    if scene.resolved is not None and not scene.resolved.errors:
-        out.print()
-        out.print(_memory(scene))
     for reshard in scene.reshards:
         out.print()
         out.print(_reshard(reshard))
@@ -225,74 +289,10 @@ def _bar(size: int, most: int) -> Text:
     return Text.assemble((bar or "▏", "cornflower_blue"))
 
 
-def _memory(scene: Scene) -> RenderableType:
-    assert scene.resolved is not None
-    found = plan_bytes(scene.resolved)
-    held = {"every rank": found.most}
-    if say_bytes(found.most.total) != say_bytes(found.least.total):
-        held = {f"rank {found.least_rank}, the least": found.least, f"rank {found.most_rank}, the most": found.most}
-    table = Table.grid(padding=(0, 2))
-    table.add_row(Text("bytes of a rank", style="bold"), "", "")
-    for title, each in held.items():
-        for i, row in enumerate(_memory_rows(each, found.most.total)):
-            table.add_row(title if not i else "", *row)
-    return table
-
-
-def _memory_rows(held: RankBytes, most: int) -> Iterator[tuple[RenderableType, ...]]:
-    for kind in _KINDS:
-        size = getattr(held, kind)
-        if size:
-            name = "optimizer (adamw)" if kind == "optimizer" else kind
-            yield name, say_bytes(size), _bar(size, most)
-    yield Text("together, without activations"), Text(say_bytes(held.total), style="bold"), ""
-
-
 def _reshard(reshard: Reshard) -> RenderableType:
+    """The steps by which a tensor reaches other layouts."""
     lines: list[RenderableType] = []
     for texts, steps in zip(zip(reshard.texts, reshard.texts[1:], strict=False), reshard.routes, strict=True):
         lines.append(Text.assemble((" -> ".join(texts), "bold")).append(f"   {reshard.name}", style="dim"))
-        if not steps:
-            lines.append(Text("nothing moves: both say the same"))
-        for step in steps:
-            lines.append(Text(say_step(step, reshard.item)))
-            maps = Table.grid(padding=(0, 2))
-            maps.add_row(
-                _step_map(step, step.source), Text("\n→"), _step_map(step, step.target), _messages(step, reshard.item)
-            )
-            lines.append(Padding(maps, (0, 0, 0, 2), expand=False))
+        lines += [Text(f"  {say_step(step, reshard.item)}") for step in steps] or [Text("  nothing moves")]
     return Group(*lines)
-
-
-def _step_map(step: Step, layout: Layout) -> Text:
-    """What the ranks of one team hold; the parts of all where the team is large."""
-    team = team_of(step).members
-    if len(team) > PARTS or max(team) >= _CHARACTERS:
-        return _map(layout, picture_of(layout, PARTS))
-    held = {rank: layout.boxes(rank) for rank in team}
-    first = held[team[0]]
-    if all(boxes == first for boxes in held.values()):
-        held = {0: first}
-    return _map_of(layout.shape, held)
-
-
-def _messages(step: Step, item: int) -> Text:
-    team = team_of(step)
-    text = Text()
-    if not team.messages:
-        return text
-    if team.teams > 1:
-        text.append(f"within ranks {_some(team.members)}; {team.teams:,} such teams\n", style="dim")
-    for message in team.messages[:_MESSAGES]:
-        text.append(f"{message.giver}", style=rank_style(message.giver)).append(" → ")
-        text.append(f"{message.taker}", style=rank_style(message.taker))
-        text.append(f"  {message.box}  {say_bytes(message.box.numel * item)}\n")
-    if len(team.messages) > _MESSAGES or not team.is_all:
-        text.append("… and so on", style="dim")
-    else:
-        text.right_crop(1)
-    return text
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

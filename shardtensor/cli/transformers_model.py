@@ -1,4 +1,4 @@
-"""The model of a config.json as transformers makes it: on the meta device, without weights."""
+"""The model of a config.json as transformers makes it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from shardtensor.plan.models.dims import dtype_of
 
 
-def transformers_model(config: Mapping[str, Any]) -> Any:
-    """Return the module that transformers makes of a model's configuration. No tensor has memory.
+def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
+    """Return the module that transformers makes of a model's configuration; on the meta device no tensor has memory.
 
     Args:
         config: the keys of its config.json. Its first architecture is the class, or its base model where none is named.
@@ -24,7 +24,7 @@ def transformers_model(config: Mapping[str, Any]) -> Any:
     try:
         known = transformers.AutoConfig.for_model(**config)
         name = next(iter(config.get("architectures") or ()), "")
-        with torch.device("meta"):
+        with torch.device(device):
             model_class = getattr(transformers, name, None)
             model = model_class(known) if model_class else transformers.AutoModel.from_config(known)
     except (AttributeError, KeyError, TypeError) as error:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+_CALLS = {("torch.nn.modules.module", "_call_impl"), ("shardtensor.fsdp.module", "__call__")}
 OWN = ("shardtensor.", "torch.", "contextlib.", "threading.")
 
 
@@ -47,7 +48,7 @@ def module_path(frame: FrameType | None) -> str:
 
     calls = []
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CALLS:
             calls.append(frame.f_locals["self"])
         frame = frame.f_back
     if not calls:

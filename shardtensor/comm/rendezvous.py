@@ -20,7 +20,10 @@ import torch.distributed as dist
 
 from shardtensor import errors
 from shardtensor.comm.agree import name_ranks, ranks_by_value
-from shardtensor.comm.status_store import ARRIVAL, RankStatus, StatusStore
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.group import Group
+from shardtensor.comm.primitives import timeout_of
+from shardtensor.comm.status_store import ARRIVAL, RankStatus, StatusStore, world_status_store
 from shardtensor.errors import AbsentRankError, CallMismatchError, ShardTensorError
 from shardtensor.mesh import Ranks
 
@@ -84,6 +87,10 @@ class Rendezvous:
                 {"call": call, "in": place},
                 "look for the error of the rank that keeps it, most often rank 0: it has ended before the others",
             ) from error
+
+    def is_awaited(self) -> bool:
+        """Whether other ranks already wait for this one. Costs a request to the store."""
+        return bool(self.statuses.store.check([f"{self.name}/{self._count + 1}"]))
 
     def _poll(self, here: RankStatus, operation: str, digest: int, arrived: int) -> None:
         """Read the counter until all ranks have arrived."""
@@ -193,6 +200,17 @@ class Rendezvous:
         if self.statuses.is_open(status):
             return f"waiting in {status.call}\n{status.place}"
         return f"nothing since {status.call}\n{status.place}"
+
+
+def rendezvous_of(group: Group, purpose: str) -> Rendezvous | None:
+    """Return a rendezvous of a group's ranks for one purpose; None for one rank, or simulated ones."""
+    # A group with checks wraps another one.
+    support: BackendSupport | None = getattr(getattr(group, "_group", group), "support", None)
+    if support is None or not set(support.backends.values()) <= {"gloo", "nccl"}:
+        return None
+    process_group = group.process_group
+    name = f"{purpose} of process group {process_group.group_name}"
+    return Rendezvous(world_status_store(), name, group.ranks, timeout_of(process_group))
 
 
 def pair_sum(ranks: Sequence[int], rank: int, sent: Sequence[int], received: Sequence[int]) -> int:

@@ -2,14 +2,14 @@
 
 import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
 from shardtensor.fsdp.api import fully_shard
-from shardtensor.fsdp.fsdp_module import (
+from shardtensor.fsdp.lifecycle import free_gathered
+from shardtensor.fsdp.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, OffloadPolicy
-from shardtensor.fsdp.release import free_gathered
 from shardtensor.fsdp.summary import fsdp_summary
 
 __all__ = [

@@ -10,20 +10,16 @@ from torch import nn
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
-from shardtensor.fsdp.checks import check
-from shardtensor.fsdp.domain import Domain
-from shardtensor.fsdp.entry import Entry
-from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.forms import ANYWHERE, Form
-from shardtensor.fsdp.fsdp_module import sharded_class
-from shardtensor.fsdp.inner import Inner, is_cut
-from shardtensor.fsdp.near import Reshard, read_reshard
-from shardtensor.fsdp.offload import flat_of
-from shardtensor.fsdp.parts import large_layers, make_part
+from shardtensor.fsdp.checks import after_load, check
+from shardtensor.fsdp.data_mesh import DataMesh, TPSpec, is_cut
+from shardtensor.fsdp.module import sharded_class
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
-from shardtensor.fsdp.unit import Unit, unit_of
-from shardtensor.fsdp.upkeep import after_load
-from shardtensor.layout.ranges import together
+from shardtensor.fsdp.post_forward import Reshard, read_reshard
+from shardtensor.fsdp.state import FSDPState, state_of
+from shardtensor.layout.ranges import parameter_groups
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
 from shardtensor.plan.match.units import name_order
@@ -51,9 +47,10 @@ def fully_shard(
     class becomes one that is also a `FSDPModule`, with torch's methods. All ranks call it, with the same values in the
     module; they compare names, shapes and options, and send no parameter.
 
-    Ranks may go different ways through the units, skip some, or use a parameter that others do not: those bring zeros.
-    Two things are not possible: a rank whose loss reaches no unit at all runs no backward, so the others wait for it;
-    and units that are visited in another order than in the first pass have to be so on all ranks.
+    All ranks call the units in one order, which they compare while the first pass records it. Later passes send
+    nothing: where ranks call other units then, all raise a CallMismatchError that names the modules and the ranks,
+    within the timeout of the group. A parameter that a rank does not use in its unit's forward counts as zero; so do
+    those of a unit that it skips after the first pass. A rank whose loss reaches no unit runs no backward: others wait.
 
     Args:
         module: on any device, the meta device too; parameters of global shape.
@@ -102,13 +99,13 @@ def fully_shard(
     options = mesh, mp_policy, offload_policy, reshard_after_forward, ignored, shard_placement_fn, find_unused
     if policy is not None:
         for child in [child for each in modules for child in list(each.modules())[:0:-1]]:
-            if unit_of(child) is None and selects(policy, child):
+            if state_of(child) is None and selects(policy, child):
                 _shard_one([child], *options)
     _shard_one(modules, *options)
     return module
 
 
-fully_shard.state = unit_of  # type: ignore[attr-defined]  # torch's name for what a module's sharding is kept in
+fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's name for what a module's sharding is kept in
 
 
 def _shard_one(
@@ -121,56 +118,49 @@ def _shard_one(
     placement: Callable[[nn.Parameter], Any] | None,
     find_unused: bool,
 ) -> None:
-    domain = Domain.of(mesh)
-    kind = domain.whole.device_type
+    data_mesh = DataMesh.of(mesh)
+    kind = data_mesh.whole.device_type
     device = own_device(kind if kind in ("cuda", "meta") else "cpu")
     fault: ShardTensorError | None = None
-    entries: list[Entry] = []
+    params_info: list[ParamInfo] = []
     try:
-        reshard_after_forward = read_reshard(reshard_after_forward, domain.shard)
+        reshard_after_forward = read_reshard(reshard_after_forward, data_mesh.shard)
         _check_modules(modules)
-        entries = _entries(modules, ignored)
-        check(modules, entries, mp_policy)
-        for entry in entries:
-            entry.inner = Inner.of(entry.name, entry.param, domain, mesh, entry.dtensor)
-            entry.form = _form(entry, domain, placement)
+        params_info = _params_info(modules, ignored)
+        check(modules, params_info, mp_policy)
+        for info in params_info:
+            info.inner = TPSpec.of(info.name, info.param, data_mesh, mesh, info.dtensor)
+            info.form = _form(info, data_mesh, placement)
     except ShardTensorError as error:
         fault = error
     said = "\n".join(
         f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {grad_dtype_of(e.param)} {e.form}"
-        for e in entries
+        for e in params_info
     )
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
-    agree(domain.whole, call, {"parameters": said, "options": options}, fault)
-    parts = large_layers(entries) if _holds_units(modules) else set()
-    flats: list[Flat] = []
-    flats_of_parts: dict[int, list[Flat]] = {}
-    groups = [group for alike in _groups(entries, parts) for group in _going_together(alike, domain.shard.size)]
-    for group in groups:
-        flat = flat_of(group, domain, device, mp_policy, offload_policy)
-        flat.take_over()
-        if any(entry.dtensor is not None for entry in group):
-            flat.show_shells()
-        owner = group[0].homes[0][0]
-        (flats_of_parts.setdefault(id(owner), []) if id(owner) in parts else flats).append(flat)
+    agree(data_mesh.whole, call, {"parameters": said, "options": options}, fault)
+    param_groups: list[ParamGroup] = []
+    for members in _groups(params_info, data_mesh.shard.size):
+        group = ParamGroup(members, data_mesh, device, mp_policy, offload_policy)
+        group.take_over()
+        if any(info.dtensor is not None for info in members):
+            group.show_sharded()
+        param_groups.append(group)
     move_rest(modules, device, ignored)
     for module in modules:
         for _, owner in _own_modules(module, ""):
-            load_keeps_layouts(owner, domain.whole)
-    unit = Unit(modules[0], flats, domain, mp_policy, reshard_after_forward, device)
-    unit.modules, unit.find_unused = modules, find_unused
-    for own in flats_of_parts.values():
-        make_part(own[0].entries[0].homes[0][0], own, unit)
+            load_keeps_layouts(owner, data_mesh.whole)
+    state = FSDPState(modules, param_groups, data_mesh, mp_policy, reshard_after_forward, find_unused, device)
     for module in modules:
-        vars(module)["_fsdp_unit"] = unit
+        vars(module)["_fsdp_state"] = state
         module.__class__ = sharded_class(type(module))
         module.register_load_state_dict_post_hook(after_load)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
-        if unit_of(module) is not None:
+        if state_of(module) is not None:
             raise WrappedTwiceError(
                 "Each distinct composable distributed API can only be applied to a module once. This module is fully "
                 "sharded already",
@@ -188,72 +178,64 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         raise LayoutError("fully_shard got an empty list of modules")
 
 
-def _entries(modules: Sequence[nn.Module], ignored: set[int]) -> list[Entry]:
+def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamInfo]:
     """The parameters that no inner unit has taken, each once, in name order as modules give it."""
-    found: dict[int, Entry] = {}
+    found: dict[int, ParamInfo] = {}
     roots = [(module, f"{i}." if len(modules) > 1 else "") for i, module in enumerate(modules)]
     for prefix, owner in dict.fromkeys(item for module, start in roots for item in _own_modules(module, start)):
         for name, param in owner._parameters.items():
             if param is None or id(param) in ignored or any((owner, name) == home for home in _homes(found, param)):
                 continue
-            entry = found.setdefault(id(param), Entry.of(f"{prefix}{name}", param))
-            entry.homes.append((owner, name))
-    return sorted(found.values(), key=lambda entry: name_order(entry.name))
+            info = found.setdefault(id(param), ParamInfo.of(f"{prefix}{name}", param))
+            info.homes.append((owner, name))
+    return sorted(found.values(), key=lambda info: name_order(info.name))
 
 
-def _form(entry: Entry, domain: Domain, placement: Callable[[nn.Parameter], Any] | None) -> Form:
+def _form(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Parameter], Any] | None) -> ShardPlacement:
     """How a parameter is to be cut over the data ranks."""
     if placement is None:
         return ANYWHERE
-    shape, inner = tuple(entry.values.shape), entry.inner
-    axis, is_named = (domain.axis, domain.is_named) if inner is None else (inner.axis, True)
-    asked = placement(entry.param)  # type: ignore[arg-type]
-    form = Form.of(asked, entry.name, shape, axis, is_named, domain.shard.size)
+    shape, inner = tuple(info.values.shape), info.inner
+    axis, is_named = (data_mesh.axis, data_mesh.is_named) if inner is None else (inner.axis, True)
+    asked = placement(info.param)  # type: ignore[arg-type]
+    form = ShardPlacement.of(asked, info.name, shape, axis, is_named, data_mesh.shard.size)
     if form.dim is not None and is_cut(inner, form.dim):
         raise LayoutError(
-            f"shard_placement_fn cuts dim {form.dim} of `{entry.name}`, which is cut already",
+            f"shard_placement_fn cuts dim {form.dim} of `{info.name}`, which is cut already",
             {"spec": "" if inner is None else str(inner.spec)},
             "cut another dim, or return flat(dp)",
         )
     return form
 
 
-def _going_together(entries: list[Entry], ranks: int) -> list[list[Entry]]:
-    """Entries that are laid out as one: those that one rank holds by its own, in its order; those whose grains fit."""
-    if entries[0].form.owner is not None:
-        return [sorted(entries, key=lambda entry: entry.form.owner or 0)]
-    lengths, grains = [entry.values.numel() for entry in entries], [entry.grain for entry in entries]
-    return [[entries[i] for i in group] for group in together(lengths, grains, ranks)]
-
-
-def _homes(found: dict[int, Entry], param: nn.Parameter) -> Sequence[Home]:
+def _homes(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Home]:
     return found[id(param)].homes if id(param) in found else ()
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
     yield prefix, module
     for name, child in module.named_children():
-        if unit_of(child) is None:
+        if state_of(child) is None:
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _holds_units(modules: Sequence[nn.Module]) -> bool:
-    return any(unit_of(child) is not None for module in modules for child in module.modules())
+def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
+    """Parameters that are gathered and reduced as one: alike in dtype, frozen or not.
 
-
-def _groups(entries: list[Entry], parts: set[int]) -> list[list[Entry]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not, and those of a part alone.
-
-    One of which ranks compute with parts of different sizes is by itself.
+    One of which ranks compute with parts of different sizes is by itself, but where one rank holds all of it.
     """
-    groups: dict[Any, list[Entry]] = {}
-    for entry in entries:
-        owner = id(entry.homes[0][0])
-        is_owned = entry.form.owner is not None
-        alone = id(entry) if entry.is_alone and not is_owned else None
-        key = (entry.param.dtype, entry.param.requires_grad, owner if owner in parts else None, is_owned, alone)
-        groups.setdefault(key, []).append(entry)
-    return list(groups.values())
+    alone = [id(info) if info.is_alone and info.form.owner is None else None for info in params_info]
+    groups = parameter_groups(
+        [
+            (info.param.dtype, info.param.requires_grad, by_itself)
+            for info, by_itself in zip(params_info, alone, strict=True)
+        ],
+        [info.values.numel() for info in params_info],
+        [info.grain for info in params_info],
+        ranks,
+        [info.form.owner for info in params_info],
+    )
+    return [[params_info[i] for i in members] for members in groups]
 
 
 def move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:

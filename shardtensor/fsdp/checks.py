@@ -1,97 +1,106 @@
-"""What `fully_shard` looks at before anything moves."""
+"""What is checked before anything moves, and parameters that were replaced or converted since the last forward.
+
+A conversion (``module.half()``), ``to_empty``, a load that assigns, ``param.data = ...`` or ``module.weight = ...``
+leaves a module with other parameters, or parameters with local tensors of their own. What is there counts, as for a
+plain module: the group takes it in. What follows for all ranks (other dtypes, other parameters to train) is found from
+what all ranks do alike, never from where memory lies, which differs where a rank holds nothing of a parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.entry import Entry
+from shardtensor.fsdp.outside import join, part_from_flat
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.unit import Unit, unit_of
-from shardtensor.parallel.memory import cannot_change
+from shardtensor.fsdp.state import FSDPState, plain_class, state_of
+from shardtensor.parallel.loading import laid_out_as
+from shardtensor.parallel.memory import become, cannot_change
 from shardtensor.tensor.replacing import drop_weak_references
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-def check(modules: Sequence[nn.Module], entries: Sequence[Entry], policy: MixedPrecisionPolicy) -> None:
+def check(modules: Sequence[nn.Module], params_info: Sequence[ParamInfo], policy: MixedPrecisionPolicy) -> None:
     """Return where the modules' own parameters can become one unit.
 
     Raises:
         LayoutError: (a ValueError) parameters are in another unit already, or have a dtype that has no sum.
         RuleError: (a RuntimeError) a parameter is held in a way that keeps it as it is.
     """
-    for entry in entries:
-        _check_free(modules, entry)
-    for entry in entries:
-        _check_dtype(entry, policy)
-        _check_changeable(entry)
+    for info in params_info:
+        _check_free(modules, info)
+    for info in params_info:
+        _check_dtype(info, policy)
+        _check_changeable(info)
 
 
-def _check_free(modules: Sequence[nn.Module], entry: Entry) -> None:
-    flat = getattr(entry.param, "_flat", None)
-    if flat is None:
+def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
+    group = getattr(info.param, "_flat", None)
+    if group is None:
         return
-    [other] = [known for known in flat.entries if known.param is entry.param]
-    owner, name = entry.homes[0]
+    [other] = [known for known in group.params_info if known.param is info.param]
+    owner, name = info.homes[0]
     if any(home[0] is owner and home[1] == name for home in other.homes):
         raise LayoutError(
-            f'"{entry.name}" of this {_kind(modules[0])} is held by the fully sharded module around it already',
+            f'"{info.name}" of this {plain_class(modules[0]).__name__} is held by the fully sharded module around it '
+            "already",
             {"there": f'"{other.name}"'},
             "call fully_shard bottom up: inner modules first, the module that holds them last",
         )
     raise LayoutError(
-        f'"{entry.name}" of this {_kind(modules[0])} is one tensor with "{_name_in(modules, other)}", which is in '
-        "another fully sharded module",
-        {"names": f'"{entry.name}" and "{_name_in(modules, other)}"', "shape": tuple(entry.param.shape)},
+        f'"{info.name}" of this {plain_class(modules[0]).__name__} is one tensor with "{_name_in(modules, other)}", '
+        "which is in another fully sharded module",
+        {"names": f'"{info.name}" and "{_name_in(modules, other)}"', "shape": tuple(info.param.shape)},
         "call fully_shard on neither of the modules that share it, but on one that holds both",
     )
 
 
-def _name_in(modules: Sequence[nn.Module], other: Entry) -> str:
+def _name_in(modules: Sequence[nn.Module], other: ParamInfo) -> str:
     """The name of another unit's parameter, as seen from `modules` if they hold it."""
     for module in modules:
         for prefix, owner in module.named_modules():
             for home, name in other.homes:
                 if owner is home:
                     return f"{prefix}.{name}" if prefix else name
-    return f"{_kind(other.homes[0][0])}.{other.name}"
+    return f"{plain_class(other.homes[0][0]).__name__}.{other.name}"
 
 
-def _kind(module: nn.Module) -> str:
-    """The name of a module's class as people wrote it."""
-    return (type(module).__mro__[2] if unit_of(module) is not None else type(module)).__name__
-
-
-def _check_dtype(entry: Entry, policy: MixedPrecisionPolicy) -> None:
-    param = entry.param
+def _check_dtype(info: ParamInfo, policy: MixedPrecisionPolicy) -> None:
+    param = info.param
     if not param.requires_grad:
         return
     summed = policy.reduce_dtype or policy.param_dtype or param.dtype
     if summed.itemsize == 1 or not (summed.is_floating_point or summed.is_complex):
         raise LayoutError(
-            f'the gradient of "{entry.name}" would be summed over the ranks in {summed}, which has no sum',
+            f'the gradient of "{info.name}" would be summed over the ranks in {summed}, which has no sum',
             {"parameter": param.dtype, "reduced in": summed},
             ["MixedPrecisionPolicy(reduce_dtype=torch.float32)", "freeze the parameter: requires_grad_(False)"],
         )
 
 
-def _check_changeable(entry: Entry) -> None:
+def _check_changeable(info: ParamInfo) -> None:
     """Try to swap the parameter's contents, both ways: what will be done to all of them once all ranks agree."""
-    param: Any = entry.param
-    for owner, _ in entry.homes:
+    param: Any = info.param
+    for owner, _ in info.homes:
         drop_weak_references(owner, [param])
     dummy = torch.empty(0)
     try:
         torch.utils.swap_tensors(param, dummy)
         torch.utils.swap_tensors(param, dummy)
     except RuntimeError as error:
-        raise cannot_change(f'"{entry.name}"', param, error) from error
+        raise cannot_change(f'"{info.name}"', param, error) from error
 
 
-def refuse_transform(unit: Unit) -> None:
+def refuse_transform(state: FSDPState) -> None:
     """Refuse to run a fully sharded module inside of a transform of torch.func, which its gathers cannot follow.
 
     Raises:
@@ -100,9 +109,164 @@ def refuse_transform(unit: Unit) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuleError(
             "a fully sharded module was called inside of a torch.func transform (grad, vjp, jvp, vmap, ...)",
-            {"module": unit.title, "why": "a gather is no operation that could be transformed"},
+            {"module": state.title, "why": "a gather is no operation that could be transformed"},
             [
                 "torch.autograd.grad(loss, inputs), or loss.backward() and param.grad, give the same gradients",
                 "shardtensor.unshard_module(module) makes it a plain module, to transform the function of that",
             ],
         )
+
+
+_changes, _local, _pointer = attrgetter("changes"), attrgetter("_local"), torch.Tensor.data_ptr
+
+
+class ParameterWatch:
+    """Whether the parameters of units are still as when this was made; half a microsecond a module to ask."""
+
+    def __init__(self, states: Sequence[FSDPState]) -> None:
+        self._param_groups = [group for state in states for group in state.param_groups]
+        homes = (home for group in self._param_groups for info in group.params_info for home in info.homes)
+        self._places = list({id(owner): owner._parameters for owner, _ in homes}.values())
+        self._held = [param for place in self._places for param in place.values()]
+        self._sharded_params = [sharded for group in self._param_groups for sharded in group.sharded_params]
+        self._changes, self._pointers = self._count(), self._point()
+
+    def holds(self) -> bool:
+        """Whether nothing has changed but values."""
+        return (
+            self._count() == self._changes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._places)), self._held))
+            and self._point() == self._pointers
+        )
+
+    def _count(self) -> int:
+        return sum(map(_changes, self._param_groups))
+
+    def _point(self) -> list[int]:
+        return list(map(_pointer, map(_local, self._sharded_params)))
+
+
+def reset_sharded_params(state: FSDPState) -> None:
+    """Rebuild the groups of a unit over the parameters that its modules hold now.
+
+    It sends nothing, but that a parameter that was put in place in another layout is laid out anew.
+
+    Raises:
+        RuleError: a parameter is gone, has another shape, or dtypes in a group differ.
+    """
+    for group in state.param_groups:
+        _reset(group)
+
+
+def reset_if_complete(state: FSDPState) -> None:
+    """Do so already, where what is done to the unit's modules is complete; else the next forward does, or says why not.
+
+    It is called after each of the unit's modules was converted or loaded, and another may be still to come.
+    """
+    with contextlib.suppress(RuleError):
+        reset_sharded_params(state)
+
+
+def _reset(group: ParamGroup) -> None:
+    for i, info in enumerate(group.params_info):
+        found = _present(info, tuple(group.sharded_params[i].shape))
+        if found is not group.sharded_params[i]:
+            _adopt(group, i, found)
+    leaves = [sharded._local for sharded in group.sharded_params]
+    if len({(leaf.dtype, leaf.device) for leaf in leaves}) > 1:
+        raise _mixed_error(group)
+    if group.is_aliased():
+        group.trains = tuple(leaf.requires_grad for leaf in leaves)
+        group.settle_dtypes()
+    else:
+        group.repack()
+
+
+def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
+    """The parameter that an entry's modules have now, under all its names."""
+    present = [owner._parameters.get(name) for owner, name in info.homes]
+    first = next((param for param in present if param is not info.param), info.param)
+    if first is None or any(param is None for param in present):
+        raise RuleError(f'"{info.name}" was taken out of a fully sharded module', fix=_AGAIN)
+    if tuple(first.shape) != shape:
+        raise RuleError(
+            f'"{info.name}" of a fully sharded module was replaced by a tensor of another shape',
+            {"was": shape, "is": tuple(first.shape)},
+            _AGAIN,
+        )
+    others = [param for param in present if param is not first and param is not info.param]
+    if others and not all(_is_same(first, other) for other in others if other is not None):
+        raise RuleError(
+            f'"{info.name}" has {len(info.homes)} names, under which there are different tensors now',
+            fix="put one tensor under all names of a tied parameter",
+        )
+    for owner, name in info.homes:
+        owner._parameters[name] = first  # type: ignore[assignment]
+    return first
+
+
+_AGAIN = "change modules before fully_shard"
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have equal values, on all ranks. Collective."""
+    if isinstance(a, ShardedTensor) or isinstance(b, ShardedTensor):
+        return torch.equal(a, b)
+    return torch.equal(a.detach(), b.detach())
+
+
+def _adopt(group: ParamGroup, i: int, param: Any) -> None:
+    """Take another object as a parameter: a ShardedTensor of any layout, or a whole tensor that all ranks hold."""
+    old = group.sharded_params[i]
+    if not isinstance(param, ShardedTensor) or param._layout != old._layout:
+        value = laid_out_as(param, old)
+        value.requires_grad_(param.requires_grad)
+        become(param, value)
+    group.sharded_params[i] = group.params_info[i].param = param
+    join(param, group, i)
+    group.leaf_changed(is_replaced=True)
+    if old is not param:
+        part_from_flat(old)
+
+
+def _mixed_error(group: ParamGroup) -> RuleError:
+    by_kind: dict[str, list[str]] = {}
+    for info, sharded in zip(group.params_info, group.sharded_params, strict=True):
+        by_kind.setdefault(f"{sharded.dtype} on {sharded.device.type}", []).append(info.name)
+    return RuleError(
+        "parameters that are gathered together have become of different dtypes or devices",
+        {kind: ", ".join(names[:6]) for kind, names in by_kind.items()},
+        "convert the whole module that fully_shard was called on, or convert parts of it before",
+    )
+
+
+def check_device(states: Iterable[FSDPState]) -> None:
+    """Refuse to run units whose shards are not where they are gathered.
+
+    Raises:
+        LayoutError: they are on the meta device, or on another than that of their group.
+    """
+    for state in states:
+        for group in state.param_groups:
+            found = group.shard.device
+            if found.type == group.device.type:
+                continue
+            names = ", ".join(info.name for info in group.params_info[:4])
+            if found.type == "meta":
+                raise LayoutError(
+                    "parameters of a fully sharded module are on the meta device, without values",
+                    {"module": f"{state.name} ({type(state.module).__name__})".strip(), "parameters": names},
+                    ["materialize(model)", 'model.to_empty(device="cpu"), then set or load values'],
+                )
+            raise LayoutError(
+                f"parameters of a fully sharded module are on {found}, and gathered on {group.device}",
+                {"parameters": names},
+                f'move the module back: module.to("{group.device}")',
+            )
+
+
+def after_load(module: nn.Module, keys: Any) -> None:
+    """A hook for after ``load_state_dict``."""
+    state = state_of(module)
+    if state is not None:
+        reset_if_complete(state)

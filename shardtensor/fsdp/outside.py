@@ -4,9 +4,6 @@ Elsewhere a plain tensor that meets a ShardedTensor is a copy, the same on every
 this rank's part of the batch, so an operation that took it for a copy would mix the ranks' values and gradients. It
 raises instead, whether it meets the parameter or a ShardedTensor that was computed from one. Where every rank has the
 whole of what was computed, its gradient is averaged over the ranks.
-
-Parts are the exception (see `fsdp.parts`): while its container runs, an operation on one computes with a whole that is
-gathered for this use alone, and whose gradient is reduced with the part's.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -31,10 +28,6 @@ from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
 from shardtensor.tensor.fallback import is_in_place
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-if TYPE_CHECKING:
-    from shardtensor.fsdp.flat import Flat
-    from shardtensor.fsdp.unit import Unit
-
 UNCOMPILED = (
     "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
 )
@@ -44,13 +37,13 @@ _FREE: set[Any] = set()
 """Functions with a handler that are known to compute nothing with values of their operands."""
 _TAKES_FORM = frozenset("to type_as view_as expand_as reshape_as".split())
 
-Source = tuple["ref[Flat]", str]
-"""A parameter, as its flat and its name there."""
+Source = tuple["ref[Any]", str]
+"""A parameter, as its group and its name there."""
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # an operation of the library itself
 
 
-class UnitParameter(ShardedTensor):
+class FSDPParameter(ShardedTensor):
     """A parameter of a unit as users see it, or a ShardedTensor that was computed from one."""
 
     @classmethod
@@ -69,9 +62,6 @@ class UnitParameter(ShardedTensor):
             return super().__torch_function__(func, types, args, kwargs)
         takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))
-        if not is_write and any(map(_is_to_gather, operands)):
-            args, kwargs = tree_map(lambda x: _gathered(x) if _is_to_gather(x) else x, (args, kwargs or {}))
-            return func(*args, **kwargs)
         source = _source(operands)
         if source is not None and name not in _TAKES_FORM:
             _refuse_own(name_of(func), source, operands)
@@ -100,25 +90,25 @@ class UnitParameter(ShardedTensor):
         return _computed(super().full_tensor(), self._unit)
 
 
-class _UnitView(UnitParameter, CopiedView):  # type: ignore[override, misc]
+class _FSDPView(FSDPParameter, CopiedView):  # type: ignore[override, misc]
     """A view of a parameter that had to be a copy."""
 
 
-SHARDED.add(UnitParameter)
-SHELLS.update((UnitParameter, _UnitView))
-_OF_UNITS: dict[type, type] = {ShardedTensor: UnitParameter, CopiedView: _UnitView}
+SHARDED.add(FSDPParameter)
+SHELLS.update((FSDPParameter, _FSDPView))
+_OF_UNITS: dict[type, type] = {ShardedTensor: FSDPParameter, CopiedView: _FSDPView}
 
 
-def join(shell: ShardedTensor, flat: Flat, number: int) -> None:
-    """Make a ShardedTensor the parameter of a unit that has this number in a flat."""
-    shell._flat, shell._unit = flat, (ref(flat), flat.entries[number].name)
-    shell.__class__ = UnitParameter
+def join(sharded: ShardedTensor, group: Any, number: int) -> None:
+    """Make a ShardedTensor the parameter of a unit that has this number in a group."""
+    sharded._flat, sharded._unit = group, (ref(group), group.params_info[number].name)
+    sharded.__class__ = FSDPParameter
 
 
-def part_from_flat(shell: ShardedTensor) -> None:
+def part_from_flat(sharded: ShardedTensor) -> None:
     """Make a parameter one of no unit."""
-    shell._flat = shell._unit = None
-    shell.__class__ = ShardedTensor
+    sharded._flat = sharded._unit = None
+    sharded.__class__ = ShardedTensor
 
 
 @lru_cache(maxsize=4096)
@@ -140,16 +130,16 @@ def _takes_values(args: Any) -> bool:
     return isinstance(args, ShardedTensor) and not (torch.is_grad_enabled() and args.requires_grad)
 
 
-def _unit_of(source: Source | None) -> Unit | None:
+def _unit_of(source: Source | None) -> Any:
     """The unit of a parameter, unless that is gone or has one rank alone, whose own batch is the whole one."""
-    flat = None if source is None else source[0]()
-    unit = None if flat is None else flat.unit()
-    return None if unit is None or unit.domain.size == 1 else unit
+    group = None if source is None else source[0]()
+    unit = None if group is None else group.state()
+    return None if unit is None or unit.data_mesh.size == 1 else unit
 
 
 def _source(operands: Iterable[Any]) -> Source | None:
     """The first parameter that operands are, or were computed from."""
-    sources = [x._unit for x in operands if isinstance(x, UnitParameter)]
+    sources = [x._unit for x in operands if isinstance(x, FSDPParameter)]
     return next((source for source in sources if _unit_of(source) is not None), sources[0] if sources else None)
 
 
@@ -163,8 +153,8 @@ def _computed(x: Any, source: Source | None) -> Any:
     if unit is None:
         return x
     if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad:
-        size = unit.domain.size
-        x = sum_gradient(x, unit.domain.whole)
+        size = unit.data_mesh.size
+        x = sum_gradient(x, unit.data_mesh.whole)
         x.register_hook(lambda grad: grad / size)
     return x
 
@@ -179,11 +169,10 @@ def _refuse_own(name: str, source: Source, operands: Iterable[Any]) -> None:
     for x in operands if unit is not None else ():
         is_plain = isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and not is_dtensor(x)
         if is_plain and (x.dim() or (x.requires_grad and torch.is_grad_enabled())):
-            raise _refusal(name, unit, source[1], x)  # type: ignore[arg-type]
+            raise _refusal(name, unit, source[1], x)
 
 
-def _refusal(name: str, unit: Unit, parameter: str, x: torch.Tensor) -> RuleError:
-    unit = unit.container or unit
+def _refusal(name: str, unit: Any, parameter: str, x: torch.Tensor) -> RuleError:
     method = _method_of(unit.modules)
     return RuleError(
         f"{name}: a parameter of a fully sharded module met a plain tensor outside of the module's forward",
@@ -207,50 +196,3 @@ def _method_of(modules: Iterable[Any]) -> str | None:
             found = frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return found
-
-
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _is_to_gather(x: Any) -> bool:
-    """Whether `x` is a parameter of a part, and the part's container runs."""
-    if not isinstance(x, UnitParameter) or x._flat is None:
-        return False
-    unit: Unit | None = x._flat.unit()
-    if unit is None or unit.container is None or unit.schedule is None:
-        return False
-    return unit.schedule.is_running()
-
-
-def _gathered(shell: Any) -> torch.Tensor:
-    flat: Flat = shell._flat
-    number = next(i for i, known in enumerate(flat.shells) if known is shell)
-    if shell.requires_grad and torch.is_grad_enabled():
-        whole = _Gathered.apply(torch.empty(0, device=flat.device, requires_grad=True), flat, number)
-    else:
-        whole = _whole(flat, number)
-    inner = flat.entries[number].inner
-    return whole if inner is None else inner.around(whole)
-
-
-def _whole(flat: Flat, number: int) -> torch.Tensor:
-    gathered = flat.domain.shard.all_gather(flat.shard.detach().to(flat.compute_dtype))
-    return flat.parts_of(gathered)[number]
-
-
-class _Gathered(torch.autograd.Function):
-    """A parameter gathered for one use; its gradient joins those of the flat."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flat: Flat, number: int) -> torch.Tensor:
-        ctx.flat, ctx.number = flat, number
-        return _whole(flat, number)
-
-    @staticmethod
-    @untraced(UNCOMPILED)
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        flat = ctx.flat
-        grads: list[torch.Tensor | None] = [None] * len(flat.shells)
-        grads[ctx.number] = grad
-        flat.on_gradients([flat], [grads])
-        return None, None, None

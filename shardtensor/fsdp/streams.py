@@ -1,4 +1,4 @@
-"""The side streams that gathers and reductions run in, beside the computation; on the CPU there are none.
+"""The side streams of all-gathers and reductions; on the CPU there are none.
 
 The host pays for every question that it asks torch about the current stream, so that is asked once for each pass, and
 streams are changed and events recorded without asking again.
@@ -6,18 +6,16 @@ streams are changed and events recorded without asking again.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
 
 
 class Streams:
-    """The caller's stream, as of the last `refresh`, and lanes beside it."""
+    """The caller's stream, as of the last `refresh`, and streams beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_cuda = device.type == "cuda"
+        self.device, self.is_cuda = device, device.type == "cuda"
         self.caller: Any = None
         self.refresh()
 
@@ -27,77 +25,71 @@ class Streams:
         self.caller = torch.cuda.current_stream(self.device) if self.is_cuda else None
         return bool(before != self.caller)
 
-    def lane(self) -> Lane:
-        """A new lane."""
-        return CudaLane(self) if self.is_cuda else Lane()
+    def stream(self) -> Stream:
+        """Make a side stream."""
+        return CudaStream(self) if self.is_cuda else Stream()
 
     def event(self) -> Any:
-        """A new event, for ``Lane.mark`` and `wait`."""
+        """Make an event, for ``Stream.mark`` and `wait`; None on the CPU."""
         return torch.cuda.Event() if self.is_cuda else None
 
     def wait(self, event: Any) -> None:
-        """Let the caller's stream go on only after what was marked."""
+        """Make the caller's stream wait for an event."""
         if self.is_cuda:
             self.caller.wait_event(event)
 
 
-class Lane:
-    """A place in which work is put in order; this one is the caller's own, as on the CPU. `CudaLane` is a stream."""
+class Stream:
+    """The caller's own stream, as on the CPU: there is nothing to wait for. Work inside ``with`` runs in it."""
 
     def follow(self) -> None:
-        """What is put here from now on runs after all that the caller's stream holds by now."""
+        """Make this stream wait for all that the caller's has got."""
 
     def mark(self, event: Any) -> None:
-        """Note in `event` what is here by now."""
+        """Record an event here."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all that is here."""
+        """Make the host wait for this stream."""
 
     def join(self) -> None:
-        """Let the caller's stream go on only after all that is here."""
+        """Make the caller's stream wait for this one."""
 
     def __enter__(self) -> None:
-        """Put the caller's work here."""
+        """Make it the current stream."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         return None
 
 
-class CudaLane(Lane):
+class CudaStream(Stream):
     """A stream of its own."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self.stream = torch.cuda.Stream(streams.device)
+        self._streams, self._stream = streams, torch.cuda.Stream(streams.device)
         self._follows, self._joins = torch.cuda.Event(), torch.cuda.Event()
-        self._is_joined = True  # what was put here is behind what the caller waits for; a capture refuses to wait again
+        self._is_joined = True  # the caller's stream waits for all of it; a capture refuses to wait again
 
     def follow(self) -> None:
         self._is_joined = False
         self._follows.record(self._streams.caller)
-        self.stream.wait_event(self._follows)
+        self._stream.wait_event(self._follows)
 
     def mark(self, event: Any) -> None:
-        event.record(self.stream)
+        event.record(self._stream)
 
     def synchronize(self) -> None:
-        self.stream.synchronize()
+        self._stream.synchronize()
 
     def join(self) -> None:
-        if self._is_joined:
-            return
-        self._is_joined = True
-        self._joins.record(self.stream)
-        self._streams.caller.wait_event(self._joins)
+        if not self._is_joined:
+            self._is_joined = True
+            self._joins.record(self._stream)
+            self._streams.caller.wait_event(self._joins)
 
     def __enter__(self) -> None:
-        _use(self.stream)
+        _use(self._stream)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         _use(self._streams.caller)
 
 

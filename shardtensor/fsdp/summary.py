@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.convoy import travelling
-from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.unit import Unit, units_in
-from shardtensor.plan.match.units import SMALL
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.state import FSDPState, plain_class, states_in
+from shardtensor.layout.ranges import SMALL_BYTES
 
 _HEAD = ("unit", "class", "parameters", "on a rank", "gathered", "stays gathered", "flats")
 
@@ -23,8 +22,6 @@ def fsdp_summary(module: nn.Module) -> str:
     A unit that is gathered again in backward costs one more gather of its bytes; one that stays costs memory. So units
     that hold other units stay, since they are in use in all of the time between, and small ones of 64 KiB or less do,
     because such a gather takes longer to start than to run. ``reshard_after_forward`` of True or False says otherwise.
-    Small ones over the same ranks and of the same dtypes travel together, as many as have 1 MiB: all are gathered in
-    one message when the first is needed, and their gradients are reduced in one when the last are there.
 
     Raises:
         LayoutError: nothing in the module is fully sharded.
@@ -39,14 +36,13 @@ def fsdp_summary(module: nn.Module) -> str:
         0       Linear          65,536  256.0 KiB  256.0 KiB  no              float32 x 1
         1       Linear           1,024    4.0 KiB    4.0 KiB  yes: small      float32 x 1
     """
-    units = list(units_in(module))
-    if not units:
+    states = list(states_in(module))
+    if not states:
         raise LayoutError("nothing in this module is fully sharded", fix="call fully_shard first")
-    for _, unit in units:
-        if unit.schedule is None:
-            unit.settle()
-    together = {id(unit): len(members) for members in travelling([unit for _, unit in units]) for unit in members}
-    rows = [_HEAD, *(_row(name, unit, together.get(id(unit), 1)) for name, unit in units)]
+    for _, state in states:
+        if state.runtime is None:
+            state.settle()
+    rows = [_HEAD, *(_row(name, state) for name, state in states)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [
         "  ".join(
@@ -55,54 +51,55 @@ def fsdp_summary(module: nn.Module) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([_title(units[0][1], len(units)), *lines])
+    return "\n".join([_title(states[0][1], len(states)), *lines])
 
 
-def _title(unit: Unit, count: int) -> str:
-    domain = unit.domain
-    ranks = f"{domain.shard.size} rank{'s' * (domain.shard.size > 1)}"
-    copies = "" if domain.replicate is None else f", in {domain.replicate.size} copies"
+def _title(state: FSDPState, count: int) -> str:
+    data_mesh = state.data_mesh
+    ranks = f"{data_mesh.shard.size} rank{'s' * (data_mesh.shard.size > 1)}"
+    copies = "" if data_mesh.replicate is None else f", in {data_mesh.replicate.size} copies"
     return f"{count} unit{'s' * (count > 1)}, cut over {ranks}{copies}"
 
 
-def _row(name: str, unit: Unit, together: int) -> tuple[str, ...]:
-    flats = unit.flats
-    kind = type(unit.module)
-    plain = kind.__mro__[2] if kind.__name__ == f"FSDP{kind.__mro__[2].__name__}" else kind
+def _row(name: str, state: FSDPState) -> tuple[str, ...]:
+    param_groups = state.param_groups
     return (
         name or "(root)",
-        plain.__name__,
-        f"{sum(sum(flat.ranges.lengths) for flat in flats):,}",
-        _bytes(sum(flat.ranges.chunk * flat.dtype.itemsize for flat in flats)),
-        _bytes(sum(flat.whole_bytes for flat in flats)),
-        _stays(unit) + (f", {together} together" if together > 1 else ""),
-        ", ".join(map(_flat, flats)) or "none",
+        plain_class(state.module).__name__,
+        f"{sum(sum(group.flat.ranges.lengths) for group in param_groups):,}",
+        _bytes(sum(group.flat.chunk * group.dtype.itemsize for group in param_groups)),
+        _bytes(sum(group.unsharded_bytes for group in param_groups)),
+        _stays(state),
+        ", ".join(map(_flat, param_groups)) or "none",
     )
 
 
-def _stays(unit: Unit) -> str:
-    if not unit.stays_gathered:
+def _stays(state: FSDPState) -> str:
+    if not state.stays_unsharded:
         return "no"
-    if unit.is_container:
+    if state.is_container:
         return "yes: outer"
-    if unit.reshard_after_forward is None and sum(flat.whole_bytes for flat in unit.flats) <= SMALL:
+    if (
+        state.reshard_after_forward is None
+        and sum(group.unsharded_bytes for group in state.param_groups) <= SMALL_BYTES
+    ):
         return "yes: small"
     return "yes: as asked"
 
 
-def _flat(flat: Flat) -> str:
-    dtype = str(flat.dtype).removeprefix("torch.")
-    if flat.compute_dtype != flat.dtype:
-        dtype += f" as {str(flat.compute_dtype).removeprefix('torch.')}"
-    frozen = "" if any(flat.trains) else ", frozen"
-    padding = 100 * flat.ranges.waste // max(flat.ranges.total, 1)
-    return f"{dtype} x {len(flat.entries)}{frozen}" + (f", {padding}% padding" if padding else "")
+def _flat(group: ParamGroup) -> str:
+    dtype = str(group.dtype).removeprefix("torch.")
+    if group.compute_dtype != group.dtype:
+        dtype += f" as {str(group.compute_dtype).removeprefix('torch.')}"
+    frozen = "" if any(group.trains) else ", frozen"
+    padding = 100 * group.flat.ranges.waste // max(group.flat.total, 1)
+    return f"{dtype} x {len(group.params_info)}{frozen}" + (f", {padding}% padding" if padding else "")
 
 
 def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
+    size, state = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size, state = size / 1024, larger
+    return f"{count} B" if state == "B" else f"{size:.1f} {state}"

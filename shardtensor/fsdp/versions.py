@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,9 +20,16 @@ from torch.autograd import Variable
 
 from shardtensor.errors import RuleError
 
-if TYPE_CHECKING:
-    from shardtensor.fsdp.entry import Entry
-    from shardtensor.fsdp.unit import Unit
+
+class Owner(Protocol):
+    """Whose parameters they are, as errors name it, and the counters of these."""
+
+    versions: Versions
+
+    @property
+    def title(self) -> str:
+        """The module, for messages."""
+
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 _SPACE = 64  # between generations; autograd counts a user's writes to a gathered parameter from there
@@ -30,7 +37,7 @@ _generations = count(1 << 20, _SPACE)  # above what the counters of other tensor
 _absences = count(1 << 31)  # counters have 32 bits
 _REFUSAL = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
-_units: WeakSet[Unit] = WeakSet()
+_owners: WeakSet[Owner] = WeakSet()
 
 
 def next_generation() -> int:
@@ -39,23 +46,26 @@ def next_generation() -> int:
 
 
 class Versions:
-    """The counters of one unit's views.
+    """The counters of one state's unsharded parameters.
 
     Attributes:
         present: where they stand.
-        absent: where they stand while other values are in the unit's memory.
+        absent: where they stand while other values are in their memory.
     """
 
-    def __init__(self, unit: Unit, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, state: Owner, parts: Sequence[torch.Tensor]) -> None:
         self._parts = tuple(parts)
         self.absent = next(_absences)
         self.present = -1
-        self.displaced()
-        _units.add(unit)
+        self.set(self.absent)
+        _owners.add(state)
 
-    def displaced(self) -> None:
-        """Note that other values come into the unit's memory."""
-        set_versions([self], self.absent)
+    def set(self, version: int) -> None:
+        """Set the counters, by one call of torch."""
+        if self.present != version:
+            self.present = version
+            if self._parts:
+                _set_versions(self._parts, (version,) * len(self._parts))
 
     def are_of(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether these are the counters of `parts`."""
@@ -64,22 +74,6 @@ class Versions:
     def has_one_of(self, sizes: Sequence[int]) -> bool:
         """Whether a tensor of `sizes` may be one of the parameters, or be one with its dims in another order."""
         return any(sorted(part.shape) == sorted(sizes) for part in self._parts)
-
-
-def set_versions(of: Iterable[Versions], version: int, only_present: bool = False) -> None:
-    """Set the counters of several units to `version` by one call of torch.
-
-    Args:
-        only_present: of those units alone that have some values in their memory.
-    """
-    parts: list[torch.Tensor] = []
-    for one in of:
-        there = one.present
-        if there != version and not (only_present and there == one.absent):
-            one.present = version
-            parts += one._parts
-    if parts:
-        _set_versions(tuple(parts), (version,) * len(parts))
 
 
 class _Engine(torch._C._ImperativeEngine):
@@ -107,11 +101,11 @@ def explained(error: RuntimeError) -> RuleError | None:
     if found is None:
         return None
     sizes, version = [int(size) for size in found[1].split(",") if size.strip()], int(found[2])
-    units = [unit for unit in _units if unit.versions.present == version]
-    units = [unit for unit in units if unit.versions.has_one_of(sizes)] or units
-    if not units:
+    states = [state for state in _owners if state.versions.present == version]
+    states = [state for state in states if state.versions.has_one_of(sizes)] or states
+    if not states:
         return None
-    modules = sorted({unit.title for unit in units})
+    modules = sorted({state.title for state in states})
     facts = {"module" if len(modules) == 1 else "one of": ", ".join(modules[:4]), "saved tensor": tuple(sizes)}
     if version >> 31:
         return RuleError(
@@ -128,9 +122,9 @@ def explained(error: RuntimeError) -> RuleError | None:
     return _written(facts)
 
 
-def written_too_early(entries: Iterable[Entry]) -> RuleError:
+def written_too_early(params_info: Iterable[Any]) -> RuleError:
     """The refusal of a backward whose parameters are no longer those of the forward."""
-    return _written({"parameters": ", ".join([entry.name for entry in entries][:4])})
+    return _written({"parameters": ", ".join([info.name for info in params_info][:4])})
 
 
 def _written(facts: Mapping[str, Any]) -> RuleError:

@@ -10,7 +10,7 @@ different sizes would need no padding, but NCCL has no collective for them: it b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
 import attrs
@@ -18,6 +18,16 @@ import attrs
 ALIGNMENT = 16
 """In elements; every parameter starts at a multiple, for vectorised kernels."""
 
+SMALL_BYTES = 1 << 16
+"""A module's parameters stay gathered from forward to backward if they are no more: a second gather would cost more."""
+
+GATHER_BUFFERS = 2
+"""How many modules are gathered at a time: the one that computes, and the next."""
+
+REDUCE_BUFFERS = 2
+"""How many reductions of gradients are pending at a time."""
+
+_LINE = 512  # bytes; a flat buffer begins at a multiple, inside the memory of several
 _TRIES = 64
 _WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
@@ -234,6 +244,69 @@ def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[l
     waste = sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
     saved = common - waste
     return groups if saved * _WASTE > sum(lengths) and saved > ranks * ALIGNMENT * _TRIES else [everything]
+
+
+def parameter_groups(
+    kinds: Sequence[Hashable],
+    lengths: Sequence[int],
+    units: Sequence[int],
+    ranks: int,
+    owners: Sequence[int | None] | None = None,
+) -> list[list[int]]:
+    """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
+
+    Those are of one kind, with grains that fit (`together`); those that a rank holds whole are in the order of owners.
+
+    Example:
+        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [64, 8, 16, 16], [1] * 4, 2, [None, None, 1, 0])
+        [[0], [1], [3, 2]]
+    """
+    owner_of = owners or [None] * len(kinds)
+    alike: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        alike.setdefault((kind, owner_of[i] is not None), []).append(i)
+    groups: list[list[int]] = []
+    for members in alike.values():
+        if owner_of[members[0]] is not None:
+            groups.append(sorted(members, key=lambda i: owner_of[i] or 0))
+        else:
+            parts = together([lengths[i] for i in members], [units[i] for i in members], ranks)
+            groups += [[members[i] for i in part] for part in parts]
+    return groups
+
+
+@attrs.frozen
+class BufferPlan:
+    """Memory that modules are gathered into in turns: its bytes, and the numbers of the modules."""
+
+    size_bytes: int
+    users: tuple[int, ...]
+
+
+def aligned_bytes(size: int) -> int:
+    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several.
+
+    Example:
+        >>> aligned_bytes(513)
+        1024
+    """
+    return _up(size, _LINE)
+
+
+def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
+    """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
+
+    Args:
+        modules: of each its bytes, and whether it stays gathered.
+
+    Example:
+        >>> found = gather_buffers([(512, True), (1024, False), (2048, False), (512, False)])
+        >>> [(buffer.size_bytes, buffer.users) for buffer in found]
+        [(1024, (1, 3)), (2048, (2,)), (512, (0,))]
+    """
+    turns = [number for number, (_, stays) in enumerate(modules) if not stays]
+    users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]
+    return [BufferPlan(max((modules[i][0] for i in each), default=0), tuple(each)) for each in users]
 
 
 def _up(value: int, multiple: int) -> int:

@@ -88,27 +88,11 @@ def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Trans
     return Transfer(tuple(keeps), tuple(sends), tuple(receives))
 
 
-def moved(source: Layout, target: Layout, rank: int, members: Ranks) -> tuple[tuple[int, Box], ...]:
-    """Return the boxes of the global tensor that `rank` receives when `members` change the layout, with their senders.
-
-    Example:
-        >>> from shardtensor.layout.layout import CutLayout, DimCut
-        >>> from shardtensor.layout.pieces import chunked
-        >>> cut = DimCut((0,), chunked(4, 2))
-        >>> rows = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(cut, None))
-        >>> columns = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(None, cut))
-        >>> [(sender, str(box)) for sender, box in moved(rows, columns, 0, range(2))]
-        [(1, '[2:4, 0:2]')]
-    """
-    goals = target.boxes(rank)
-    return tuple(
-        (sender, both)
-        for sender in members
-        if sender != rank and _is_sender(source, sender, rank)
-        for goal in goals
-        for box in source.boxes(sender)
-        if (both := box.overlap(goal)) is not None
-    )
+def lacking(source: Layout, target: Layout, rank: int) -> int:
+    """Return how many of the elements that `rank` holds in `target` it does not hold in `source`."""
+    held = source.boxes(rank)
+    overlaps = (box.overlap(goal) for goal in target.boxes(rank) for box in held)
+    return target.numel(rank) - sum(both.numel for both in overlaps if both is not None)
 
 
 def _to_send(source: Layout, rank: int, target: Layout, peer: int) -> tuple[Region, ...]:

@@ -9,10 +9,9 @@ import attrs
 
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.blocks import statements
-from shardtensor.plan.call_text import read_axes
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Dims, Line, Store, Tie, Unmatched
+from shardtensor.plan.python_rules import read_axes, statements
 from shardtensor.spec.diagnostics import Source
 
 
@@ -27,6 +26,7 @@ class Plan:
         params: the parameters, with the values they have; `config` and `world` it was read for.
         sources: every text that was read, the plan's own file first.
         findings: what reading found that is no error: an ``else`` side that was taken (N001).
+        is_part: it leaves tensors without a line as they are; else each tensor needs one.
     """
 
     axes: Axes
@@ -40,6 +40,7 @@ class Plan:
     world: int = 1
     sources: tuple[Source, ...] = ()
     findings: tuple[Finding, ...] = ()
+    is_part: bool = False
 
     @classmethod
     def from_rules(

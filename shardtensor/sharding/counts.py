@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 from torch import nn
 
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError, PlanError
+from shardtensor.errors import LayoutError
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of
@@ -38,27 +37,16 @@ class Count:
 
 
 def count(path: str, module: nn.Module, name: str, spec: ShardingSpec, group: Group) -> Count:
-    """Read an attribute as a dim of that length.
+    """Read an attribute as a dim of that length; the plan has been matched to what the module counts.
 
     Raises:
-        PlanError: there is no such attribute, or it does not count anything; LayoutError: it cannot be cut so.
+        LayoutError: it cannot be cut so.
     """
-    where = f"{path or 'the module'}, a {type(module).__name__},"
-    found: Any = getattr(module, name, None)
-    if type(found) is not int or isinstance(getattr(type(module), name, None), property):
-        counted = ", ".join(key for key, value in vars(module).items() if type(value) is int)
-        raise PlanError(
-            f"{where} has no attribute `{name}`"
-            if not hasattr(module, name)
-            else f"{where} does not count by `{name}`",
-            {"line": f"local {name}: {spec}", "found": type(found).__name__, "what counts": counted or "nothing"},
-            "name a whole number that forward reads from self",
-        )
+    found: int = getattr(module, name)
     try:
         (share,) = bind_named(spec, (found,), mesh_of(group)).local_shape(group.rank)
     except LayoutError as error:
-        fault, *facts = str(error).splitlines()
-        raise LayoutError("\n".join([f"`{name}` of {path or 'the module'}: {fault}", *facts])) from None
+        raise error.of(f"`{name}` of {path or 'the module'}") from None
     return Count(path, module, name, found, spec, share)
 
 

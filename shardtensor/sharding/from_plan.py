@@ -1,35 +1,36 @@
-"""From a `Plan` and a module to what is to be done: the plan is matched to the module's names and shapes, all faults at
-once, and put in terms of the module's own tensors and paths.
-"""
+"""From a `Plan`, or rules of a part, and a module to the work: each tensor and path of the module with what it gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
 from shardtensor.comm.group import Group, group_on_mesh
-from shardtensor.errors import LayoutError, PlanError
-from shardtensor.layout.layout import Layout
+from shardtensor.errors import LayoutError, PlanError, RuleError, ShardTensorError
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.layers import layer_class
 from shardtensor.parallel.parameter import bound, find, shards_itself
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.canonical import canonical_lines
 from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import flows_of
 from shardtensor.plan.flows.modules import Stated
+from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
+from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.passings import counts_of, hooks_of
+from shardtensor.sharding.plan import ShardingPlan
+from shardtensor.sharding.rules import read_rules, with_the_rest
 from shardtensor.sharding.stores import Keeping, gather_units
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -72,20 +73,85 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
         PlanError: the plan has errors; its text is theirs. LayoutError: a spec does not fit these ranks.
     """
     resolved = resolve(plan, model_info(module))
-    if resolved.errors:
-        raise PlanError(text_report(folded(resolved.errors)))
+    _raise(resolved.errors, PlanError)
     flows = flows_of(resolved)
-    errors = [finding for finding in check_plan(resolved, flows) if finding.severity == "error"]
-    if errors:
-        raise PlanError(text_report(folded(errors)))
-    modules = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    _raise(check_plan(resolved, flows), PlanError)
+    modules = _modules(module)
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
     targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows.modules.stated)
     lone = _where_only(module, targets, flows.modules.stated)
     keeping = _keeping(module, resolved, modules)
     said = {"mesh": str(plan.axes.mesh)} | dict(canonical_lines(resolved)) | keeping.facts()
-    counts = counts_of(module, passings, group, plan.axes.spelled)
-    return Work(module, group, targets, flows, counts, hooks_of(passings), wholes, ties, keeping, lone, said=said)
+    counts = _counts(module, passings, group, plan.axes)
+    return Work(module, group, targets, flows, counts, _hooks(passings), wholes, ties, keeping, lone, said=said)
+
+
+def from_rules(module: nn.Module, given: ShardingPlan | Mapping[str, Any], group: Group, src_rank: int) -> Work:
+    """Match rules of a part of a module: tensors without a rule stay as they are. As `from_plan` otherwise.
+
+    Raises:
+        PlanError, MissingParameterError: see `read_rules`; flows contradict tensors or one another, or a value would
+            reach a module that does not expect it.
+        LayoutError, RuleError: a spec does not fit its tensor; names the tensor.
+    """
+    rules = read_rules(module, given, group)
+    resolved = resolve(rules.plan, rules.model)
+    fits = all(finding.code[:2] in ("E2", "E5") or finding.code == "E404" for finding in resolved.errors)
+    _raise(resolved.errors, LayoutError if fits else PlanError)
+    names, found = _names(module), dict[int, Target]()
+    for info in rules.model.tensors:
+        placed = resolved.tensors.get(info.name)
+        if placed is None and info.name not in rules.opaque:
+            continue
+        spec = rules.opaque[info.name] if placed is None or placed.line is None else placed.line.value
+        _add(found, module, names.get(info.name, info.name), spec, group, src_rank)
+    targets = tuple(found.values())
+    modules = _modules(module)
+    passings = {modules[path]: passing for path, passing in resolved.modules.items()}
+    flows = flows_of(with_the_rest(module, resolved, targets), is_whole=False) if passings else None
+    _raise(flows.findings() if flows is not None else (), PlanError)
+    return Work(
+        module,
+        group,
+        targets,
+        flows,
+        _counts(module, passings, group, rules.plan.axes),
+        _hooks(passings),
+        sharders=rules.sharders,
+        outputs=rules.outputs,
+        local_outputs=rules.local_outputs,
+    )
+
+
+def _raise(findings: Iterable[Finding], kind: type[ShardTensorError]) -> None:
+    """Raise the errors among findings."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise kind(text_report(folded(errors)))
+
+
+def _modules(module: nn.Module) -> dict[str, str]:
+    """Of all modules: paths as plans see them, and as the module has them."""
+    return {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+
+
+def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes: Axes) -> tuple[Count, ...]:
+    """The attributes that become this rank's share; of a module under two names once.
+
+    Raises:
+        PlanError, LayoutError: an attribute is missing, or cannot be cut so.
+    """
+    found: dict[tuple[int, str], Count] = {}
+    for path, passing in passings.items():
+        owner = root.get_submodule(path)
+        for name, (spec, _) in passing.locals.items():
+            found.setdefault((id(owner), name), count(path, owner, name, axes.spelled(spec), group))
+    return tuple(found.values())
+
+
+def _hooks(passings: Mapping[str, Passing]) -> tuple[tuple[str, Hook], ...]:
+    """The calls of hooks, with the path of the module they stand in."""
+    return tuple((path, hook) for path, passing in passings.items() for hook, _ in passing.uses)
 
 
 def _names(module: nn.Module) -> dict[str, str]:
@@ -104,40 +170,39 @@ def _tensors(
     ties = []
     for placed in resolved.tensors.values():
         name = names[placed.tensor.name]
-        dims, tensor = find(module, name)
+        tensor = find(module, name)[1]
         if placed.tied_to:
             other = names[placed.tied_to]
             if find(module, other)[1] is not tensor:
                 ties.append((name, other))
                 continue
-        spec = _spelled(placed, resolved.plan.axes)
-        layout = _layout(name, spec, tensor, group, dims, src_rank)
-        if layout is not None and layout.is_replicated and not _works_on_sharded(module, name, flows):
+        if placed.layout.is_replicated and not _works_on_sharded(module, name, flows):
             wholes.setdefault(id(tensor), (name, tensor))
             continue
-        known = found.get(id(tensor))
-        if known is not None:
-            found[id(tensor)] = attrs.evolve(known, names=(*known.names, name))
-            continue
-        device = tensor.device if layout is None else device_for(spec, group, tensor.device)
-        found[id(tensor)] = Target((name,), tensor, spec, layout, device)
+        spec = resolved.plan.axes.spelled(placed.spec) if isinstance(placed.spec, Spec) else placed.spec
+        _add(found, module, name, spec, group, src_rank)
     return tuple(found.values()), tuple(wholes.values()), tuple(ties)
 
 
-def _spelled(placed: Placed, axes: Axes) -> ShardingSpec:
-    return axes.spelled(placed.spec) if isinstance(placed.spec, Spec) else placed.spec
+def _add(
+    found: dict[int, Target], module: nn.Module, name: str, spec: ShardingSpec, group: Group, src_rank: int
+) -> None:
+    """Add a tensor, or one more name of it, to those that become ShardedTensors.
 
-
-def _layout(
-    name: str, spec: ShardingSpec, tensor: torch.Tensor, group: Group, dims: tuple[str, ...] | None, src_rank: int
-) -> Layout | None:
-    if shards_itself(spec):
-        return None
+    Raises:
+        LayoutError, RuleError: the spec does not fit, or the tensor cannot be sharded; names it.
+    """
     try:
-        return bound(spec, tensor, group, dims, src_rank)
-    except LayoutError as error:
-        fault, *facts = str(error).splitlines()
-        raise LayoutError("\n".join([f"{name}: {fault}", *facts])) from None
+        dims, tensor = find(module, name)
+        if id(tensor) in found:
+            known = found[id(tensor)]
+            found[id(tensor)] = attrs.evolve(known, names=(*known.names, name))
+            return
+        layout = None if shards_itself(spec) else bound(spec, tensor, group, dims, src_rank)
+    except (LayoutError, RuleError) as error:
+        raise error.of(name) from None
+    device = tensor.device if layout is None else device_for(spec, group, tensor.device)
+    found[id(tensor)] = Target((name,), tensor, spec, layout, device)
 
 
 def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated]) -> bool:

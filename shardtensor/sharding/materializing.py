@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
 
+import attrs
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.sharding.first_values import FIXES, Call, Init, calls_of_init, calls_of_resets
-from shardtensor.sharding.meta_tensors import MetaTensor, on_meta, owned
-from shardtensor.sharding.writes import Writes
+from shardtensor.parallel.memory import Home, become, put_in_place, with_memory
 from shardtensor.tensor.drawing import agree_on_state
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -158,3 +159,178 @@ def _without_values(found: Sequence[MetaTensor], init: Init | None) -> PlanError
         {"tensors": ", ".join(names)},
         FIXES if init is None else ("let init set them too: `module.name.copy_(...)`, or `module.name = ...`",),
     )
+
+
+@attrs.define(eq=False)
+class MetaTensor:
+    """A tensor without memory, under all its names, and what comes of it."""
+
+    tensor: torch.Tensor
+    homes: list[Home] = attrs.field(factory=list)
+    names: list[str] = attrs.field(factory=list)
+    undo: Callable[[], None] = lambda: None
+    storage: int = 0
+    is_set: bool = False
+
+    def __str__(self) -> str:
+        spec = f"{self.tensor.sharding_spec()} of " if isinstance(self.tensor, ShardedTensor) else ""
+        return f"{spec}{tuple(self.tensor.shape)} {self.tensor.dtype} on meta"
+
+    def get_memory(self, device: torch.device) -> None:
+        old, twin = self.tensor, with_memory(self.tensor, device)
+        self.tensor = put_in_place(old, twin, self.homes)
+        self.storage = _storage(local_of(self.tensor))
+
+        def undo() -> None:
+            for owner, name in self.homes:
+                setattr(owner, name, old)
+            if self.tensor is old:  # the object has stayed, and the twin is what it was
+                become(old, twin)
+
+        self.undo = undo
+
+    def take(self, writes: Writes) -> None:
+        """See whether this has values by now; take those of what was set in its place."""
+        local = local_of(self.tensor)
+        self.is_set = not local.numel() or self.storage in writes.storages or _storage(local) != self.storage
+        for owner, name in self.homes:
+            value = getattr(owner, name, None)
+            if value is self.tensor:
+                continue
+            self.is_set = not isinstance(value, torch.Tensor) or not value.is_meta
+            if isinstance(value, torch.Tensor) and not value.is_meta and self._can_take(value):
+                self.tensor.copy_(value)
+                setattr(owner, name, self.tensor)
+
+    def _can_take(self, value: torch.Tensor) -> bool:
+        is_alike = (value.shape, value.dtype) == (self.tensor.shape, self.tensor.dtype)
+        return is_alike or isinstance(self.tensor, ShardedTensor)  # which cannot be given up: torch tells its shape
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors that a module itself owns."""
+    return ((n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None)
+
+
+def on_meta(module: nn.Module) -> list[MetaTensor]:
+    """The tensors on the meta device that a module and those below it own, each once."""
+    found: dict[int, MetaTensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in owned(owner):
+            if tensor.is_meta:
+                each = found.setdefault(id(tensor), MetaTensor(tensor))
+                each.homes.append((owner, name))
+                each.names.append(f"{path}.{name}" if path else name)
+    return list(found.values())
+
+
+Init = Callable[[nn.Module], Any]
+"""A user's function that gives one module its values."""
+
+Call = tuple[nn.Module, Callable[[], Any]]
+"""A module, and what sets its values."""
+
+RESETS = ("reset_parameters", "_reset_parameters")
+"""How modules call what gives them their first values; the second is that of ``nn.MultiheadAttention``."""
+
+FIXES = (
+    "materialize(module, init=function), which is called with each submodule and sets its tensors",
+    "give the module's class a reset_parameters() that sets them",
+    "build the module's buffers outside torch.device('meta'): they keep their values",
+)
+
+
+def built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterable[nn.Module]:
+    """A module and all below it, each once, after what it holds."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from built_order(child, seen)
+    yield module
+
+
+def calls_of_init(module: nn.Module, init: Init) -> list[Call]:
+    """The calls of a user's function: for every module with meta tensors in it or below."""
+    wanted = [m for m in built_order(module) if any(t.is_meta for below in m.modules() for _, t in owned(below))]
+    return [(each, lambda each=each: init(each)) for each in wanted]  # type: ignore[misc]
+
+
+def calls_of_resets(module: nn.Module, found: Sequence[MetaTensor]) -> list[Call]:
+    """The calls of the modules' own methods: each tensor's nearest one, in its module or above."""
+    paths = {owner: path for path, owner in module.named_modules()}
+    wanted: set[nn.Module] = set()
+    nobody: dict[str, list[str]] = {}
+    for each in found:
+        for owner, name in each.homes:
+            nearest = next((m for m in _upwards(module, paths[owner]) if _reset_of(m) is not None), None)
+            if nearest is None:
+                nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
+            else:
+                wanted.add(nearest)
+    if nobody:
+        raise PlanError(
+            "modules hold tensors without values and have no reset_parameters()",
+            {who: ", ".join(names) for who, names in nobody.items()},
+            FIXES,
+        )
+    return [(m, reset) for m in built_order(module) if m in wanted and (reset := _reset_of(m)) is not None]
+
+
+def _upwards(module: nn.Module, path: str) -> Iterable[nn.Module]:
+    while True:
+        yield module.get_submodule(path)
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+
+
+class Writes(TorchDispatchMode):
+    """Notes the storages that operations write to, through any view, ``.data`` or list of tensors.
+
+    Version counters would miss what is written through ``.data``.
+
+    Attributes:
+        storages: the storages written to, by the address of the object; valid while they live.
+
+    Example:
+        >>> x, y = torch.zeros(2, 2), torch.zeros(2)
+        >>> with Writes() as writes:
+        ...     _ = x.data[0].normal_(), y + 1
+        >>> [t.untyped_storage()._cdata in writes.storages for t in (x, y)]
+        [True, False]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        for place, name in _written(func):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            self.storages.update(tensor.untyped_storage()._cdata for tensor in _tensors(value))
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes to; the collectives of c10d do not say, so all of theirs."""
+    arguments = enumerate(func._schema.arguments)
+    says = func.namespace != "c10d"
+    return tuple((i, a.name) for i, a in arguments if not says or (a.alias_info is not None and a.alias_info.is_write))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return () if isinstance(value, ShardedTensor) else (value,)
+    return (tensor for each in value for tensor in _tensors(each)) if isinstance(value, list | tuple) else ()

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import layer_class
+from shardtensor.parallel.parameter import dim_names
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.plan.models.layer_kinds import kind_named
-from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_named
 
 
-def model_info(module: nn.Module, source: str = "") -> Model:
+def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False) -> Model:
     """Return the names, shapes and modules of a module, as plans see them.
 
     Names are those without what wrappers put into them; tied tensors stand under each of their names. Buffers that are
@@ -25,6 +24,7 @@ def model_info(module: nn.Module, source: str = "") -> Model:
     Args:
         module: on any device; ``with torch.device("meta"):`` builds one without memory.
         source: what messages call it; by default its class.
+        all_buffers: those that are not saved, too.
 
     Example:
         >>> model = model_info(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
@@ -39,7 +39,7 @@ def model_info(module: nn.Module, source: str = "") -> Model:
     for path, part in module.named_modules(remove_duplicate=False):
         path = unwrapped(path)
         modules[path] = _module(part)  # a wrapper comes before what it wraps, which has the same path and stays
-        for name, tensor, is_buffer in _own(part):
+        for name, tensor, is_buffer in _own(part, all_buffers):
             full = f"{path}.{name}" if path else name
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape, dims = tuple(tensor.shape), None if is_buffer else dim_names(part, name)
@@ -49,13 +49,13 @@ def model_info(module: nn.Module, source: str = "") -> Model:
     return Model(tuple(tensors.values()), source or type(module).__name__, modules, tied, _config(module))
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The parameters and saved buffers of a module itself, and whether each is a buffer."""
+def _own(module: nn.Module, all_buffers: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The parameters and buffers of a module itself, and whether each is a buffer."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter, False
     for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
+        if buffer is not None and (all_buffers or name not in module._non_persistent_buffers_set):
             yield name, buffer, True
 
 

@@ -18,14 +18,13 @@ from torch import nn
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import ShardTensorError
 from shardtensor.layout.layout import replicated
-from shardtensor.plan.canonical import layout_text
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.resolved import Resolved, layout_text
 from shardtensor.sharding.example_step import example_step
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module

@@ -20,12 +20,11 @@ from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, hugging_face_hooks, logits  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
 from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
-from shardtensor.sharding.from_plan import from_plan, group_of
+from shardtensor.sharding.from_plan import from_plan, from_rules, group_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.resolve import resolve
 from shardtensor.sharding.settle import unsettle
 from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
@@ -126,8 +125,7 @@ def _work(module: nn.Module, plan: Any, group: Group, src_rank: int) -> Work:
     """What a plan of any kind comes to."""
     if isinstance(plan, Plan):
         return from_plan(module, plan, group_of(plan, group), src_rank)
-    has_flows = isinstance(plan, Mapping)
-    return resolve(module, ShardingPlan(plan) if has_flows else plan, group, src_rank, has_flows)
+    return from_rules(module, plan, group, src_rank)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from shardtensor.comm.group import Group, group_along, group_on_mesh
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
-from shardtensor.fsdp.release import release
+from shardtensor.fsdp.lifecycle import release
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.data_parallel import data_parallel
 from shardtensor.parallel.reducer import reducer_of

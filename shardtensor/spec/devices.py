@@ -295,3 +295,35 @@ def _frozen(shard: Any) -> PlacedBox:
     except AttributeError:
         raise SpecError(f"not a shard: {shard!r}", fix="make it with ShardMetadata(...)", code="E102") from None
     return PlacedBox(tuple(copy.shard_offsets), tuple(copy.shard_sizes), copy.placement)
+
+
+def infer_sharding_spec(shards_metadata: Sequence[Any]) -> ShardingSpec:
+    """Return the chunk spec that makes just these shards, or else the spec that lists them.
+
+    The order of the list says nothing; placements are ordered by offset. One shard alone says no dim, and is listed.
+
+    Args:
+        shards_metadata: `ShardMetadata` of every shard, or what has its three attributes.
+
+    Example:
+        >>> from shardtensor.spec.devices import ShardMetadata
+        >>> print(infer_sharding_spec([ShardMetadata([2], [1], "rank:1"), ShardMetadata([0], [2], "rank:0")]))
+        chunk(dim=0, placements=["rank:0-1/cpu"])
+    """
+    listed = EnumerableShardingSpec(shards_metadata)
+    boxes = listed.boxes
+    cut_dims = {dim for box in boxes for dim, offset in enumerate(box.offsets) if offset}
+    if len(cut_dims) != 1:
+        return listed
+    (dim,) = cut_dims
+    if len({box.sizes[:dim] + box.sizes[dim + 1 :] for box in boxes}) > 1 or any(
+        box.placement is None for box in boxes
+    ):
+        return listed
+    length = sum(box.sizes[dim] for box in boxes)
+    chunk = -(-length // len(boxes))
+    for i, box in enumerate(boxes):
+        start = min(chunk * i, length)
+        if box.sizes[dim] != min(chunk, length - start) or (box.sizes[dim] and box.offsets[dim] != start):
+            return listed
+    return ChunkShardingSpec(dim, [box.placement for box in boxes])

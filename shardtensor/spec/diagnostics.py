@@ -56,9 +56,7 @@ class Source:
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
         """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
-        fault, *rows = str(error).split("\n")
-        facts = tuple((key, value.strip()) for key, _, value in (row.strip().partition(" ") for row in rows))
-        return self._error(error.code or "E102", Fault(span, fault, facts, True), type(error))
+        return self._error(error.code or "E102", Fault(span, error.fault, tuple(error.rows), True), type(error))
 
     def excerpt(self, span: tuple[int, int]) -> list[str]:
         """Return the line on which a span begins, and a line with a caret under it."""

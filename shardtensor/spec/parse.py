@@ -1,18 +1,26 @@
-"""Text to spec: ``parse_spec("[tp, -]")``; and whatever a caller has to spec: ``as_spec``."""
+"""Text to spec, ``parse_spec("[tp, -]")``; whatever a caller has to spec, ``as_spec``; text to a syntax tree."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+import re
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec
-from shardtensor.spec.diagnostics import Source
+from shardtensor.spec.diagnostics import Source, listed
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.spec.syntax import MAX_LENGTH, parse_syntax
 
+if TYPE_CHECKING:
+    from lark import Lark, Tree
+
+
+MAX_LENGTH = 2**17
+MAX_DEPTH = 16
 SHORT = 4096
 """Characters of a text that is worth remembering."""
 
@@ -80,3 +88,141 @@ def as_spec(spec: Any) -> ShardingSpec:
 def _private(spec: ShardingSpec) -> ShardingSpec:
     """A spec that no one else can assign to."""
     return attrs.evolve(spec) if type(spec) is ChunkShardingSpec else spec
+
+
+_BRACKET = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[\[(]|[\])]')
+
+IN_WORDS = {
+    "$END": "the end",
+    "COLON": "`:`",
+    "COMMA": "`,`",
+    "EQUAL": "`=`",
+    "INT": "a number",
+    "LPAR": "`(`",
+    "LSQB": "`[`",
+    "NAME": "a name",
+    "REST": "`...`",
+    "RPAR": "`)`",
+    "RSQB": "`]`",
+    "STRING": "a string",
+    "TIMES": "`*`",
+    "WHOLE": "`-`",
+    "AT": "`@`",
+}
+
+
+def grammar() -> str:
+    """The grammar of one tensor."""
+    return files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
+
+
+def parser_of(grammar: str, start: list[str], postlex: Any = None) -> Lark:
+    """Return the parser of a grammar, with the rules to start at and what its tokens pass through."""
+    from lark import Lark
+
+    return Lark(
+        grammar, start=start, postlex=postlex, parser="lalr", propagate_positions=True, maybe_placeholders=False
+    )
+
+
+@cache
+def _parser() -> Lark:
+    return parser_of(grammar(), ["spec"])
+
+
+def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
+    """Return the syntax tree of one spec, of at most `max_length` characters.
+
+    Raises:
+        SpecError: E001, with the place, what may stand there and what stands there.
+    """
+    _check_limits(source, max_length)
+    return parse_with(_parser(), source, _unexpected)
+
+
+Unexpected = Callable[[Source, int, str, str, set[str]], SpecError]
+"""Makes the error of what may not stand in a text: where it is, its characters, its kind, the kinds that may stand."""
+
+
+def parse_with(parser: Lark, source: Source, unexpected: Unexpected, start: str | None = None) -> Tree:
+    """Return the syntax tree of a text by any grammar."""
+    from lark.exceptions import UnexpectedCharacters, UnexpectedToken
+
+    try:
+        return parser.parse(source.text, start=start)
+    except UnexpectedToken as error:
+        token = error.token
+        raise unexpected(source, token.start_pos or 0, str(token), token.type, set(error.accepts)) from None
+    except UnexpectedCharacters as error:
+        at = error.pos_in_stream or 0
+        raise unexpected(source, at, source.text[at], "", set(error.interactive_parser.accepts())) from None
+
+
+def _check_limits(source: Source, max_length: int) -> None:
+    text = source.text
+    if not text.strip():
+        raise source.error("E001", (0, 1), "the spec is empty", fix="write `replicate`, or dims as in `[tp, -]`")
+    if len(text) > max_length:
+        why = f"it has {len(text)} characters, and a text is read up to {max_length}"
+        raise source.error(
+            "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or raise max_length"
+        )
+    check_depth(source, MAX_DEPTH)
+
+
+def check_depth(source: Source, most: int) -> None:
+    """Refuse brackets that are nested deeper than `most`."""
+    depth = 0
+    for match in _BRACKET.finditer(source.text):
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(match[0], 0)
+        if depth > most:
+            raise source.error("E001", match.span(), f"brackets are nested more than {most} deep", fix="drop some")
+
+
+def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[str]) -> SpecError:
+    words = [word for name, word in IN_WORDS.items() if name in expected]
+    if kind == "$END":
+        at, found, shown = len(source.text.rstrip()), " ", "the end"
+    else:
+        shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
+    why, fix = _advice(source.text, at, found)
+    if found == "'":
+        found, why, fix = quoted_name(source.text, at, expected)
+        shown = f"`{found}`"
+    fault = f"expected {listed(words)}, found {shown}" if words else f"{shown} cannot stand here"
+    return source.error("E001", (at, at + len(found)), fault, why, fix)
+
+
+def _advice(text: str, at: int, found: str) -> tuple[str, str]:
+    """Why, and what to write, for slips that people make."""
+    if at == len(text.rstrip()) and (opened := open_bracket(text)) is not None:
+        bracket, closing = ("[", "]") if text[opened] == "[" else ("(", ")")
+        column = opened - text.rfind("\n", 0, opened)
+        return f"the `{bracket}` at column {column} is open", f"close it with `{closing}`"
+    if found == '"':
+        return "a string ends on its line", 'close it with `"`'
+    if text[:at].strip() == "" and found in "({":
+        return "the dims of a tensor stand in square brackets", "write them as in `[tp, -]`"
+    if found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
+        return "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
+    return "", ""
+
+
+def quoted_name(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
+    """What stands in single quotes at `at`, why it cannot stand there, and what to write for it."""
+    found = re.compile(r"'([^'\n]*)'").match(text, at)
+    is_name = "NAME" in expected and found is not None and found[1].isidentifier()
+    if "STRING" in expected and not is_name:
+        return found[0] if found else "'", "strings stand in double quotes", f'write `"{found[1] if found else ""}"`'
+    return found[0] if found else "'", "names stand without quotes", f"write `{found[1]}`" if found else "drop it"
+
+
+def open_bracket(text: str) -> int | None:
+    """Where the last bracket that is not closed stands."""
+    opened = []
+    for match in _BRACKET.finditer(text):
+        if match[0] in "[(":
+            opened.append(match.start())
+        elif match[0] in "])" and opened:
+            opened.pop()
+    return opened[-1] if opened else None

@@ -21,8 +21,13 @@ from shardtensor.layout.box import Box
 from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.mesh import Mesh
-from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
-from shardtensor.spec.infer import infer_sharding_spec
+from shardtensor.spec.devices import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    ShardMetadata,
+    infer_sharding_spec,
+)
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement

@@ -64,7 +64,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _memory: Any = None  # what it shares with its views: see `copied.Memory`
     _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
-    _flat: Any = None  # of a parameter of a fully sharded module: the `fsdp.flat.Flat` that its leaf is a view of
+    _flat: Any = (
+        None  # of a parameter of a fully sharded module: the `fsdp.param_group.ParamGroup` that its leaf is a view of
+    )
     _unit: Any = None  # of such a parameter, and of what was computed from one: see `fsdp.outside`
 
     # -- parts ------------------------------------------------------------------------------------------------------

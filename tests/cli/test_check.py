@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.tiny.mlp import MLP
 from plan.configs import LLAMA_8B, LLAMA_405B
 
 import shardtensor
@@ -100,8 +101,12 @@ def test_wrong_options_are_two(plan, capsys):
     capsys.readouterr()
 
 
-def test_numbers_are_compared_without_a_module_where_a_family_has_the_names(plan, capsys):
-    assert main(["check", str(plan), "--world", "4", "--numeric"]) == 0
+def small():
+    return MLP(8, 12, bias=False)
+
+
+def test_numbers_are_compared_with_those_of_a_module(plan, capsys):
+    assert main(["check", str(plan), "--world", "4", "--numeric", "--module", f"{__name__}:small"]) == 0
     assert "every gradient is the dense one" in capsys.readouterr().out
 
 

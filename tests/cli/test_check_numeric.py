@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,51 +80,68 @@ def test_a_sum_that_is_made_twice_fails_at_the_line_of_the_parameter(capsys, tmp
     assert "    4 | scale: replicate\n" in text
 
 
-def check_shipped(capsys, tmp_path, *args: str) -> tuple[int, str]:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+def check_shipped(capsys, tmp_path, config: dict[str, Any], *args: str) -> tuple[int, str]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     code = main(["check", *args, "--model", str(tmp_path / "config.json"), "--numeric"])
     said = capsys.readouterr()
     return code, said.out + said.err
 
 
-def test_a_large_model_on_many_ranks_runs_as_a_tiny_one_on_few(capsys, tmp_path):
-    code, text = check_shipped(capsys, tmp_path, "llama", "--world", "4096", "--set", "tp=2", "--set", "sp=true")
-    assert code == 0
-    last = text.splitlines()[-1]
-    assert last.startswith("every gradient is the dense one: a tiny Llama (num_attention_heads 32, ")
-    assert last.endswith("on 4 ranks (dp=2, kvg=2, kvr=1) in place of 4,096 (dp=2048, kvg=2, kvr=1)")
+LLAMA = {"model_type": "llama", **LLAMA_8B}
+GATED = {"model_type": "gated", "architectures": ["GatedForCausalLM"], "hidden_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("plan", "args", "ran"),
-    [
-        ("mlp", ["--world", "64"], "on 16 ranks (tp=16) in place of 64 (tp=64); tp=64 is more than is run here"),
-        (
-            "llama",
-            ["--world", "64", "--set", "tp=32"],
-            "on 32 ranks (dp=2, kvg=8, kvr=2) in place of 64 (dp=2, kvg=8, kvr=4); kvr=4 is more than is run here",
-        ),
-    ],
-)
-def test_axes_that_do_not_run_as_they_are_are_told(capsys, tmp_path, plan, args, ran):
-    """Cuts over more ranks than are run are not what was looked at; of ranks with other samples two are enough."""
-    code, text = check_shipped(capsys, tmp_path, plan, *args)
-    assert code == 0
-    assert text.splitlines()[-1].endswith(ran)
+class GatedForCausalLM(Scaled):
+    """Of a made-up family, as transformers has them."""
+
+    def __init__(self, config: Any) -> None:
+        assert config.hidden_size == 8
+        super().__init__()
 
 
-def test_json_tells_what_ran(capsys, tmp_path):
-    code, text = check_shipped(capsys, tmp_path, "fsdp", "--world", "4", "--format", "json")
-    assert code == 0
-    assert json.loads(text)["numeric"].endswith("on 2 ranks (rep=1, dp=2) in place of 4 (rep=1, dp=4)")
+@pytest.fixture
+def transformers(monkeypatch):
+    """What the command needs of transformers; it knows one model."""
+    auto = SimpleNamespace(for_model=lambda model_type, **keys: SimpleNamespace(**keys))
+    found = SimpleNamespace(GatedForCausalLM=GatedForCausalLM, AutoConfig=auto)
+    monkeypatch.setitem(sys.modules, "transformers", found)
 
 
-def test_a_model_of_no_family_wants_its_own_small_one(capsys, tmp_path):
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize(("around", "fails"), [("", 0), ("in: replicate grad partial(tp)", 1)])
+def test_the_model_of_a_small_config_is_run(capsys, tmp_path, around, fails):
+    (tmp_path / "config.json").write_text(json.dumps(GATED))
+    code, text = check(capsys, tmp_path, around, "--model", str(tmp_path / "config.json"))
+    assert code == fails
+    begin = "what ran" if fails else "every gradient is the dense one"
+    assert text.splitlines()[-1] == f"{begin}: the model of {tmp_path}/config.json on 4 ranks"
+    code, text = check(capsys, tmp_path, around, "--model", str(tmp_path / "config.json"), "--format", "json")
+    assert json.loads(text)["numeric"] == f"the model of {tmp_path}/config.json on 4 ranks"
+
+
+def test_a_large_model_is_not_run(capsys, tmp_path):
+    code, text = check_shipped(capsys, tmp_path, LLAMA, "llama", "--world", "4096", "--set", "tp=2")
+    assert code == 2
+    assert "is too large for that" in text
+    assert "8,030,261,248 parameters on 4,096 ranks" in text
+    assert "give a config.json of smaller sizes and fewer layers" in text
+
+
+def test_without_transformers_it_says_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    small = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    code, text = check_shipped(capsys, tmp_path, LLAMA | small, "llama", "--world", "2")
+    assert code == 2
+    assert "transformers, which makes the model of" in text
+    assert "install transformers" in text
+
+
+def test_a_model_without_code_wants_a_module(capsys, tmp_path):
     dims = ["scale (embed = 8)", *(f"block.{x}.weight (out = 8, in = 8)" for x in ("up", "down"))]
     lines = [f"dims {each}\n" for each in (*dims, *(f"block.{x}.bias (out = 8)" for x in ("up", "down")))]
     code, text = check(capsys, tmp_path, "}\n" + "".join(lines) + "block {")
     assert code == 2
-    assert "no tiny model has tensors of such names" in text
+    assert "--numeric runs a module, and none is given" in text
     assert "give --module PKG:FN; FN() makes a small one of the same names" in text
 
 

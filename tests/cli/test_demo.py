@@ -17,8 +17,7 @@ from rich.console import Console
 import shardtensor
 from shardtensor.cli.demo.launch import _judge
 from shardtensor.cli.demo.report import PLAIN, Held, Progress, show_holders, worst_difference
-from shardtensor.cli.demo.text import Corpus, TextError, read_text
-from shardtensor.cli.demo.train import Outcome
+from shardtensor.cli.demo.train import Corpus, Outcome, TextError, read_text
 from shardtensor.cli.main import main
 from shardtensor.layout.box import Box
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardtensor.cli.maps import draw_boxes
+from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.box import Box
 
 

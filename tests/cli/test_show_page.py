@@ -10,8 +10,7 @@ import attrs
 import pytest
 
 from shardtensor.cli.page.markup import Markup, data, el
-from shardtensor.cli.page.page import page
-from shardtensor.cli.page.tree import segments
+from shardtensor.cli.page.page import page, segments
 from shardtensor.cli.scene import scene_of_plan, scene_of_spec
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
@@ -162,8 +161,6 @@ def test_layers_are_folded_and_each_layout_is_drawn_once():
     }
     assert sum(tag == "figure" for tag, _ in reader.elements) == 4
     assert ("span", "out replicate partial(tp) -> replicate  ·  use hook") in reader.texts
-    assert 'id="units"' in written
-    assert 'id="memory"' in written
 
 
 def test_more_layers_do_not_make_a_longer_page():
@@ -195,8 +192,7 @@ def test_a_plan_with_errors_is_drawn_with_them_first():
     resolved = attrs.evolve(decoder(), findings=(Finding("E301", "no rule matches 3 tensors"),))
     written = page(scene_of_plan(resolved, "some.shard"))
     Reader(written)
-    assert "no rule matches 3 tensors" in written
-    assert 'id="memory"' not in written
+    assert written.index("no rule matches 3 tensors") < written.index("Drawn by shardtensor show")
 
 
 def test_chosen_tensors_are_brought_to_other_layouts():
@@ -204,10 +200,7 @@ def test_chosen_tensors_are_brought_to_other_layouts():
     assert [shown.names[0] for shown in scene.shown] == ["model.layers.0.q.weight"]
     written = page(scene)
     assert 'id="reshards"' in written
-    assert "all_to_all" in written
-    reader = Reader(written)
-    lines = {(said["data-g"], said["data-t"]) for tag, said in reader.elements if tag == "path" and "data-g" in said}
-    assert lines == {("0", "1"), ("1", "0")}
+    assert ("pre", "all_to_all over tp=2   64 B received by each rank") in Reader(written).texts
 
 
 def test_markup_is_escaped_by_construction():

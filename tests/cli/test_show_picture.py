@@ -7,15 +7,12 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.maps import draw_boxes
 from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
-from shardtensor.cli.moves import team_of
 from shardtensor.cli.picture import picture_of
-from shardtensor.cli.plane import Plane, plane_of
-from shardtensor.cli.scene import device_of, scene_of_spec
+from shardtensor.cli.scene import Plane, device_of, plane_of
+from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
-from shardtensor.layout.route import route
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.spec.parse import parse_spec
@@ -142,40 +139,6 @@ def test_devices_are_those_that_the_spec_names():
     chunks = parse_spec('chunk(dim=0, placements=["rank:1/cuda:0", "rank:0/cuda:1"])')
     assert device_of(chunks)(0) == "cuda:1"
     assert device_of(parse_spec("[tp, -]"))(0) == ""
-
-
-MOVES = [("[tp, -]", "[-, tp]"), ("[tp, -]", "replicate"), ("[dp, tp]", "[tp, dp]"), ("[tp, -] flat(dp)", "[tp, -]")]
-
-
-@pytest.mark.parametrize(("before", "after"), MOVES)
-def test_messages_bring_each_rank_what_it_lacks(before, after):
-    one, other = (layout_of(text, (16, 16), "dp=2, tp=4") for text in (before, after))
-    (step,) = route(one, other)
-    team = team_of(step)
-    assert team.is_all
-    assert team.teams * len(team.members) == 8
-    for rank in team.members:
-        come = cells([message.box for message in team.messages if message.taker == rank])
-        own = set(cells(one.boxes(rank)))
-        assert len(come) == step.received(rank) == step.transfer(rank).received
-        assert sorted(come) == sorted(set(cells(other.boxes(rank))) - own)
-    for message in team.messages:
-        assert set(cells([message.box])) <= set(cells(one.boxes(message.giver)))
-
-
-def test_addends_come_from_every_rank_of_the_team():
-    one, other = (layout_of(text, (4, 4), "tp=4") for text in ("replicate partial(tp)", "[tp, -]"))
-    (step,) = route(one, other)
-    team = team_of(step)
-    assert {(m.giver, m.taker) for m in team.messages} == {(a, b) for a in range(4) for b in range(4) if a != b}
-    assert all(message.box == other.boxes(message.taker)[0] for message in team.messages)
-
-
-def test_of_a_large_team_some_messages_are_listed():
-    scene = scene_of_spec("[tp]", (1 << 14,), read_mesh("tp=16384"), to=["replicate"])
-    team = team_of(scene.reshards[0].routes[0][0])
-    assert len(team.messages) == 64
-    assert not team.is_all
 
 
 def test_cells_of_a_map_may_be_named():

@@ -242,6 +242,16 @@ CASES: dict[str, Case] = {
         },
         mesh="dp=2",
     ),
+    "ranks that go different ways": Case(
+        lambda: branch(branches(), as_group().rank),
+        {
+            "let every rank call the same modules in the same order": lambda: branch(branches(), 0),
+            "call fully_shard on a module that holds all of them instead": lambda: branch(
+                fully_shard(Branch(), find_unused=True), as_group().rank
+            ),
+        },
+        mesh="dp=2",
+    ),
     "ranks that use different parameters": Case(
         lambda: [(model := fully_shard(Branch())), *(branch(model, as_group().rank) for _ in range(2))],
         {
@@ -270,6 +280,11 @@ class Branch(nn.Module):
 def without_bias(model: Any) -> Any:
     model[0].bias = None
     return model
+
+
+def branches() -> Any:
+    """Each branch a unit of its own."""
+    return fully_shard(Branch(), policy=lambda module: isinstance(module, nn.Linear))
 
 
 def branch(model: nn.Module, way: int) -> None:

@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     ),
     "two rules for one tensor": Case(
         lambda: shard({"**.weight": "[tp, -]", "0.weight": "[-, tp]"}),
-        {"narrow one of the patterns": lambda: shard({"2.weight": "[tp, -]", "0.weight": "[-, tp]"})},
+        {"narrow one pattern": lambda: shard({"2.weight": "[tp, -]", "0.weight": "[-, tp]"})},
     ),
     "two cuts of a tied tensor": Case(
         lambda: shard({"0.weight": "[tp, -]", "1.weight": "[-, tp]"}, tied()),

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from plan.test_plan_mutations import MODELS
 from torch import nn
 
 import shardtensor as st
-from fixes.case import Case, mlp
+from fixes.case import Case
 from fixes.corrected import Found, of_findings, text_case
-from shardtensor.plan.loading import load_plan, read_config
+from shardtensor.cli.model_source import small_model
+from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
-from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.numeric import check_numeric
-from shardtensor.sharding.tiny.model import tiny_model
-from shardtensor.sharding.tiny.world import small_plan
 
 
 class Block(nn.Module):
@@ -91,19 +95,31 @@ def numeric(make: Callable[[], Any], rules: Mapping[str, Any] | None = None) -> 
     assert not check_numeric(Plan.from_rules(rules or {"weight": "[tp]"}, "tp=2"), make)
 
 
-LLAMA = MODELS / "llama3-8b"
-WIDE = 'shard 1\ninclude "llama.shard"\nrequire config.hidden_size == 4096 "only this model"\n'
+def of_family(model_type: str, **keys: Any) -> Any:
+    if model_type != "scaled":
+        raise ValueError(f"Unrecognized model identifier: {model_type}")
+    return SimpleNamespace(**keys)
 
 
-def tiny(text: str, world: int = 8, model: Model | None = None, **params: Any) -> Any:
-    config, _ = read_config(LLAMA / "config.json")
-    plan = load_plan(text, config=config, world=world, **params)
-    model = model or model_from_dims(load_plan("llama", config=config, world=world))
-    return tiny_model(text, resolve(plan, model), params)
+TRANSFORMERS = SimpleNamespace(
+    AutoConfig=SimpleNamespace(for_model=of_family), Scaled=lambda config: Block() if config.is_small else None
+)
+SCALED = {"model_type": "scaled", "architectures": ["Scaled"], "is_small": True}
 
 
-OTHER = Model((TensorInfo("some.table", (8, 8), ("out", "in")),))
-LARGE = "shard 1\nparam tp = 64\nmesh (tp)\nw: replicate\n"
+def small(rows: int = 8, module: str | None = None, found: Any = TRANSFORMERS, **config: Any) -> None:
+    """Make and run the model of a configuration, of a plan for a tensor of so many rows."""
+    text = f"shard 1\nmesh (tp = 2)\nunmatched: replicate\ndims scale (rows = {rows})\n"
+    plan = load_plan(text, world=2)
+    with TemporaryDirectory() as folder, patch.dict(sys.modules, {"transformers": found}):
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(config or {"hidden_size": 8}))
+        options = SimpleNamespace(module=module, model=path, world=2)
+        make, _ = small_model(options, resolve(plan, model_from_dims(plan)))
+        assert not check_numeric(plan, make)
+
+
+OWN = {"give --module PKG:FN; FN() makes a small one of the same names": partial(small, module=f"{__name__}:Block")}
 CASES: dict[str, Case] = {
     "a sum that is made twice": text_case(
         found_in, "a sum that is made twice", {"drop a `grad partial(...)`": "a sum that is made once"}
@@ -123,23 +139,14 @@ CASES: dict[str, Case] = {
         {"let the function return (module, step)": lambda: numeric(lambda: (Unknown(), step))},
         mesh="",
     ),
-    "no tiny model of such names": Case(
-        lambda: tiny("shard 1\nmesh (tp = 8)\nunmatched: replicate\n", model=OTHER),
-        {"give --module PKG:FN; FN() makes a small one of the same names": lambda: numeric(mlp, {"**": "replicate"})},
+    "no module to run": Case(small, OWN, mesh=""),
+    "a model too large to run": Case(
+        partial(small, 1 << 27, **SCALED),
+        {**OWN, "give a config.json of smaller sizes and fewer layers": partial(small, **SCALED)},
         mesh="",
     ),
-    "no tiny model of such sizes": Case(
-        lambda: tiny(WIDE),
-        {"give --module PKG:FN; FN() makes a small one of the same names": lambda: numeric(mlp, {"**": "replicate"})},
-        mesh="",
+    "no transformers to make the model": Case(
+        partial(small, found=None, **SCALED), {**OWN, "install transformers": partial(small, **SCALED)}, mesh=""
     ),
-    "no small world": Case(
-        lambda: small_plan("shard 1\nmesh (tp = 64)\n", load_plan("shard 1\nmesh (tp = 64)\n", world=64), {}),
-        {
-            "give a smaller --world, and values with --set": lambda: small_plan(
-                LARGE, load_plan(LARGE, world=8, tp=8), {"tp": 8}
-            )
-        },
-        mesh="",
-    ),
+    "a model that transformers does not know": Case(partial(small, **{**SCALED, "model_type": "odd"}), OWN, mesh=""),
 }

@@ -183,7 +183,7 @@ CASES: dict[str, Case] = {
         partial(checked, of=called(with_modules({"num_key_value_groups": 4}))),
         changed((ATTENTION, f"{ATTENTION[:-1]}in other: replicate{BLOCK}q")),
         {
-            "correct the name, or drop the line": partial(
+            "name one of them, or write `in` alone": partial(
                 checked, TEXT, of=called(with_modules({"num_key_value_groups": 4}))
             )
         },

@@ -83,6 +83,13 @@ class Passing(nn.Module):
         return x * 2
 
 
+class Listed(nn.Module):
+    """Its forward does not name what it takes."""
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0]
+
+
 def ordered(out: str, axes: str) -> Act:
     """A layer that is cut over two axes, and one that takes its result where nobody gathers it."""
     first = {"weight": f"[{axes}, -]", "bias": f"[{axes}]", "out": out}
@@ -365,11 +372,7 @@ CASES: dict[str, Case] = {
     ),
     "two flows": Case(
         laid({"{0,2}": {"out": "replicate"}, "0": {**COLUMN, "out": "[..., tp] -> replicate"}}),
-        {
-            "narrow one of the patterns": laid(
-                {"2": {"out": "replicate"}, "0": {**COLUMN, "out": "[..., tp] -> replicate"}}
-            )
-        },
+        {"narrow one pattern": laid({"2": {"out": "replicate"}, "0": {**COLUMN, "out": "[..., tp] -> replicate"}})},
     ),
     "a sharder at the root": Case(
         laid({"": Gives()}), {"call its shard(module) yourself": lambda: Gives().shard(mlp())}
@@ -386,12 +389,8 @@ CASES: dict[str, Case] = {
         {"give both the same": laid({"{0,2}": GATHERED}, shared)},
     ),
     "no such argument": Case(
-        laid({"0": {"in z": "replicate", "up": COLUMN, "down": ROW}}, lambda: nn.Sequential(Scaled())),
-        {
-            "name one of them, or write `in`": laid(
-                {"0": {"in x": "replicate", "up": COLUMN, "down": ROW}}, lambda: nn.Sequential(Scaled())
-            )
-        },
+        laid({"0": {"in z": "replicate"}}, lambda: nn.Sequential(Listed())),
+        {"name one of them, or write `in`": laid({"0": {"in": "replicate"}}, lambda: nn.Sequential(Listed()))},
     ),
     "a gather unit that is never called": Case(
         stored("layers"), {"name modules with a forward after `by`: `by layers.*`": stored("layers.*")}, mesh="dp=2"

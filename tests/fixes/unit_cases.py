@@ -17,7 +17,7 @@ import shardtensor as st
 from fixes.case import Act, Case, alone, grid, mlp, step, units
 from shardtensor.fsdp import free_gathered, fully_shard
 
-NOT_FOLLOWED = {"fsdp/upkeep.py:check_place": "of two devices that both have values, one is a GPU"}
+NOT_FOLLOWED = {"fsdp/checks.py:check_device": "of two devices that both have values, one is a GPU"}
 
 X = torch.ones(2, 4)
 

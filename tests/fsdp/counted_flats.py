@@ -1,4 +1,4 @@
-"""Counts what the units of a model send."""
+"""Counts what the modules of a model send."""
 
 from __future__ import annotations
 
@@ -9,38 +9,29 @@ from typing import Any
 
 from torch import nn
 
-from shardtensor.fsdp.flat import Flat
-from shardtensor.fsdp.unit import units_in
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.state import states_in
 
 
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count a model's flats that are sent: gathered from all ranks, reduced, and summed over copies."""
+    """Count a model's parameter groups that are gathered from all ranks, reduced, and summed over replicas."""
     counts: Counter[str] = Counter()
-    flats: list[Flat] = [flat for _, unit in units_in(model) for flat in unit.flats]
+    groups: list[ParamGroup] = [group for _, state in states_in(model) for group in state.param_groups]
 
-    def told(name: str, function: Any) -> Any:
+    def counting(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            counts[name] += result is not False  # a sum that waits for a later backward
+            return result
 
         return call
 
-    def told_of_sum(finish: Any) -> Any:
-        def call(*args: Any) -> Any:
-            scale = finish(*args)
-            counts["sum over copies"] += scale is not None
-            return scale
-
-        return call
-
-    for flat in flats:
-        flat.present_range, flat.let_go = told("gather", flat.present_range), told("reduce", flat.let_go)
-        if flat.carry.replicate is not None:
-            flat.carry.finish = told_of_sum(flat.carry.finish)
+    for group in groups:
+        group.gather, group.gradients.pack = counting("gather", group.gather), counting("reduce", group.gradients.pack)
+        group.gradients._sum_over = counting("sum over copies", group.gradients._sum_over)
     try:
         yield counts
     finally:
-        for flat in flats:
-            del flat.present_range, flat.let_go
-            vars(flat.carry).pop("finish", None)
+        for group in groups:
+            del group.gather, group.gradients.pack, group.gradients._sum_over

@@ -26,7 +26,7 @@ def is_packed(model: nn.Module) -> bool:
     return all(
         shell._local.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
         for flat in flats
-        for shell in flat.shells
+        for shell in flat.sharded_params
     )
 
 

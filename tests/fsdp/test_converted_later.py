@@ -25,16 +25,16 @@ def step(layers, dtype):
 def converted():
     layers = model()
     step(layers, torch.float32)
-    layers[0]._fsdp_unit.schedule.reductions.resize(4)
+    layers[0]._fsdp_state.runtime.reducer.resize(4)
     layers.double()
     step(layers, torch.float64)
-    found = {flat.whole.dtype for layer in layers for flat in layer._fsdp_unit.flats}
+    found = {flat.unsharded.dtype for layer in layers for flat in layer._fsdp_state.param_groups}
     layers[1].requires_grad_(False)
     step(layers, torch.float64)
     layers[1].requires_grad_(True)
     step(layers, torch.float64)
-    reductions = layers[0]._fsdp_unit.schedule.reductions
-    return found, list(reductions._places), reductions.buffers
+    reductions = layers[0]._fsdp_state.runtime.reducer
+    return found, [group.gradients.position for group in reductions._places], reductions.buffers
 
 
 def test_a_conversion_after_a_step(world):

@@ -178,7 +178,7 @@ def test_ranks_agree_on_forms(world):
 def in_name_order():
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(12)))
     fully_shard(model)
-    return [entry.name for entry in model._fsdp_unit.flats[0].entries][:4]
+    return [entry.name for entry in model._fsdp_state.param_groups[0].params_info][:4]
 
 
 def test_numbers_in_names_are_ordered_as_numbers():

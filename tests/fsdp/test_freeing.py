@@ -36,10 +36,10 @@ def _twins(**options):
 
 def _memory(model):
     """All memory that lies beside the shards."""
-    units = model._fsdp_unit.schedule.units
-    wholes = [flat.whole for unit in units for flat in unit.flats]
-    packed = model._fsdp_unit.schedule.reductions._memory.values()
-    kept = [part for unit in units if unit.near is not None for part in unit.near._kept]
+    units = model._fsdp_state.runtime.states
+    wholes = [flat.unsharded for unit in units for flat in unit.param_groups]
+    packed = model._fsdp_state.runtime.reducer._memory.values()
+    kept = [part for unit in units if unit.post_forward_mesh is not None for part in unit.post_forward_mesh._kept]
     return [StorageWeakRef(x.untyped_storage()) for x in (*wholes, *packed, *kept)]
 
 

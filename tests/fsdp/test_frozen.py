@@ -127,7 +127,7 @@ def test_what_is_frozen_is_not_reduced() -> None:
     def body() -> list[int]:
         sent: list[int] = []
         _, sharded = twins()
-        domain = sharded._fsdp_unit.domain
+        domain = sharded._fsdp_state.data_mesh
         reduce_scatter = domain.reduce.reduce_scatter_into
         vars(domain.reduce)["reduce_scatter_into"] = lambda out, flat: (sent.append(1), reduce_scatter(out, flat))[1]
         for trains in (True, False, True, False):

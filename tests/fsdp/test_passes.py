@@ -269,7 +269,7 @@ def _backward_after_broken():
         raise ArithmeticError("in backward")
 
     x = model.embed.weight._local
-    handle = model.blocks[1]._fsdp_unit.flats[0].views[0].register_hook(trip)
+    handle = model.blocks[1]._fsdp_state.param_groups[0].unsharded_params[0].register_hook(trip)
     with pytest.raises(ArithmeticError):
         bad_graph.backward()
     handle.remove()

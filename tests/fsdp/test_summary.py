@@ -18,13 +18,13 @@ def model():
 
 TEXT = """\
 6 units, cut over 2 ranks
-unit    class       parameters  on a rank   gathered  stays gathered          flats
-(root)  Sequential          16       64 B      128 B  yes: outer              float32 x 2, 50% padding
-0       Linear          65,792  128.5 KiB  257.0 KiB  no                      float32 x 2
-1       Linear              72      192 B      384 B  yes: small, 2 together  float32 x 2, 25% padding
-2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked           float32 x 2
-3       Linear          65,792  128.5 KiB  128.5 KiB  no                      float32 as bfloat16 x 2, frozen
-5       Linear             272      576 B    1.1 KiB  yes: small, 2 together  float32 x 2, 5% padding"""
+unit    class       parameters  on a rank   gathered  stays gathered  flats
+(root)  Sequential          16       64 B      128 B  yes: outer      float32 x 2, 50% padding
+0       Linear          65,792  128.5 KiB  257.0 KiB  no              float32 x 2
+1       Linear              72      192 B      384 B  yes: small      float32 x 2, 25% padding
+2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked   float32 x 2
+3       Linear          65,792  128.5 KiB  128.5 KiB  no              float32 as bfloat16 x 2, frozen
+5       Linear             272      576 B    1.1 KiB  yes: small      float32 x 2, 5% padding"""
 
 
 def body():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import device
 from torch import nn
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import RuleError
+from shardtensor.errors import CallMismatchError, DisagreementError, RuleError
 from shardtensor.fsdp import fully_shard
 from shardtensor.mesh import Mesh
 
@@ -90,6 +92,16 @@ PLANS = {
 """For each step, the branches of each rank."""
 
 
+ALIKE = {
+    "skipped later": PLANS["skipped later"],
+    "another order on all": PLANS["another order on all"],
+    "none": PLANS["none"],
+    "come to later on all": [[[0]] * 2, [[0, 1]] * 2, [[4, 0]] * 2, [[0]] * 2, [[4, 0]] * 2, [[5, 1, 5]] * 2],
+}
+"""Those in which ranks visit, or come to, the same units in one order."""
+APART = {name: plan for name, plan in PLANS.items() if name not in ALIKE}
+
+
 def settled(plan, reshard, whole_units=True):
     module, oracle = models(True, reshard, whole_units)
     for ways in plan:
@@ -100,7 +112,7 @@ def settled(plan, reshard, whole_units=True):
 
 @sim
 @pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", ALIKE.values(), ids=ALIKE)
 def test_settled_exactly(world, plan, reshard):
     world(settled, 2, plan=plan, reshard=reshard)
 
@@ -112,8 +124,10 @@ def test_settled_in_one_unit(world, plan):
 
 
 def all_settled():
-    for plan in PLANS.values():
+    for plan in ALIKE.values():
         settled(plan, True)
+    for plan in PLANS.values():
+        settled(plan, True, whole_units=False)
 
 
 def test_settled_in_real_processes(world):
@@ -121,7 +135,7 @@ def test_settled_in_real_processes(world):
 
 
 def four_ways(find_unused):
-    module, oracle = models(find_unused, True)
+    module, oracle = models(find_unused, True, whole_units=False)
     step(module, oracle, [[0, 1, 5], [2], [3, 4, 5], []])
     same_grads(module, oracle)
     if find_unused:
@@ -139,7 +153,7 @@ def test_four_ranks(world, find_unused):
 def hybrid():
     group = as_group()
     mesh = group.on_mesh(Mesh((("rep", 2), ("dp", 2))), {})
-    module, oracle = models(True, True, mesh=mesh)
+    module, oracle = models(True, True, whole_units=False, mesh=mesh)
     for ways in ([[0, 1, 5], [2], [3, 4, 5], []], [[], [0, 1, 2], [5], [1]]):
         step(module, oracle, ways)
         same_grads(module, oracle)
@@ -151,12 +165,76 @@ def test_two_copies(world):
     world(hybrid, 4)
 
 
+# -- ranks that go different ways through units
+
+
+def apart(plan):
+    module, oracle = models(True, True)
+    for ways in plan:
+        try:
+            step(module, oracle, ways)
+        except CallMismatchError as error:
+            return str(error)
+        update(module, oracle)
+    raise AssertionError("nothing was raised")
+
+
+@both
+@pytest.mark.parametrize("name", [name for name in APART if name != "come to later"])
+def test_all_ranks_raise_one_error(world, name):
+    texts = world(apart, 2, plan=APART[name])
+    assert texts[0] == texts[1]
+    assert "\n  rank 0  " in texts[0] and "\n  rank 1  " in texts[0] and "branches." in texts[0]
+
+
+def apart_later(plan, timeout_s=2.0):
+    """Some ranks come to a unit that the first step did not have, the others wait for them in collectives."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    module, oracle = models(True, True, mesh=group)
+    for ways in plan[:-1]:
+        step(module, oracle, ways)
+        same_grads(module, oracle)
+        update(module, oracle)
+    with pytest.raises(CallMismatchError) as caught:
+        step(module, oracle, plan[-1])
+    return str(caught.value)
+
+
+@pytest.mark.skipif(device().type == "cuda", reason="NCCL ends the process instead")
+@pytest.mark.parametrize("later", [[0, 2], [3, 4]])
+def test_all_ranks_raise_one_error_later(world, later):
+    texts = world(apart_later, 2, plan=[[[0, 1], [0, 1]]] * 2 + [[[0, 1], later]])
+    assert texts[0] == texts[1]
+    assert f"branches.{later[later[0] == 0]} (Linear), which is not next in the recorded order" in texts[0]
+    assert "\n  rank 0  " in texts[0] and "\n  rank 1  " in texts[0] and "waits for the other ranks at" in texts[0]
+
+
+def test_simulated_ranks_raise_one_error_later():
+    with pytest.raises(DisagreementError) as caught:
+        st.simulate(2, apart, PLANS["come to later"])
+    assert "at branches.1\n" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+@both
+def test_what_the_error_says(world):
+    expected = """\
+ranks went different ways through fully sharded modules in a forward; nothing was moved
+  rank 0         branches.1 (Linear)
+  rank 1         branches.2 (Linear)
+  all came from  branches.0 (Linear)
+  either         let every rank call the same modules in the same order, as with a loss of zero times what it does not \
+need
+  or             call fully_shard on a module that holds all of them instead, with find_unused=True: what a \
+rank does not use counts as zero"""
+    assert world(apart, 2, plan=[[[0, 1], [0, 2]]]) == [expected] * 2
+
+
 # -- by default: told
 
 
-def told(steps, at):
+def told(steps, at, whole_units=False):
     """Runs steps until one raises; it must be step `at`."""
-    module, oracle = models(False, True)
+    module, oracle = models(False, True, whole_units)
     for number, ways in enumerate(steps):
         try:
             step(module, oracle, ways)
@@ -184,6 +262,28 @@ def test_told_in_the_next_step(world, before):
     assert texts == [(True, TEXT)] * 2
 
 
+@both
+def test_a_unit_that_one_rank_skips_later_is_told_in_the_next_step(world):
+    alike, unlike = [[0, 1, 2, 3]] * 2, [[0, 2, 3], [0, 1, 2]]
+    texts = world(told, 2, steps=[alike, unlike, alike], at=2, whole_units=True)
+    assert texts[0] == texts[1]
+    assert "branches.1.weight on rank 1; branches.3.weight on rank 0" in texts[0][1]
+
+
+def evaluated_apart():
+    """Without gradients ranks may skip units that the first pass had."""
+    module, oracle = models(False, True)
+    rank = as_group().rank
+    with torch.no_grad():
+        for ways in ([0, 1, 2, 3], [0, 1, 2, 3][rank:], [1, 3][rank:], []):
+            torch.testing.assert_close(module(batch(rank), ways), oracle(batch(rank), ways))
+
+
+@both
+def test_ranks_may_skip_units_in_evaluation(world):
+    world(evaluated_apart, 2)
+
+
 def test_what_changes_on_all_ranks_alike_is_nothing_to_tell():
     def body():
         module, oracle = models(False, True)
@@ -197,7 +297,7 @@ def test_what_changes_on_all_ranks_alike_is_nothing_to_tell():
 
 def after_the_error():
     """The module can be used again."""
-    module, oracle = models(False, True)
+    module, oracle = models(False, True, whole_units=False)
     step(module, oracle, [[0], [1]])
     with pytest.raises(RuleError, match="different parameters"):
         step(module, oracle, [[0], [0]])
@@ -244,7 +344,7 @@ def test_used_on_one_rank_only(world, ways, grads):
 
 def hooked():
     """Hooks run on every rank, once, also where only another rank used the parameter."""
-    module, oracle = models(True, True)
+    module, oracle = models(True, True, whole_units=False)
     ran = []
     for name, p in module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: ran.append((name, p.grad is not None)))
@@ -259,7 +359,7 @@ def test_hooks(world):
 
 
 def accumulated():
-    module, oracle = models(True, True)
+    module, oracle = models(True, True, whole_units=False)
     for ways in ([[0, 1], [3]], [[1], [2, 3]]):
         step(module, oracle, ways)
     same_grads(module, oracle)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
-from shardtensor.fsdp.domain import Domain, _named
-from shardtensor.fsdp.forms import ANYWHERE, Form
-from shardtensor.fsdp.values import cast_floats, map_tensors, tensors_in
+from shardtensor.fsdp.data_mesh import DataMesh, _named
 from shardtensor.layout.bind import bind
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.mesh import Mesh
+from shardtensor.tensor.trees import cast_floats, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "a b")
 
@@ -74,8 +74,8 @@ def test_tensors_are_found_wherever_they_are():
 ASKED = [None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=4)", "only(dp, 1)", Shard(0), Shard(1), Shard(-1)]
 
 
-def form(asked: Any, shape: tuple[int, ...]) -> Form:
-    return Form.of(asked, "w", shape, "dp", True, 3)
+def form(asked: Any, shape: tuple[int, ...]) -> ShardPlacement:
+    return ShardPlacement.of(asked, "w", shape, "dp", True, 3)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
@@ -85,13 +85,13 @@ def test_what_is_stored_is_shown_again(asked):
         x = torch.arange(float(math.prod(shape))).view(shape)
         stored = cut.stored(x)
         assert stored.shape == (x.numel(),)
-        assert torch.equal(cut.shown(stored, shape), x)
+        assert torch.equal(cut.as_param(stored, shape), x)
         grain = cut.grain(shape)
         whole_rows = {"flat(dp)": 1, None: 1, "flat(dp, unit=4)": 4, "only(dp, 1)": x.numel()}
         dim = asked.dim % len(shape) if isinstance(asked, Shard) else 0
         assert grain == whole_rows.get(asked if not isinstance(asked, Shard) else "", x.numel() // shape[dim])
         if isinstance(asked, Shard):  # a stretch of grains is a stretch along the dim
-            first = cut.shown(stored[:grain], tuple(1 if d == dim else n for d, n in enumerate(shape)))
+            first = cut.as_param(stored[:grain], tuple(1 if d == dim else n for d, n in enumerate(shape)))
             assert torch.equal(first, x.narrow(dim, 0, 1))
 
 
@@ -148,10 +148,10 @@ def test_what_no_data_ranks_can_hold_is_refused(asked, text):
 
 
 def test_an_axis_without_a_name_goes_by_any():
-    assert Form.of("flat(any)", "w", (4,), "dp", False, 3) == Form(axis="any")
-    assert Form.of("only(any, 2)", "w", (4,), "dp", False, 3) == Form(owner=2, axis="any")
-    assert Form.of("only(dp, 1)", "w", (), "dp", True, 3) == Form(axis="dp"), "a number is in a range of its own"
-    assert form(None, (4,)) is ANYWHERE and form(Shard(0), (4, 6)) == Form(unit="row")
+    assert ShardPlacement.of("flat(any)", "w", (4,), "dp", False, 3) == ShardPlacement(axis="any")
+    assert ShardPlacement.of("only(any, 2)", "w", (4,), "dp", False, 3) == ShardPlacement(owner=2, axis="any")
+    assert ShardPlacement.of("only(dp, 1)", "w", (), "dp", True, 3) == ShardPlacement(axis="dp"), "a number has a range"
+    assert form(None, (4,)) is ANYWHERE and form(Shard(0), (4, 6)) == ShardPlacement(unit="row")
 
 
 # -- data axes ---------------------------------------------------------------------------------------------------------
@@ -161,35 +161,35 @@ def test_ranks_are_found_by_the_names_of_axes():
     def body() -> None:
         group = as_group()
         rank = group.rank
-        one, both, again = Domain.of("b"), Domain.of("a*b"), Domain.of(("a", "b"))
+        one, both, again = DataMesh.of("b"), DataMesh.of("a*b"), DataMesh.of(("a", "b"))
         assert (one.axis, one.size, one.replicate, list(one.shard.ranks)) == ("b", 2, None, list(group.axis("b").ranks))
-        for domain in (both, again, Domain.of("a, b")):
+        for domain in (both, again, DataMesh.of("a, b")):
             assert domain.axis == "b" and domain.size == 4 and domain.is_named
             assert list(domain.shard.ranks) == list(group.axis("b").ranks)
             assert list(domain.replicate.ranks) == list(group.axis("a").ranks)
         assert _named("b").mesh is None and _named("a*b").mesh.names == ("a", "b")
-        assert Domain.of(None).replicate is None and Domain.of(None).size == 4 and not Domain.of(None).is_named
+        assert DataMesh.of(None).replicate is None and DataMesh.of(None).size == 4 and not DataMesh.of(None).is_named
         three = group.on_mesh(Mesh((("x", 2), ("y", 2), ("z", 1))), {})
         with pytest.raises(LayoutError, match="one or two axes, not 3"):
-            Domain.of(three)
-        line = Domain.of(group.on_mesh(Mesh((("x", 4),)), {}))
+            DataMesh.of(three)
+        line = DataMesh.of(group.on_mesh(Mesh((("x", 4),)), {}))
         assert (line.axis, line.size, line.replicate) == ("x", 4, None)
         for text, unknown in (("c", "c"), ("a*c", "c"), ("d*a", "d")):
             with pytest.raises(LayoutError, match=f'no axis "{unknown}": the default group has the axes a, b'):
-                Domain.of(text)
+                DataMesh.of(text)
         assert rank in both.whole.ranks
 
     st.simulate("a=2, b=2", body)
 
     def plain() -> None:
         with pytest.raises(LayoutError, match="the default group has no named axes"):
-            Domain.of("dp")
-        assert Domain.of(None).axis == "dp"
+            DataMesh.of("dp")
+        assert DataMesh.of(None).axis == "dp"
         pair = as_group().subgroup([0, 1])
         if as_group().rank == 2:
             with pytest.raises(LayoutError, match="rank 2 is not in the mesh"):
-                Domain.of(pair)
+                DataMesh.of(pair)
         else:
-            assert Domain.of(pair).size == 2
+            assert DataMesh.of(pair).size == 2
 
     st.simulate(3, plain)

@@ -12,8 +12,7 @@ from typing import Any
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import expanded, model_from_dims
-from shardtensor.plan.models.layer_kinds import kind_named
-from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_named
 from shardtensor.plan.models.safetensors_shapes import with_dim_names
 from shardtensor.plan.resolved import Resolved
 

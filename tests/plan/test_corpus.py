@@ -12,7 +12,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.text.formatting import format_plan
 from shardtensor.plan.text.syntax import _parser, parse_plan
 from shardtensor.spec.diagnostics import Source
-from shardtensor.spec.words import WORDS
+from shardtensor.spec.reader import WORDS
 
 PARTS = sorted((corpus.SPECS / "valid/parts").glob("*.shard"))
 

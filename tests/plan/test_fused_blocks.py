@@ -14,8 +14,7 @@ from shardtensor.plan.interop.hugging_face import plan_text_from_hf
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
-from shardtensor.plan.models.layer_kinds import blocks_of
-from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
+from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, blocks_of
 from shardtensor.plan.models.safetensors_shapes import with_dim_names
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.plan.text.sources import PACKAGED

@@ -12,7 +12,7 @@ import shardtensor
 from shardtensor import parse_spec
 from shardtensor.plan.text.sources import MAX_FILES
 from shardtensor.plan.text.syntax import KEYWORDS, MAX_BRACKETS, MAX_DEPTH, MAX_LENGTH
-from shardtensor.spec.words import WORDS
+from shardtensor.spec.reader import WORDS
 
 SPECS = corpus.SPECS
 PAGE = (SPECS / "README.md").read_text()

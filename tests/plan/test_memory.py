@@ -15,7 +15,6 @@ from torch import nn
 import shardtensor as st
 from shardtensor.errors import PlanError
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.load import loads_of
 from shardtensor.plan.match.units import gather_units
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.outlook.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
@@ -117,9 +116,7 @@ def held(module, optimizer):
 
 
 @pytest.mark.parametrize(("world", "bias", "unit"), [(2, True, 1), (3, False, 1), (4, True, "row")])
-def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
-    monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
+def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit):
     plan = resolved(model_of(Net(bias)), f"dp={world}", data=("dp",), store=("dp",), unit=unit, by=("layers.*",))
 
     def train():
@@ -138,9 +135,7 @@ def test_fully_sharded_ranks_hold_what_the_plan_says(world, bias, unit, monkeypa
         assert found == (said.parameters, said.gradients, said.optimizer, said.buffers)
 
 
-def test_units_are_those_of_fully_shard(monkeypatch):
-    monkeypatch.setattr("shardtensor.plan.match.units.LARGE", 1 << 14)
-    monkeypatch.setattr("shardtensor.fsdp.parts.LARGE", 1 << 14)
+def test_units_are_those_of_fully_shard():
     plan = resolved(model_of(Net(True)), "dp=2", data=("dp",), store=("dp",), by=("layers.*",))
     said = {unit.path: [flat.ranges(0) for flat in unit.flats] for unit in gather_units(plan)}
 
@@ -150,15 +145,15 @@ def test_units_are_those_of_fully_shard(monkeypatch):
             fully_shard(layer)
         fully_shard(net)
         net(torch.arange(6)).sum().backward()
-        schedule = fully_shard.state(net).schedule
-        found = {unit.name: [flat.ranges for flat in unit.flats] for unit in schedule.units}
+        runtime = fully_shard.state(net).runtime
+        found = {unit.name: [group.flat.ranges for group in unit.param_groups] for unit in runtime.states}
         slots = {}
-        for unit in schedule.units:
-            size = sum(flat.whole_bytes for flat in unit.flats if flat.convoy is None)
-            slots[id(unit.slot)] = max(size, slots.get(id(unit.slot), 0))
-        together = {id(flat.convoy): flat.convoy for unit in schedule.units for flat in unit.flats if flat.convoy}
-        loads = max(load.size_bytes for load in loads_of(schedule.reductions.flats))
-        return found, sum(slots.values()) + sum(convoy.size_bytes for convoy in together.values()) + 2 * loads
+        for unit in runtime.states:
+            size = sum(group.unsharded_bytes for group in unit.param_groups)
+            slots[id(unit.buffer)] = max(size, slots.get(id(unit.buffer), 0))
+        groups = runtime.reducer.param_groups
+        packed = max(group.flat.total * group.gradients.reduce_dtype.itemsize for group in groups)
+        return found, sum(slots.values()) + 2 * packed
 
     found, memory = st.simulate(2, shard)[0]
     assert found == said

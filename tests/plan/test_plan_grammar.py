@@ -12,8 +12,8 @@ from lark import Lark, Token
 from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.plan.text.syntax import KEYWORDS, parse_plan
 from shardtensor.spec.diagnostics import Source
+from shardtensor.spec.parse import grammar
 from shardtensor.spec.reader import span
-from shardtensor.spec.syntax import grammar
 
 PLANS = files("shardtensor.plan.text").joinpath("grammar.lark").read_text(encoding="utf-8")
 

@@ -11,20 +11,20 @@ import attrs
 import torch
 import torch.nn.functional as F
 from harness import device
+from harness.tiny.bert import BertModel
+from harness.tiny.gpt2 import GPT2LMHeadModel
+from harness.tiny.llama import LlamaForCausalLM
+from harness.tiny.mixtral import mixtral
+from harness.tiny.mlp import MLP
+from harness.tiny.t5 import T5ForConditionalGeneration
+from harness.tiny.uneven import Uneven
+from harness.tiny.vit import ViTForImageClassification
+from harness.tiny.vocab import Vocab
 from torch import nn
 
 import shardtensor
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.tiny.bert import BertModel
-from shardtensor.sharding.tiny.gpt2 import GPT2LMHeadModel
-from shardtensor.sharding.tiny.llama import LlamaForCausalLM
-from shardtensor.sharding.tiny.mixtral import mixtral
-from shardtensor.sharding.tiny.mlp import MLP
-from shardtensor.sharding.tiny.t5 import T5ForConditionalGeneration
-from shardtensor.sharding.tiny.uneven import Uneven
-from shardtensor.sharding.tiny.vit import ViTForImageClassification
-from shardtensor.sharding.tiny.vocab import Vocab
 
 SPECS = Path(shardtensor.__file__).parent.parent / "specs"
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from family_plans import FAMILIES, plan_for
 from harness import FULL, device
+from harness.tiny.llama import LlamaForCausalLM
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
-from shardtensor.sharding.tiny.llama import LlamaForCausalLM
 
 SP = {"tp": 2, "sp": True}
 

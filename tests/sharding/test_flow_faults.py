@@ -49,13 +49,12 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: Decoder(heads=3, kv_heads=3),
         rules(),
         LayoutError,
-        """layers.0.attn.q.weight: 3 units of 4 of dim 0 cannot be cut evenly over tp=2
-  spec    [out: tp unit(4)]
-  shape   12 x 12
-  mesh    (tp=2)
-  either  write `balanced` or `sizes(...)` or `pad(n)` after the axis
-  or      choose another axis
-  rule  layers.*.attn.q.weight: [out: tp unit(4)]""",
+        """error[E205]: layers.0.attn.q.weight: 3 units of 4 cannot be split evenly over tp=2
+  why: layers.0.attn.q.weight is (out=12, in=12); 12 = 3 units of 4 and 3 % 2 = 1
+  fix: tp has to divide 3 (1, 3); or write `balanced` after it for pieces that differ by one unit
+  note: the rule is `layers.*.attn.q.weight: [out: tp unit(4)]`
+  note: 14 tensors fail in this way (layers.{0..1}.attn.q.{weight,bias}, layers.{0..1}.attn.k.{weight,bias} \
+and 2 patterns more)""",
     ),
     "a layer that takes what it cannot": (
         Branches,
@@ -114,17 +113,18 @@ and one rank's would be taken for the sum
         Branches,
         {"in y": "replicate", "up": st.colwise(), "down": st.rowwise(), "side": st.along("replicate")},
         PlanError,
-        """Branches: forward has no argument `y`
-  arguments  x, scale
-  fix        name one of them, or write `in`""",
+        """error[E303]: `forward` of Branches has no argument `y`
+  why: the module is a Branches, and takes x, scale
+  fix: name one of them, or write `in` alone""",
     ),
     "two flows of one value": (
         Branches,
         {"{up,side}": st.colwise(), "up": {"out": "[..., tp] -> replicate"}, "down": st.rowwise()},
         PlanError,
-        """two rules say how values pass `up`
-  out  [..., tp], and [..., tp] -> replicate
-  fix  narrow one of the patterns""",
+        """error[E302]: `out` of `up` is matched by two rules that disagree
+  why: a value passes a module in one way: order in the file never decides
+  fix: narrow one pattern (`side`)
+  note: the rules are `{up,side} out: [..., tp]` and `up out: [..., tp] -> replicate`""",
     ),
     "a flow with two arrows": (
         Branches,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from family_plans import FAMILIES, SPECS, plan_for
+from harness.tiny.bert import BertModel
 from torch import nn
 
 import shardtensor as st
@@ -15,7 +16,6 @@ from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.numeric import check_numeric
-from shardtensor.sharding.tiny.bert import BertModel
 
 SHIPPED: list[tuple[str, str, int, dict[str, Any]]] = [
     ("mlp", "mlp", 2, {}),

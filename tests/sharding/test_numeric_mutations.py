@@ -9,6 +9,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from harness.tiny.attention import attend, heads_of
+from harness.tiny.bert import BertIntermediate, BertSelfAttention
+from harness.tiny.gpt2 import Conv1D, GPT2Attention
+from harness.tiny.llama import LlamaAttention, LlamaMLP
+from harness.tiny.mlp import MLP
+from harness.tiny.model import tiny_model
 from plan.recorded_models import config_path
 from plan.test_plan_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
 from torch import nn
@@ -18,12 +24,6 @@ from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.sharding.numeric import check_numeric
-from shardtensor.sharding.tiny.attention import attend, heads_of
-from shardtensor.sharding.tiny.bert import BertIntermediate, BertSelfAttention
-from shardtensor.sharding.tiny.gpt2 import Conv1D, GPT2Attention
-from shardtensor.sharding.tiny.llama import LlamaAttention, LlamaMLP
-from shardtensor.sharding.tiny.mlp import MLP
-from shardtensor.sharding.tiny.model import tiny_model
 
 OF_PLANS = {name: each for name, each in MUTATIONS.items() if each.code in (NUMERIC, LOUD)}
 """Of which reading tells nothing."""

@@ -169,14 +169,20 @@ def test_what_a_sharder_returns_takes_the_place_of_the_module(world):
 
 FAULTS = {
     "nothing matches": ({"layers.*.upp.weight": "[tp, -]"}, "matches no parameter.*nearest.*layers.0.up.weight"),
-    "two rules": ({"embed": "[tp balanced, -]", "embed.*": "[-, tp]"}, "two rules shard `embed.weight`"),
+    "two rules": (
+        {"embed": "[tp balanced, -]", "embed.*": "[-, tp]"},
+        "`embed.weight` is matched by two rules.*narrow one.*`embed: .tp balanced, -.`.*`embed.[*]: .-, tp.`",
+    ),
     "two rules of a tie": (
         {"embed.weight": "[tp balanced, -]", "head.weight": "[-, tp]"},
-        "two rules shard `embed.weight`, which is also `head.weight`.*or drop the one of `head.weight`",
+        "`head.weight` and `embed.weight` are one tensor with two layouts.*or drop the one of `head.weight`",
     ),
     "no spec": ({"embed.weight": torch.ones(2)}, "Only `ShardingSpec` and `Sharder` are supported"),
     "malformed": ({"embed.weight": "[tp"}, "expected"),
-    "uneven": ({"norm.weight": "[tp]", "head.weight": "[tp, -]"}, "head.weight: .*rule +head.weight: .tp, -."),
+    "uneven": (
+        {"norm.weight": "[tp]", "head.weight": "[tp, -]"},
+        "head.weight is .out=11.*the rule is `head.weight: .tp, -.`",
+    ),
     "root sharder": ({"": Halves()}, "path must not be empty for custom sharder!"),
     "sharder and rule": (
         {"layers.0.up.weight": "[tp balanced, -]", "layers.0": Halves()},

@@ -7,6 +7,9 @@ from typing import Any
 import attrs
 import pytest
 from harness import FULL
+from harness.tiny.model import tiny_model
+from harness.tiny.names import unnumbered
+from harness.tiny.world import small_plan
 from plan.recorded_models import FROM_DIMS, MORE_WORLDS, NAMES, OTHERS, case_id, config_path, recorded, resolved_for
 
 from shardtensor.errors import SpecError
@@ -18,9 +21,6 @@ from shardtensor.plan.models.model import TensorInfo
 from shardtensor.plan.resolved import Resolved
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.numeric import check_numeric
-from shardtensor.sharding.tiny.model import tiny_model
-from shardtensor.sharding.tiny.names import unnumbered
-from shardtensor.sharding.tiny.world import small_plan
 
 Case = tuple[str, str, int, dict[str, Any]]
 OWN: list[Case] = [("mlp", "", 4, {}), ("vocab", "", 4, {}), ("uneven", "", 4, {})]

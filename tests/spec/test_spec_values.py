@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.boxes import find_overlap
-from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from shardtensor.spec.infer import infer_sharding_spec
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, infer_sharding_spec
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import as_spec, parse_spec
 
@@ -165,7 +164,7 @@ def test_other_shards_are_listed(shards):
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # importing it is an ImportError from here on
-import shardtensor.spec.parse, shardtensor.spec.infer
+import shardtensor.spec.parse, shardtensor.spec.devices
 spec = shardtensor.spec.parse.parse_spec('chunk(dim=0, placements=["rank:0-3/cuda:0-3"])')
 assert str(spec.placements[3]) == "rank:3/cuda:3"
 assert "lark" in sys.modules

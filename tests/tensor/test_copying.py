@@ -116,7 +116,7 @@ def test_a_pickle_on_a_mesh(world):
     world(check_mesh, 4)
 
 
-def check_places() -> None:
+def check_devices() -> None:
     blob = pickle.dumps(st.zeros("[tp]", 4))
     rank = dist.get_rank()
     group = dist.new_group([0, 2, 3])
@@ -135,4 +135,4 @@ def check_places() -> None:
 
 
 def test_a_pickle_is_refused_in_another_place(world):
-    world(check_places, 4)
+    world(check_devices, 4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.tiny import mixtral
 from sharding import family_plans
 from sharding.decoder import Decoder
 from torch import nn
@@ -20,7 +21,6 @@ from shardtensor.comm import primitives, process_group
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.loading import load_plan
 from shardtensor.sharding import expert_dispatch
-from shardtensor.sharding.tiny import mixtral
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState
 from shardtensor.trace import layers

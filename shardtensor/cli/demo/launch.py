@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run ``shardtensor demo``; returns the exit status."""
-    from shardtensor.cli.demo.text import TextError, read_text
+    from shardtensor.cli.demo.train import TextError, read_text
 
     try:
         text = read_text(options.text)

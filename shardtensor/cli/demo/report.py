@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtensor import ShardedTensor
-from shardtensor.cli.maps import draw_boxes, rank_style
+from shardtensor.cli.show_text import draw_boxes, rank_style
 from shardtensor.layout.box import Box, whole
 from shardtensor.plan.findings.brief import brief_names
 

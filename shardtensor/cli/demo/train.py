@@ -1,13 +1,14 @@
-"""What each rank of the demo does: train the sharded model with the others, and on rank 0 the dense one beside it."""
+"""Each rank of the demo trains the sharded model with the others; rank 0 trains the dense model beside it."""
 
 from __future__ import annotations
 
 import copy
 import os
+import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from fnmatch import fnmatchcase
+from pathlib import Path
 
 import attrs
 import torch
@@ -16,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor import ShardedOptimizer, shard_parameter
-from shardtensor.cli.demo.model import SPECS, Decoder
 from shardtensor.cli.demo.report import Held, Progress
-from shardtensor.cli.demo.text import Corpus
+from shardtensor.plan.match.patterns import matches
 from shardtensor.tensor.sharded_tensor import local_of
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
@@ -100,20 +100,9 @@ def train_step(
 
 
 def matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Each parameter's name with the spec whose pattern it matches; ``{q,k,v}`` stands for one of the listed."""
-    patterns = [(choice, spec) for pattern, spec in specs.items() for choice in _choices(pattern)]
+    """Each parameter's name with the spec whose pattern it matches."""
     for name, _ in list(model.named_parameters()):
-        for pattern, spec in patterns:
-            if fnmatchcase(name, pattern):
-                yield name, spec
-
-
-def _choices(pattern: str) -> list[str]:
-    before, brace, rest = pattern.partition("{")
-    if not brace:
-        return [pattern]
-    inside, _, after = rest.partition("}")
-    return [before + word + after for word in inside.split(",")]
+        yield from ((name, spec) for pattern, spec in specs.items() if matches(pattern, name))
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
@@ -134,3 +123,106 @@ def _gathered(sizes: tuple[int, int, int], world: int, device: torch.device) -> 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_of, tensors))
+
+
+HEAD = 32
+
+SPECS = {
+    "embed.weight": "[vocab: tp balanced]",
+    "blocks.*.{q,k,v}.weight": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.{q,k,v}.bias": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.proj.weight": f"[in: tp unit({HEAD}) balanced]",
+    "blocks.*.up.weight": "[out: tp balanced]",
+    "blocks.*.up.bias": "[out: tp balanced]",
+    "blocks.*.down.weight": "[in: tp balanced]",
+}
+"""Column-parallel into a block, row-parallel out of it, the vocabulary by rows; norms, positions and the other biases
+stay whole."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Tokens ``(batch, length)`` -> logits ``(batch, length, vocabulary)``; the head shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int, length: int, width: int = 128, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+ENOUGH_BYTES = 2_000_000
+
+
+class TextError(Exception):
+    """There is no text to train on, and why."""
+
+
+def read_text(path: Path | None) -> bytes:
+    """Return up to two million bytes of a text file, a folder of text files, or Python's standard library.
+
+    Raises:
+        TextError: nothing there, or too little.
+    """
+    if path is None:
+        path, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+    else:
+        pattern = "**/*"
+    if not path.exists():
+        raise TextError(f"{path} does not exist")
+    files = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    parts, size = [], 0
+    for file in files:
+        if size >= ENOUGH_BYTES:
+            break
+        if file.is_file():
+            parts.append(file.read_bytes())
+            size += len(parts[-1])
+    text = b"\n".join(parts)[:ENOUGH_BYTES]
+    if len(text) < 1000:
+        raise TextError(f"{path} holds {len(text)} bytes of text; the demo needs at least 1000")
+    return text
+
+
+class Corpus:
+    """Text as numbers, one for each byte value that occurs in it."""
+
+    def __init__(self, text: bytes) -> None:
+        values = sorted(set(text))
+        number = torch.zeros(256, dtype=torch.long)
+        number[values] = torch.arange(len(values))
+        self.vocabulary = len(values)
+        self.numbers = number[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
+
+    def batch(self, step: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and targets of a step, each ``(batch, length)`` int64; the same on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        length = min(length, len(self.numbers) - 2)
+        starts = torch.randint(len(self.numbers) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([self.numbers[start : start + length + 1] for start in starts.tolist()])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -101,19 +101,6 @@
     if (matchMedia("(max-width: 1060px)").matches) document.getElementById("stage").scrollIntoView({ block: "start" });
   }));
 
-  all(".moves").forEach((drawing) => {
-    const lines = all(".line", drawing);
-    lines.forEach((line) => {
-      line.addEventListener("pointerenter", () => { drawing.classList.add("lit"); line.classList.add("on"); });
-      line.addEventListener("pointerleave", () => { drawing.classList.remove("lit"); line.classList.remove("on"); });
-    });
-    all(".held", drawing).forEach((held) => {
-      const mine = lines.filter((line) => line.dataset[held.dataset.side] === held.dataset.rank);
-      held.addEventListener("pointerenter", () => { drawing.classList.add("lit"); mine.forEach((line) => line.classList.add("on")); });
-      held.addEventListener("pointerleave", () => { drawing.classList.remove("lit"); mine.forEach((line) => line.classList.remove("on")); });
-    });
-  });
-
   // All names that a folded one stands for: {0..31} is a run of numbers, {a,b} are words.
   function names(pattern) {
     const words = pattern.split(/\{([^{}]*)\}/), found = [""];

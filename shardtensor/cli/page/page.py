@@ -1,20 +1,24 @@
-"""The page of a scene: one text that needs nothing else."""
+"""The page of a scene, one text that needs nothing else: its figures, the tree of its modules, its ranks."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from importlib.resources import files
 
+import attrs
+
 from shardtensor.cli.mesh_rows import MeshRows, mesh_rows, mesh_text
-from shardtensor.cli.page import colours, sections
-from shardtensor.cli.page.figures import figure, figure_data
-from shardtensor.cli.page.markup import Markup, data, el
-from shardtensor.cli.page.reshards import reshards
-from shardtensor.cli.page.tree import search_box, tree
-from shardtensor.cli.scene import Scene
-from shardtensor.layout.explain import say_bytes
+from shardtensor.cli.page.figures import broken, figure, figure_data, redrawn, thumbnail
+from shardtensor.cli.page.markup import Markup, data, definitions, el, rules
+from shardtensor.cli.picture import picture_of
+from shardtensor.cli.scene import Reshard, Scene, Shown, size_text
+from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.plan.axes import Axes
+from shardtensor.plan.findings.folding import folded
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import PlanBytes, plan_bytes
+from shardtensor.plan.resolved import Passing, Resolved
 
 
 def page(scene: Scene) -> str:
@@ -30,7 +34,7 @@ def page(scene: Scene) -> str:
     is_plan = scene.resolved is not None
     held = None if scene.resolved is None or scene.resolved.errors else plan_bytes(scene.resolved)
     rows = mesh_rows(scene.axes)
-    style = Markup(_packaged("drawing.css") + _packaged("page.css") + colours.rules())
+    style = Markup(_packaged("page.css") + rules())
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -54,14 +58,13 @@ def page(scene: Scene) -> str:
     parts: list[Markup | str] = [_header(scene, held), el("main", left, stage, class_=kind, data_start=start)]
     resolved = scene.resolved
     if resolved is not None and resolved.errors:
-        parts.append(sections.findings(resolved))
-    parts.append(reshards(scene.reshards))
-    if resolved is not None and held is not None:
-        parts += [sections.memory(resolved, held), sections.units(resolved)]
-        parts.append(sections.findings(resolved))
+        parts.append(_findings(resolved))
+    parts.append(_reshards(scene.reshards))
+    if resolved is not None and not resolved.errors:
+        parts.append(_findings(resolved))
     parts.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     known = data("data", [figure_data(shown, rows) for shown in scene.shown])
-    body = el("body", colours.definitions(), *parts, known, el("script", Markup(_packaged("page.js"))))
+    body = el("body", definitions(), *parts, known, el("script", Markup(_packaged("page.js"))))
     return "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
 
 
@@ -140,3 +143,176 @@ def _mesh_drawing(axes: Axes, rows: MeshRows) -> Markup:
 def _numbers(label: str) -> str:
     """The coordinates of a column without the names of the axes, which stand above all."""
     return ",".join(word.rpartition(" ")[2] for word in label.split(", "))
+
+
+def _reshards(found: Sequence[Reshard]) -> Markup | str:
+    """The steps by which tensors reach other layouts."""
+    if not found:
+        return ""
+    body = []
+    for each in found:
+        steps = [say_step(step, each.item) for steps in each.routes for step in steps]
+        title = el("h3", el("code", " -> ".join(each.texts)), " ", el("span", broken(each.name), class_="count"))
+        body.append(el("div", title, el("pre", "\n".join(steps) or "nothing moves: both say the same")))
+    return _section("reshards", "Resharding", *body)
+
+
+def _findings(resolved: Resolved) -> Markup | str:
+    """What a check found; errors first."""
+    if not resolved.findings:
+        return ""
+    rows = []
+    for finding in folded(resolved.findings):
+        said = [el("p", el("b", f"{finding.severity} {finding.code}"), " ", finding.fault)]
+        if finding.origin is not None:
+            said.append(
+                el("pre", f"{finding.origin}\n" + "\n".join(finding.origin.source.excerpt(finding.origin.span)))
+            )
+        more = [("why", finding.why), ("fix", finding.fix), *(("note", note) for note in finding.notes)]
+        said += [el("p", f"{key}: {text}", class_="note") for key, text in more if text]
+        rows.append(el("li", *said, class_=finding.severity))
+    return _section("findings", "Findings", el("ul", *rows, class_="findings"))
+
+
+def _section(identifier: str, title: str, *children: Markup | str) -> Markup:
+    return el("section", el("h2", title), *children, id=identifier)
+
+
+_SEGMENT = re.compile(r"(?:\{[^{}]*\}|[^.{}])+")
+_MINI = 16
+"""Parts of a picture in little."""
+
+_OPEN = 4  # of many modules side by side, as experts are
+
+
+@attrs.define
+class Node:
+    """A module, or layers alike.
+
+    Attributes:
+        rows: tensors of its own: the last word of the pattern, the pattern, which figure.
+        ends: the first and the last of the tensors below it.
+    """
+
+    children: dict[str, Node] = attrs.field(factory=dict)
+    rows: list[tuple[str, str, int]] = attrs.field(factory=list)
+    ends: tuple[str, str] | None = None
+
+
+def tree(scene: Scene) -> Markup:
+    """The tree of a plan's tensors."""
+    root = Node()
+    order = {} if scene.resolved is None else {name: i for i, name in enumerate(scene.resolved.tensors)}
+    found = [
+        (min(order.get(name, 0) for name in names), pattern, number)
+        for number, shown in enumerate(scene.shown)
+        for pattern, names in shown.folded.items()
+    ]
+    for _, pattern, number in sorted(found):
+        *above, last = segments(pattern)
+        node = root
+        for word in above:
+            node = node.children.setdefault(word, Node())
+            names = scene.shown[number].folded[pattern]
+            node.ends = (node.ends[0] if node.ends else names[0], names[-1])
+        node.rows.append((last, pattern, number))
+    most = max(each.rank_bytes(len(names)) for each in scene.shown for names in each.folded.values())
+    minis = [_mini(each) for each in scene.shown]
+    return el("div", _node(root, 0, scene, most, minis), class_="tree", id="tree")
+
+
+def segments(pattern: str) -> list[str]:
+    """The words of a folded name.
+
+    Example:
+        >>> segments("model.layers.{0..31}.mlp.{gate,up}.weight")
+        ['model', 'layers', '{0..31}', 'mlp', '{gate,up}', 'weight']
+    """
+    return _SEGMENT.findall(pattern) or [pattern]
+
+
+def _node(node: Node, depth: int, scene: Scene, most: int, minis: list[Markup]) -> Markup:
+    items = []
+    for last, pattern, number in node.rows:
+        items.append(el("li", _row(last, pattern, number, scene.shown[number], most, minis[number])))
+    for place, (word, child) in enumerate(node.children.items()):
+        name, below, deep = word, child, depth + 1
+        flow = _flows(scene.resolved, below, deep)
+        while not flow and not below.rows and len(below.children) == 1:
+            ((word, below),) = below.children.items()
+            name, deep = f"{name}.{word}", deep + 1
+            flow = _flows(scene.resolved, below, deep)
+        if len(below.rows) == 1 and not below.children:  # a layer of one tensor is one line
+            ((last, pattern, number),) = below.rows
+            row = _row(f"{name}.{last}", pattern, number, scene.shown[number], most, minis[number], flow)
+            items.append(el("li", row))
+            continue
+        is_open = "" if place < _OPEN or len(node.children) <= 2 * _OPEN else None
+        summary = el("summary", el("code", broken(name)), _passing(flow))
+        items.append(el("li", el("details", summary, _node(below, deep, scene, most, minis), open=is_open)))
+    return el("ul", *items)
+
+
+def _row(last: str, pattern: str, number: int, shown: Shown, most: int, mini: Markup, flow: str = "") -> Markup:
+    names = shown.folded[pattern]
+    size = shown.rank_bytes(len(names))
+    width = f"{max(100 * size / most, 0.5) if most else 0:.1f}%"
+    count = f" × {len(names)}" if len(names) > 1 else ""
+    return el(
+        "a",
+        mini,
+        el("span", el("code", broken(last)), el("span", count, class_="count"), class_="name"),
+        el("span", el("code", str(shown.spec)), el("span", size_text(shown.tensor.shape)), class_="how"),
+        el(
+            "span",
+            el("span", el("i", style=f"width:{width}"), class_="bar"),
+            el("span", say_bytes(size)),
+            class_="size",
+        ),
+        _passing(flow),
+        href=f"#f{number}",
+        class_="row",
+        data_f=number,
+        data_name=pattern,
+        title=pattern,
+    )
+
+
+def _mini(shown: Shown) -> Markup:
+    picture = shown.picture
+    if len(picture.parts) <= _MINI:
+        return thumbnail(picture, shown.plane)
+    coarse = picture_of(picture.layout, _MINI, picture.names, picture.made_of)
+    return thumbnail(coarse, redrawn(coarse, shown.plane))
+
+
+def _passing(text: str) -> Markup | str:
+    return el("span", text, class_="flow") if text else ""
+
+
+def _flows(resolved: Resolved | None, node: Node, depth: int) -> str:
+    """How values pass the modules of a node; where the first and the last differ, of which one it is said."""
+    if resolved is None or not depth or not node.ends:
+        return ""
+    paths = [".".join(name.split(".")[:depth]) for name in node.ends]
+    first, last = (flow_text(resolved.modules[path]) if path in resolved.modules else "" for path in paths)
+    if first == last:
+        return first
+    said = [(path, text) for path, text in zip(paths, (first, last), strict=True) if text]
+    return "  ·  ".join(f"{path.rpartition('.')[2]}: {text}" for path, text in said)
+
+
+def flow_text(passing: Passing) -> str:
+    """How values pass a module, in one line."""
+    words = [f"in{' ' * bool(name)}{name} {flow}" for name, (flow, _) in passing.ins.items()]
+    words += [f"out{' ' * bool(name)}{name} {flow}" for name, (flow, _) in passing.outs.items()]
+    words += [f"use {hook.name}" for hook, _ in passing.uses]
+    return "  ·  ".join(words)
+
+
+def search_box() -> Markup:
+    """The field that filters the tree; of no use without the script, which shows it."""
+    field = el(
+        "input", type="search", id="search", placeholder="layers.3.mlp, *norm", autocomplete="off", spellcheck="false"
+    )
+    return el("label", el("span", "Find"), field, el("span", id="found", role="status"), class_="search", hidden="")

@@ -3,7 +3,7 @@
 import shardtensor.ops  # gives ShardedTensor its operations
 import shardtensor.parallel.parameter  # noqa: F401  (gives specs build_metadata and shard)
 from shardtensor.spec.devices import DevicePlacementSpec, EnumerableShardingSpec, PlacementSpec
-from shardtensor.spec.infer import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
+from shardtensor.spec.devices import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.dispatch import custom_sharding_spec_op
 

@@ -17,7 +17,7 @@ from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.flows.flow import Flow, as_written
 from shardtensor.plan.line import Line
-from shardtensor.plan.models.layer_kinds import LayerKind
+from shardtensor.plan.models.model import LayerKind
 from shardtensor.plan.resolved import Passing, Placed, Resolved
 from shardtensor.spec.nodes import Dim, Replicate, Spec
 from shardtensor.spec.parts import Cut, Partial

@@ -141,7 +141,7 @@ def _differ(name: str, to: str, model: Model, group: Mapping[str, tuple[str, ...
     return None
 
 
-def untied(model: Model, placed: Mapping[str, Placed]) -> list[Finding]:
+def untied(plan: Plan, model: Model, placed: Mapping[str, Placed]) -> list[Finding]:
     """E304 for names that are one tensor in the module and have two layouts."""
     found = []
     for names in model.tied:
@@ -159,7 +159,9 @@ def untied(model: Model, placed: Mapping[str, Placed]) -> list[Finding]:
                     f"`{two}` and `{one}` are one tensor with two layouts",
                     line.origin if line else None,
                     f"the plan says {says[0]} and {says[1]}",
-                    f"add the line `tie {two} = {one}`",
+                    f"give both the same cut, or drop the one of `{two}`: it is the same tensor"
+                    if plan.is_part
+                    else f"add the line `tie {two} = {one}`",
                     (),
                     two,
                 )

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from shardtensor.layout.layout import Layout, has_equal_parts
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
-from shardtensor.plan.models.model import BYTES
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, parameter_groups
 from shardtensor.plan.resolved import Placed, Resolved
-
-LARGE = 1 << 20
-"""Elements from which an embedding or linear layer of a unit that holds other units is gathered by itself."""
-
-SMALL = 1 << 16
-"""Bytes; a unit that has no more stays gathered between forward and backward: gathering it again would cost more."""
-
-CONVOY = 1 << 20
-"""Bytes; small units are gathered in one message, and reduced in one, as many as have no more than this together."""
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
@@ -31,35 +21,6 @@ def name_order(name: str) -> list[tuple[int, str]]:
         ['layers.9.w', 'layers.10.w']
     """
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-_ALIGNED = 16  # bytes; kernels want parameters to begin at a multiple, where units lie end to end
-
-
-def convoys(units: Sequence[tuple[Hashable, int] | None]) -> list[list[int]]:
-    """Which small units travel together, by number; those that do so alone are not named.
-
-    Args:
-        units: in the order of a model, of each its kind and bytes; None for one that is not small. What is of one kind
-            can travel together, but for what would leave the next one unaligned.
-
-    Example:
-        >>> convoys([("a", 600_000), None, ("b", 16), ("a", 500_000), ("a", 64), ("b", 32), ("b", 2)])
-        [[2, 5], [3, 4]]
-    """
-    found: list[list[int]] = []
-    latest: dict[Hashable, tuple[list[int], int]] = {}
-    for number, unit in enumerate(units):
-        if unit is None or unit[1] % _ALIGNED:
-            continue
-        kind, size = unit
-        members, total = latest.get(kind, ([], 0))
-        if not members or total + size > CONVOY:
-            members, total = [], 0
-            found.append(members)
-        members.append(number)
-        latest[kind] = members, total + size
-    return [members for members in found if len(members) > 1]
 
 
 @attrs.frozen(cache_hash=True)
@@ -96,7 +57,7 @@ class GatherUnit:
     """The parameters of one module that are gathered together.
 
     Attributes:
-        path: of the module; of the layer, where a large one of a container is gathered by itself.
+        path: of the module.
         flats: one for each dtype, trained and frozen apart.
         names: of the parameters of each flat.
         holds_units: whether other units lie inside: then it stays gathered from forward to backward.
@@ -117,35 +78,9 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
     found: dict[str, GatherUnit] = {}
     for path, own in members.items():
         holds = any(other != path and other.startswith(f"{path}." if path else "") for other in members)
-        parts = _large_layers(resolved, own) if holds else set()
-        apart: dict[str, list[Placed]] = {path: []}
-        for each in own:
-            layer = each.tensor.name.rpartition(".")[0]
-            apart.setdefault(layer if layer in parts else path, []).append(each)
-        for place, group in apart.items():
-            found[place] = _unit(resolved, place, group, holds and place == path)
+        found[path] = _unit(resolved, path, own, holds)
     order = {path: i for i, path in enumerate(resolved.model.paths)}
     return tuple(unit for _, unit in sorted(found.items(), key=lambda item: order.get(item[0], 0)) if unit.flats)
-
-
-def in_company(units: Sequence[GatherUnit], rank: int) -> list[list[GatherUnit]]:
-    """The gather units in their order, those that travel together as one, in the place of the first of them.
-
-    Args:
-        rank: whose.
-    """
-    companies = convoys([_small(unit, rank) for unit in units])
-    first = {members[0]: members for members in companies}
-    others = {number for members in companies for number in members[1:]}
-    return [[units[i] for i in first.get(number, [number])] for number in range(len(units)) if number not in others]
-
-
-def _small(unit: GatherUnit, rank: int) -> tuple[Hashable, int] | None:
-    flat = unit.flats[0]
-    if unit.holds_units or len(unit.flats) != 1 or flat.ranks == 1:
-        return None
-    size = flat.ranges(rank).total * BYTES[flat.dtype]
-    return ((flat.axes, flat.dtype), size) if 0 < size <= SMALL else None
 
 
 def own_tensors(resolved: Resolved) -> list[Placed]:
@@ -155,35 +90,29 @@ def own_tensors(resolved: Resolved) -> list[Placed]:
 
 
 def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: bool) -> GatherUnit:
-    alike: dict[tuple[object, ...], list[Placed]] = {}
-    for placed in sorted(group, key=lambda placed: name_order(placed.tensor.name)):
-        assert placed.stored is not None
-        alone = "" if has_equal_parts(placed.layout) else placed.tensor.name
-        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes, alone)
-        alike.setdefault(key, []).append(placed)
-    flats, names = [], []
-    for each in alike.values():
-        for flat, own in _flats(resolved, each):
-            flats.append(flat)
-            names.append(own)
-    return GatherUnit(path, tuple(flats), tuple(names), holds_units)
-
-
-def _flats(resolved: Resolved, placed: Sequence[Placed]) -> Iterable[tuple[Flat, tuple[str, ...]]]:
-    """Parameters alike in dtype and axes, as one; apart where their grains do not go together."""
-    mesh, first = resolved.plan.axes.mesh, placed[0]
-    assert first.stored is not None
-    axes = tuple(mesh.names.index(leaf) for leaf in resolved.plan.axes.leaves(first.stored.axes))
-    ranks = math.prod(mesh.sizes[axis] for axis in axes)
-    layouts = tuple(each.layout for each in placed)
-    units = tuple(_grain(each) for each in placed)
-    rank = mesh.ranks[0]
-    for group in together([x.numel(rank) for x in layouts], _grains(layouts, units, rank), ranks):
-        flat = Flat(
-            tuple(layouts[i] for i in group), tuple(units[i] for i in group), axes, ranks,
-            first.tensor.dtype, first.tensor.requires_grad,
-        )  # fmt: skip
-        yield flat, tuple(placed[i].tensor.name for i in group)
+    mesh, axes_of = resolved.plan.axes.mesh, resolved.plan.axes.leaves
+    placed = sorted(group, key=lambda placed: name_order(placed.tensor.name))
+    stored = [each.stored.axes for each in placed if each.stored is not None]
+    alone = ["" if has_equal_parts(each.layout) else each.tensor.name for each in placed]
+    axes = tuple(mesh.names.index(leaf) for leaf in axes_of(stored[0]))
+    ranks, rank = math.prod(mesh.sizes[axis] for axis in axes), mesh.ranks[0]
+    units = [_grain(each) for each in placed]
+    layouts = [each.layout for each in placed]
+    groups = parameter_groups(
+        [(each.tensor.dtype, each.tensor.requires_grad, name) for each, name in zip(placed, alone, strict=True)],
+        [layout.numel(rank) for layout in layouts],
+        _grains(layouts, units, rank),
+        ranks,
+    )
+    flats = [
+        Flat(
+            tuple(layouts[i] for i in members), tuple(units[i] for i in members), axes, ranks,
+            placed[members[0]].tensor.dtype, placed[members[0]].tensor.requires_grad,
+        )
+        for members in groups
+    ]  # fmt: skip
+    names = tuple(tuple(placed[i].tensor.name for i in members) for members in groups)
+    return GatherUnit(path, tuple(flats), names, holds_units)
 
 
 def _grain(placed: Placed) -> int:
@@ -194,16 +123,3 @@ def _grain(placed: Placed) -> int:
 def _grains(layouts: Sequence[Layout], units: Sequence[int], rank: int) -> list[int]:
     rows = (math.prod(layout.local_shape(rank)[1:]) for layout in layouts)
     return [unit or max(row, 1) for unit, row in zip(units, rows, strict=True)]
-
-
-def _large_layers(resolved: Resolved, placed: Sequence[Placed]) -> set[str]:
-    """The paths of large embeddings and linear layers, none of whose parameters is tied."""
-    tied = {p.tied_to for p in resolved.tensors.values()} | {n for names in resolved.model.tied for n in names}
-    sizes: dict[str, int] = {}
-    for each in placed:
-        path = each.tensor.name.rpartition(".")[0]
-        kind = resolved.model.kind(path)
-        is_layer = kind is not None and kind.dims["weight"] in (("out", "in"), ("vocab", "embed"))
-        fits = is_layer and each.tensor.name not in tied
-        sizes[path] = sizes.get(path, 0) + (each.tensor.numel if fits else -(2**62))
-    return {path for path, size in sizes.items() if size >= LARGE}

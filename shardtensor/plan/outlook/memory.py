@@ -16,17 +16,14 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout, Layout, ListedLayout
+from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
 from shardtensor.mesh import Mesh
-from shardtensor.plan.match.units import SMALL, Flat, GatherUnit, gather_units, in_company, own_tensors
+from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 """Tensors of state like the parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
-
-_LINE = 512  # bytes; where a gathered flat begins
-_SLOTS = 2  # units gathered at a time
-_PACKED = 2  # reductions on their way at a time
 
 
 @attrs.frozen
@@ -142,26 +139,14 @@ class _Lent:
         return {axis: range(mesh.sizes[axis]) for layout in layouts for axis in _uneven_axes(layout, mesh)}
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
-        own, turns, packed, ring = 0, [0] * _SLOTS, 0, 0
-        for company in in_company(self.units, rank):
-            if len(company) > 1:  # side by side when they travel, and end to end when they are used
-                own += 2 * sum(self._wholes(company, rank))
-                packed = max(packed, 2 * sum(self._wholes(company, rank, trained=True)))
-                continue
-            (unit,) = company
-            wholes = self._wholes([unit], rank)
-            size = sum(-(-whole // _LINE) * _LINE for whole in wholes)
-            packed = max([packed, *self._wholes([unit], rank, trained=True)])
-            if unit.holds_units or sum(wholes) <= SMALL:
-                own += size
-            else:
-                turns[ring % _SLOTS] = max(turns[ring % _SLOTS], size)
-                ring += 1
-        return RankBytes(gathered=own + sum(turns) + _PACKED * packed)
-
-    def _wholes(self, units: Sequence[GatherUnit], rank: int, trained: bool = False) -> list[int]:
-        flats = [flat for unit in units for flat in unit.flats if flat.trains or not trained]
-        return [flat.ranges(rank).total * BYTES[flat.dtype] for flat in flats]
+        packed, modules = 0, []
+        for unit in self.units:
+            sizes = [(flat.ranges(rank).total * BYTES[flat.dtype], flat.trains) for flat in unit.flats]
+            packed = max([packed, *(size for size, trains in sizes if trains)])
+            stays = unit.holds_units or sum(size for size, _ in sizes) <= SMALL_BYTES
+            modules.append((sum(aligned_bytes(size) for size, _ in sizes), stays))
+        gathered = sum(buffer.size_bytes for buffer in gather_buffers(modules))
+        return RankBytes(gathered=gathered + REDUCE_BUFFERS * packed)
 
 
 def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> RankBytes:

@@ -17,8 +17,7 @@ from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.diagnostics import Source, nearest
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.spec.reader import Use, as_in, example
-from shardtensor.spec.words import WORDS, Word, words_for
+from shardtensor.spec.reader import WORDS, Use, Word, as_in, example, words_for
 
 BARE_WORDS = ("row", "sum", "avg", "max", "min")
 """Words that arguments take."""

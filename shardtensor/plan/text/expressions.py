@@ -12,8 +12,7 @@ from lark import Token, Tree
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.origin import Origin
-from shardtensor.plan.text.names import known_values
-from shardtensor.plan.text.scope import AxisValue, Bundle, Node, Poisoned, Scope, kind_of
+from shardtensor.plan.text.scope import AxisValue, Bundle, Node, Poisoned, Scope, kind_of, known_values
 from shardtensor.spec.atoms import MAX_NUMBER
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.nodes import ShardingSpec

@@ -15,14 +15,20 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.origin import Origin
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.text.definitions import Definitions
+from shardtensor.plan.text.definitions import Definitions, MeshReader, TensorStatements
 from shardtensor.plan.text.entries import Above, Body, Entries, data_axis_fault, flow_axes
 from shardtensor.plan.text.evaluate import Evaluator
-from shardtensor.plan.text.meshes import MeshReader
-from shardtensor.plan.text.names import known_values, other_values, params_in
-from shardtensor.plan.text.scope import AxisValue, Node, Poisoned, Scope, finding_of
+from shardtensor.plan.text.scope import (
+    AxisValue,
+    Node,
+    Poisoned,
+    Scope,
+    finding_of,
+    known_values,
+    other_values,
+    params_in,
+)
 from shardtensor.plan.text.sources import File, Files
-from shardtensor.plan.text.statements import TensorStatements
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.reader import span
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
-from shardtensor.spec.parser_cache import parser_by
-from shardtensor.spec.syntax import IN_WORDS, check_depth, grammar, open_bracket, parse_with, quoted_name
+from shardtensor.spec.parse import IN_WORDS, check_depth, grammar, open_bracket, parse_with, parser_of, quoted_name
 
 if TYPE_CHECKING:
     from lark import Lark, Token, Tree
@@ -64,7 +63,7 @@ class _Lines:
 @cache
 def _parser() -> Lark:
     text = grammar() + files("shardtensor.plan.text").joinpath("grammar.lark").read_text(encoding="utf-8")
-    return parser_by(text, ("plan", "value"), _Lines())
+    return parser_of(text, ["plan", "value"], _Lines())
 
 
 def parse_plan(source: Source) -> Tree:

@@ -1,0 +1,262 @@
+"""The ranks that hold a module together, and how parameters are sharded over other axes already.
+
+Along one axis of the data ranks parameters are cut, along another, if there, they are repeated. Where a parameter was
+sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from itertools import combinations
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm.group import Group, group_on_mesh
+from shardtensor.comm.process_group import as_group, simulated
+from shardtensor.errors import LayoutError
+from shardtensor.layout.layout import CutLayout, has_equal_parts
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.tensor.dtensor import as_dtensor
+from shardtensor.tensor.placing import spec_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
+
+
+@attrs.frozen(eq=False)
+class DataMesh:
+    """Groups of ranks and the axes they lie along.
+
+    Args:
+        whole: all the ranks.
+        shard: those that hold one copy together.
+        reduce: the same ranks as `shard`, for reductions that run beside its gathers.
+        replicate: those that hold the same part; of size 1 without hybrid sharding.
+        axis: the name of the axis that is cut.
+    """
+
+    whole: Group
+    shard: Group
+    reduce: Group
+    replicate: Group | None
+    axis: str
+
+    @property
+    def is_named(self) -> bool:
+        """Whether `axis` is a name that the mesh gave it; else it goes by any."""
+        return self.whole.mesh is not None
+
+    @property
+    def size(self) -> int:
+        """How many ranks compute a gradient, each of its own part of the batch."""
+        return self.whole.size
+
+    @classmethod
+    def of(cls, mesh: Any) -> DataMesh:
+        """Read a mesh of data ranks: of one axis, or of two, the first of which repeats.
+
+        Args:
+            mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
+                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``; ``("rep", "dp")`` is the same.
+
+        Raises:
+            LayoutError: it has more axes, or this rank is not in it.
+        """
+        if isinstance(mesh, tuple | list) and mesh and all(isinstance(name, str) for name in mesh):
+            mesh = "*".join(mesh)
+        whole = _named(mesh) if isinstance(mesh, str) else as_group(mesh)
+        if whole.index < 0:
+            raise LayoutError(
+                f"rank {whole.rank} is not in the mesh that a module is to be fully sharded over",
+                {"ranks": list(whole.ranks)},
+                "call fully_shard on the ranks of the mesh only",
+            )
+        grid = whole.mesh
+        if mesh is None and grid is not None:
+            whole, grid = whole.subgroup(list(whole.ranks)), None
+        if grid is None:
+            names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
+            return cls(whole, whole, whole.twin(), None, names[-1])
+        if len(grid.names) == 1:
+            return cls(whole, whole, whole.twin(), None, grid.names[0])
+        if len(grid.names) > 2:
+            raise LayoutError(
+                f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
+                {"mesh": ", ".join(f"{name}={size}" for name, size in grid.axes)},
+                'name the data axes: mesh["dp"], or mesh["rep", "dp"] to repeat along the first',
+            )
+        rep, dp = grid.names
+        shard = whole.axis(dp)
+        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
+
+
+def _named(text: str) -> Group:
+    """The ranks along axes of the default mesh."""
+    world, names = as_group(None), tuple(name.strip() for name in text.replace(",", "*").split("*"))
+    grid = world.mesh
+    unknown = [name for name in names if grid is None or name not in grid.names]
+    if grid is None or unknown:
+        raise LayoutError(
+            f'there is no axis "{unknown[0]}": the default group has '
+            + ("no named axes" if grid is None else f"the axes {', '.join(grid.names)}"),
+            {"mesh": text},
+            'pass the DeviceMesh of the data ranks, mesh["dp"], or names of axes, "dp" or "rep*dp"',
+        )
+    team = world.axis(*names)
+    axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
+    return group_on_mesh(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
+
+
+@attrs.frozen(eq=False)
+class TPSpec:
+    """How a parameter was sharded before, and where the data axis is beside the axes of that.
+
+    Attributes:
+        layout, spec, group: of the parameter as modules compute with it.
+        joint: the ranks of all these axes.
+        axis: what the data axis is called there.
+        joint_spec: the spec, in the names of `joint`.
+        dtensor: the DeviceMesh and placements, where modules compute with a DTensor.
+    """
+
+    layout: CutLayout
+    spec: ShardingSpec
+    group: Group
+    joint: Group
+    axis: str
+    joint_spec: Spec
+    dtensor: tuple[Any, Any] | None = None
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor, data_mesh: DataMesh, mesh: Any, dtensor: Any = None) -> TPSpec | None:
+        """Read a parameter; None where it is plain.
+
+        Args:
+            mesh: what the user named the data ranks by.
+            dtensor: what `param` was made of, if it was a DTensor.
+
+        Raises:
+            LayoutError: data ranks hold different parts of it, or no mesh at hand has all the axes.
+        """
+        if not isinstance(param, ShardedTensor):
+            return None
+        layout, group = param._layout, param._group
+        spec = param.sharding_spec()
+        if not isinstance(layout, CutLayout) or layout.partial:
+            raise _refusal(name, param, "is sharded in a way that its parts cannot be cut further")
+        for joint in _joint_groups(group, mesh):
+            grid = joint.mesh
+            assert grid is not None
+            cut = {grid.names[i] for i in layout.parting_axes} if joint is group else set()
+            axes = _axes_of(grid, data_mesh.shard, cut)
+            cut_axes = (grid.names if joint is group else _axes_of(grid, group, {*axes})) if axes else None
+            if not axes or not cut_axes:
+                continue
+            if joint is group and (layout.grid != grid.sizes or layout.ranks != grid.ranks):
+                raise _refusal(name, param, "is not sharded over all of its mesh")
+            if dtensor is not None and joint is group:
+                raise LayoutError(
+                    f"`{name}` is a DTensor on a mesh which has the data axis {', '.join(axes)}, too",
+                    {"placements": ", ".join(map(repr, dtensor.placements)), "mesh": repr(dtensor.device_mesh)},
+                    "put it on the other axis alone, and let fully_shard add the data axis: "
+                    'parallelize_module(module, mesh["tp"], plan), then fully_shard(module, mesh=mesh["dp"])',
+                )
+            if len(axes) > 1:
+                raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
+            if cut & set(axes):
+                raise _refusal(name, param, f"is cut over the data axis {axes[0]} already")
+            named = _in_names(layout, param, cut_axes)
+            if joint is group and isinstance(spec, Spec) and not spec.named and ... not in spec.dims:
+                named = spec
+            seen = None if dtensor is None else (dtensor.device_mesh, dtensor.placements)
+            return cls(layout, spec, group, joint, axes[0], named, seen)
+        is_same = list(group.ranks) == list(data_mesh.shard.ranks)
+        raise LayoutError(
+            f"`{name}` is sharded over "
+            + ("the data ranks already" if is_same else "ranks that no mesh joins with the data ranks"),
+            {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(data_mesh.shard)},
+            f'shard it on a mesh that has both axes: {_first_call(dtensor)}, then fully_shard(module, mesh=mesh["dp"])',
+        )
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether all ranks compute with as many elements; if not, the parameter is laid out by itself."""
+        return has_equal_parts(self.layout)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several of the ranks along its own axes hold each element."""
+        return math.prod(self.layout.grid[axis] for axis in self.layout.parting_axes) < len(self.layout.ranks)
+
+    def around(self, view: torch.Tensor) -> torch.Tensor:
+        """The gathered part, as modules expect it."""
+        unsharded_params: Any = shell_over(view, self.layout, self.spec, self.group)
+        if self.dtensor is not None:
+            unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
+        unsharded_params._is_param = True
+        return unsharded_params
+
+
+def _first_call(dtensor: Any) -> str:
+    """What shards a parameter over other axes than the data ranks'."""
+    if dtensor is None:
+        return "shard_module(module, plan, process_group=mesh)"
+    return 'parallelize_module(module, mesh["tp"], plan)'
+
+
+def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
+    """Groups with named axes that may have both the parameter's and the data ranks'."""
+    if group.mesh is not None:
+        yield group
+    if isinstance(mesh, dist.DeviceMesh):
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None
+        if root is not None and root is not mesh and root.ndim > 1:
+            yield as_group(root)
+    world = simulated.get()
+    if world is not None and world.mesh is not None and world is not group:
+        yield world
+
+
+def _axes_of(grid: Mesh, team: Group, others: AbstractSet[str]) -> tuple[str, ...] | None:
+    """The axes of a grid along which the ranks of a group lie, in its order; the last ones that fit.
+
+    A rank alone lies along every axis of one rank: those in `others`, which stand for something else, come last.
+    """
+    second, numbers = None, range(len(grid.names))
+    for count in numbers:
+        for axes in reversed(list(combinations(numbers, count + 1))):
+            if grid.ranks_along(team.rank, axes) == tuple(team.ranks):
+                names = tuple(grid.names[i] for i in axes)
+                if not others & {*names}:
+                    return names
+                second = second or names
+    return second
+
+
+def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:
+    """The spec of a layout in the axis names of another mesh."""
+    spec = spec_of(attrs.evolve(layout, names=names), param.device)
+    if not isinstance(spec, Spec) or len(names) != len(layout.grid):
+        raise _refusal("a parameter", param, "is sharded by a spec that names no axes")
+    return spec
+
+
+def is_cut(inner: TPSpec | None, dim: int) -> bool:
+    """Whether a dim of the parameter is cut already."""
+    return inner is not None and inner.layout.dims[dim] is not None
+
+
+def _listed(group: Group) -> str:
+    return ", ".join(map(str, list(group.ranks)[:16]))
+
+
+def _refusal(name: str, param: ShardedTensor, what: str) -> LayoutError:
+    return LayoutError(
+        f"`{name}` {what}",
+        {"spec": str(param.sharding_spec()), "its ranks": _listed(param._group)},
+        "leave it out: ignored_params=[...]; or shard it by a spec such as [tp, -] over other axes",
+    )

@@ -1,0 +1,139 @@
+"""Deep copies of fully sharded modules, what undoes `fully_shard`, and what frees the memory that it gathers into."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import attrs
+from torch import nn
+
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.checks import after_load
+from shardtensor.fsdp.outside import part_from_flat
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.runtime import Runtime
+from shardtensor.fsdp.state import FSDPState, state_of, states_in
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return an independent copy of a fully sharded module: own parameters, in ranges of their own; ties stay ties.
+
+    What it learned in its forwards does not come along: the first forward of the copy learns it anew, on all ranks.
+    """
+    twin = object.__new__(type(module))
+    memo[id(module)] = twin
+    kind: Any = type(module).__mro__[2]  # as it was before fully_shard
+    is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # parametrized modules, for one
+    state = vars(module) if is_by_itself else module.__getstate__()
+    state = copy.deepcopy({**state, "_fsdp_state": vars(module)["_fsdp_state"]}, memo)
+    twin.__setstate__(state)
+    return twin
+
+
+def copy_state(state: FSDPState, memo: dict[int, Any]) -> FSDPState:
+    """Return the state of a module's copy."""
+    twin = object.__new__(FSDPState)
+    memo[id(state)] = twin
+    vars(twin).update(vars(state))
+    twin.modules = [copy.deepcopy(module, memo) for module in state.modules]
+    twin.module, twin.ahead = twin.modules[0], list(state.ahead)
+    twin.param_groups = [_copy_param_group(group, memo) for group in state.param_groups]
+    if state.post_forward_mesh is not None:
+        twin.post_forward_mesh = state.post_forward_mesh.over(twin.param_groups)
+    twin.refer()
+    return twin
+
+
+def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
+    twin = object.__new__(ParamGroup)
+    vars(twin).update(vars(group))
+    twin.params_info = [
+        attrs.evolve(
+            info,
+            param=copy.deepcopy(info.param, memo),
+            homes=[(copy.deepcopy(owner, memo), name) for owner, name in info.homes],
+        )
+        for info in group.params_info
+    ]
+    twin.sharded_params = [info.param for info in twin.params_info]  # type: ignore[misc]
+    twin.gradients = group.gradients.over(twin.sharded_params)
+    twin.repack()
+    return twin
+
+
+FSDPState.__deepcopy__ = copy_state  # type: ignore[attr-defined]
+
+
+def release(module: nn.Module) -> None:
+    """Take `fully_shard` off a module and all modules in it. Sends nothing; called between passes, on all ranks.
+
+    Parameters are no longer gathered: `ShardedTensor.full_tensor` gives their values, and gradients stay beside them.
+
+    Example:
+        >>> from shardtensor.fsdp import FSDPModule, fully_shard
+        >>> linear = fully_shard(nn.Linear(2, 2))
+        >>> release(linear)
+        >>> isinstance(linear, FSDPModule), type(linear.weight).__name__
+        (False, 'ShardedTensor')
+    """
+    for owner in module.modules():
+        state = state_of(owner)
+        if state is not None:
+            _release_state(state)
+            del vars(owner)["_fsdp_state"]
+            owner.__class__ = type(owner).__mro__[2]
+            for key in [key for key, hook in owner._load_state_dict_post_hooks.items() if hook is after_load]:
+                del owner._load_state_dict_post_hooks[key]
+
+
+def _release_state(state: FSDPState) -> None:
+    for group in state.param_groups:
+        group.show_sharded()
+        for sharded in group.sharded_params:
+            part_from_flat(sharded)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the memory that units of a module are gathered into, and that their gradients are reduced in.
+
+    It stays from pass to pass otherwise: call this after evaluation, say, to have it for something else. The next
+    forward makes it anew. Sends nothing; called on the outermost fully sharded module, between passes, on all ranks.
+
+    Raises:
+        RuleError: a forward or a backward is going on, or a graph has saved what lies in that memory. Nothing has
+            changed. A graph that saved nothing there raises at its own backward.
+
+    Example:
+        >>> import torch
+        >>> from shardtensor.fsdp import free_gathered, fully_shard
+        >>> layer = fully_shard(nn.Linear(2, 2))
+        >>> with torch.no_grad():
+        ...     y = layer(torch.ones(1, 2))
+        >>> free_gathered(layer)
+    """
+    found = (state.runtime for _, state in states_in(module))
+    runtimes = {id(runtime): runtime for runtime in found if runtime is not None}.values()
+    for runtime in runtimes:
+        if runtime.is_running() or not all(state.buffer.is_idle for state in runtime.states):
+            raise RuleError(
+                "the memory of gathered parameters is in use: a forward has still to have its backward",
+                {"module": runtime.states[0].title},
+                "call backward first, or drop the results of that forward",
+            )
+    for runtime in runtimes:
+        _free(runtime)
+
+
+def _free(runtime: Runtime) -> None:
+    for state in runtime.states:
+        runtime.reshard(state)
+        state.finish()
+    runtime.gathers.join()
+    allocations = {id(state.buffer.allocation): state.buffer.allocation for state in runtime.states}.values()
+    runtime.reducer.resize(runtime.reducer.buffers)
+    runtime.is_current = False
+    for state in runtime.states:
+        state.forget()
+    for allocation in allocations:
+        allocation.end()

@@ -1,0 +1,234 @@
+"""The order in which units are gathered in a pass: recorded in the first pass of a kind, followed in later ones.
+
+While an order is recorded ranks compare at each unit which one comes next, before it is gathered: collectives of
+different units would wait for each other, or mix values. Later passes send nothing. A rank that skips a unit gathers it
+when it goes past it, and brings no gradients. One that comes to a unit which is not in what is left of the order waits
+for the others at a rendezvous in the store: if all come to it, the pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
+from struct import Struct
+from zlib import crc32
+
+from shardtensor.comm.agree import name_ranks, ranks_by_value
+from shardtensor.comm.group import Group
+from shardtensor.comm.primitives import timeout_of
+from shardtensor.comm.rendezvous import Rendezvous, rendezvous_of
+from shardtensor.errors import AbsentRankError, CallMismatchError
+
+_NUMBER = Struct("<i")
+_GRACE_S = 10.0  # between the ranks that a timeout ends
+_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that all of them name a rendezvous alike
+
+WAYS_OUT = (
+    "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
+    "call fully_shard on a module that holds all of them instead, with find_unused=True: what a rank does not use"
+    " counts as zero",
+)
+
+
+class ExecutionOrder:
+    """The recorded orders, and where the pass that runs is in its own.
+
+    Args:
+        group: all ranks that hold the units.
+        title: says which unit a number stands for.
+    """
+
+    def __init__(self, group: Group, title: Callable[[int], str]) -> None:
+        self._group, self._title = group, title
+        self._orders: dict[Hashable, list[int] | None] = {}
+        self._kind: Hashable = None
+        self._order: list[int] = []
+        self._next = 0
+        self.is_recording = self.has_left_order = False
+        self._rendezvous: Rendezvous | None = None
+        ranks = tuple(group.ranks)
+        _made[ranks] += 1
+        self._purpose = f"fully_shard {_made[ranks]}"
+
+    def clear(self) -> None:
+        """Record anew."""
+        self._orders.clear()
+
+    def begin(self, kind: Hashable, expected: Callable[[], list[int]] | None = None) -> None:
+        """Begin a pass; those of one kind visit the same units.
+
+        Args:
+            expected: returns the order for a kind that none was recorded for.
+        """
+        if expected is not None and kind not in self._orders:
+            self._orders[kind] = expected()
+        known = self._orders.get(kind)
+        self._kind, self._next, self.has_left_order = kind, 0, False
+        self.is_recording = known is None
+        self._order = [] if known is None else known
+
+    def visit(self, unit: int, is_gathered: bool) -> Sequence[int]:
+        """Return the units to gather, one after the other, for `unit` to be there."""
+        order, here = self._order, self._next
+        if self.is_recording:
+            if order[-1:] != [unit]:
+                self._compare(unit)
+                order.append(unit)
+            return (unit,)
+        if here < len(order) and order[here] == unit:
+            self._next = here + 1
+            return (unit,)
+        if is_gathered:
+            return ()
+        if unit in order[here:]:
+            self._next = order.index(unit, here) + 1
+            return order[here : self._next]
+        self._wait_for_all(f"{self._name()}: gathers {self._title(unit)}, which is not next in the recorded order")
+        self._orders[self._kind] = None  # the next pass of this kind records
+        self.is_recording = self.has_left_order = True
+        self._order = [unit]
+        return (unit,)
+
+    def upcoming(self) -> Iterator[int]:
+        """The units after the last one visited, as far as they are known."""
+        return iter(()) if self.is_recording else islice(self._order, self._next, None)
+
+    def end(self, calls: int = 0) -> Sequence[int]:
+        """Return the units to gather that other ranks visit beyond this one's last; the order is known from now on.
+
+        Args:
+            calls: of modules, which have to be as many on all ranks.
+        """
+        if self.is_recording:
+            self._compare(-1 - calls)
+            if not self.has_left_order:
+                self._orders[self._kind] = self._order
+            self.is_recording, self._next = False, len(self._order)
+            return ()
+        rest, self._next = self._order[self._next :], len(self._order)
+        return rest
+
+    @property
+    def recorded(self) -> list[int]:
+        """The units of the pass, in order."""
+        return self._order
+
+    # -- ranks that go different ways ---------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        return self._kind[0] if isinstance(self._kind, tuple) else "pass"
+
+    def _compare(self, unit: int) -> None:
+        """Return where all ranks come to the same unit, or all to the end (below zero).
+
+        Raises:
+            CallMismatchError: on all ranks, with one text.
+        """
+        found = [_NUMBER.unpack(blob)[0] for blob in self._group.exchange(_NUMBER.pack(unit))]
+        if len(set(found)) == 1:
+            return
+        where = {
+            rank: self._title(number) if number >= 0 else f"the end of the {self._name()} after {-1 - number} calls"
+            for rank, number in zip(self._group.ranks, found, strict=True)
+        }
+        facts = {name_ranks(ranks): text for text, ranks in ranks_by_value(where).items()}
+        if self._order:
+            facts["all came from"] = self._title(self._order[-1])
+        raise CallMismatchError(
+            f"ranks went different ways through fully sharded modules in a {self._name()}; nothing was moved",
+            facts,
+            list(WAYS_OUT),
+        )
+
+    def _wait_for_all(self, place: str, others_time_out: bool = True) -> None:
+        """Return where all ranks come here with the same `place`.
+
+        Args:
+            others_time_out: whether others may wait in a collective first, until the timeout of the group.
+
+        Raises:
+            CallMismatchError, AbsentRankError: on all ranks, with one text.
+        """
+        if not self._has_rendezvous():  # one rank alone, or simulated: there a collective that does not fit is an error
+            self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
+            return
+        assert self._rendezvous is not None
+        patience_s = timeout_of(self._group.process_group) if others_time_out else 0.0
+        self._rendezvous.timeout_s = patience_s + _GRACE_S
+        self._rendezvous.wait("fully_shard", place)
+
+    def _has_rendezvous(self) -> bool:
+        self._rendezvous = self._rendezvous or rendezvous_of(self._group, self._purpose)
+        return self._rendezvous is not None
+
+    def explain(self, unit: int | None = None) -> None:
+        """Return where the ranks do not wait in different places. Called when a collective timed out.
+
+        Args:
+            unit: at whose parameters or gradients this rank waited; None where it still waits, for the end of a step:
+                then it looks whether others wait for it.
+
+        Raises:
+            CallMismatchError: on all ranks, with one text.
+        """
+        if not self._has_rendezvous():
+            return
+        assert self._rendezvous is not None
+        if unit is None and not self._rendezvous.is_awaited():
+            return
+        place = "the last step" if unit is None else f"{self._name()}: waits for the other ranks at {self._title(unit)}"
+        try:
+            self._wait_for_all(place, others_time_out=False)
+        except AbsentRankError:
+            return
+
+
+class BackwardScope:
+    """The forwards that the next backward is of.
+
+    Args:
+        group: all ranks that hold the modules.
+
+    Attributes:
+        called: the numbers of the modules that were called from outside; it tells backwards apart.
+        left: the numbers of modules whose backward may need their parameters, in the order of backward.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.called: tuple[int, ...] = ()
+        self.left: list[int] = []
+        self._kind: Hashable = None
+        self._leaving: list[tuple[int, bool]] = []
+        self._recorded: dict[Hashable, list[int]] = {}  # `left` by kind of forward
+        self._since: dict[Hashable, int] = {}  # the last backward: forwards by kind, and the module called
+
+    def enter(self, kind: Hashable, number: int | None) -> None:
+        """Begin a forward of this kind, in the module of a number; None if no backward follows it."""
+        self._kind, self._leaving = kind, []
+        if number is not None:
+            self._since[kind] = number
+
+    def leaves(self, number: int, is_needed: bool) -> None:
+        """Record that a forward leaves a module, and whether a backward may need its parameters."""
+        self._leaving.append((number, is_needed))
+
+    def record(self, adds: bool) -> None:
+        """Record which modules backward needs on any rank, where outputs may require a gradient on some only.
+
+        Args:
+            adds: to what was recorded of this kind of forward before.
+        """
+        needed = bytes([1, *(is_needed for _, is_needed in self._leaving)])
+        on_any = list(map(any, zip(*self._group.exchange(needed), strict=True)))[1:]
+        left = [number for (number, _), is_needed in zip(self._leaving, on_any, strict=True) if is_needed][::-1]
+        before = self._recorded.get(self._kind, []) if adds else []
+        self._recorded[self._kind] = list(dict.fromkeys(left + before)) if before else left
+
+    def begin(self) -> None:
+        """Begin a backward: of the forwards since the last one, or else of the same."""
+        if self._since:
+            self.called = tuple(sorted({*self._since.values()}))
+            self.left = [number for kind in reversed(self._since) for number in self._recorded.get(kind, ())]
+            self._since = {}

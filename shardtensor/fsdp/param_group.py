@@ -1,0 +1,326 @@
+"""`ParamGroup`: parameters of one dtype that are gathered and reduced as one tensor.
+
+A rank keeps one range of it, `shard`; the sharded parameters are ShardedTensors over views of that. It is gathered into
+a buffer that stays the same, so the tensors that modules compute with are views made once. They are outputs of one
+autograd node that is made once too: backward runs it when the gradients of all of them are there, which is when they
+are packed and reduced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from shardtensor.comm.group import Pending
+from shardtensor.comm.untraced import untraced
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.flat_views import FlatViews
+from shardtensor.fsdp.gradients import Grads, GroupGradients
+from shardtensor.fsdp.outside import UNCOMPILED, join
+from shardtensor.fsdp.param_info import ParamInfo, ranges_of
+from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardtensor.fsdp.versions import written_too_early
+from shardtensor.parallel.memory import become
+from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
+from shardtensor.tensor.pieces import Pieces
+from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+
+_LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves
+
+
+class ParamGroup:
+    """Parameters of one dtype that are gathered and reduced together.
+
+    Attributes:
+        shard: this rank's range, of the parameters' dtype: the authoritative values. On the CPU with offloading.
+        sharded_params: the parameters as users see them.
+        unsharded: the all-gather output, of `compute_dtype`; None until a buffer is assigned.
+        parts: the parameters in it, with version counters of their own; see `versions`.
+        unsharded_params: what modules compute with: outputs of one autograd node over `parts`, or ShardedTensors over
+            such.
+        node: that node; None where all parameters are frozen.
+        trains: which parameters require a gradient.
+        changes: how often a leaf was replaced, or its ``requires_grad`` set.
+        state: a weak reference to the FSDPState.
+        on_gradients: called by `node` with the gradients of unsharded parameters.
+    """
+
+    def __init__(
+        self,
+        params_info: Sequence[ParamInfo],
+        data_mesh: DataMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.params_info, self.data_mesh, self.device, self.policy = list(params_info), data_mesh, device, policy
+        self.is_offloaded = isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu"
+        self._pins = isinstance(offload_policy, CPUOffloadPolicy) and self.is_offloaded and offload_policy.pin_memory
+        params = [info.param for info in params_info]
+        self.dtype, self.trains = params[0].dtype, tuple(param.requires_grad for param in params)
+        self.shapes = [tuple(info.values.shape) for info in params_info]
+        ranges = ranges_of(self.params_info, data_mesh.shard.size)
+        self.flat = FlatViews([info.form for info in params_info], self.shapes, ranges, data_mesh.shard.index)
+        self.shard = self._first_shard()
+        self.sharded_params: list[ShardedTensor] = []
+        offload_to = _to_cpu(self._pins) if self.is_offloaded else None
+        self.gradients = GroupGradients(self.flat, data_mesh, self.sharded_params, offload_to)
+        self._use_pieces(has_hooks=False)
+        for i, shard in enumerate(self.flat.flat_shards(self.shard)):
+            self.sharded_params.append(self._sharded(i, shard))
+        self.settle_dtypes()
+        self.state: Callable[[], Any] = type(None)
+        self.changes = 0
+        self._is_packed = True  # for all that is known, the leaves are views of `shard`
+        self._writes_before = 0  # into earlier shards
+        self.unsharded: torch.Tensor | None = None
+        self.node: Any = None
+        self.forget()
+
+    def settle_dtypes(self) -> None:
+        """Set the dtypes of computation, of gradients and of reductions."""
+        self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
+        self.settle_grad_dtypes()
+        wanted = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
+        self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
+
+    def settle_grad_dtypes(self) -> None:
+        """Make gradients of the dtypes that users set; from the next forward on they are reduced in these."""
+        asked = [grad_dtype_of(info.param) for info in self.params_info]
+        dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
+        self.gradients.dtypes = None if all([own == dtype for own in asked]) else asked
+
+    # -- sharded parameters -------------------------------------------------------------------------------------------
+
+    def _first_shard(self) -> torch.Tensor:
+        if self.params_info[0].param.is_meta:
+            return torch.zeros(self.flat.chunk, dtype=self.dtype, device="meta")
+        device = None if self.is_offloaded else self.device
+        shard = torch.zeros(self.flat.chunk, dtype=self.dtype, device=device, pin_memory=self._pins)
+        for i, (info, part) in enumerate(zip(self.params_info, self.flat.flat_shards(shard), strict=True)):
+            start, stop = self.flat.ranges.piece(i, self.flat.index)
+            if start < stop:
+                part.copy_(info.form.stored(info.values)[start:stop])
+        return shard
+
+    def _sharded(self, i: int, shard: torch.Tensor) -> ShardedTensor:
+        """The sharded parameter over a flat shard."""
+        info = self.params_info[i]
+        form, inner, sizes = info.form, info.inner, info.sizes(self.flat.ranges, i)
+        if inner is None:
+            group = self.data_mesh.whole
+            spec = form.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
+        else:
+            group = inner.joint
+            spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
+        layout = bind_named(spec, tuple(info.param.shape), mesh_of(group))
+        if not layout.packed:
+            shape = layout.local_shape(group.rank)
+            self.flat.reshape(i, shape)
+            shard = form.as_param(shard, shape)
+        leaf = shard.detach().requires_grad_(self.trains[i])
+        self._number(leaf, i)
+        return wrap(leaf, layout, spec, group)
+
+    def _use_pieces(self, has_hooks: bool) -> None:
+        """Let optimizers know that the leaves to come are pieces of `shard`."""
+        self.gradients.pieces = self._pieces = Pieces(self.shard, self.flat.starts)
+        self._pieces.has_hooks = has_hooks
+
+    def _number(self, leaf: torch.Tensor, i: int) -> None:
+        if leaf.is_contiguous():  # in another order of elements it is no piece of memory
+            leaf._piece = self._pieces, i  # type: ignore[attr-defined]
+
+    def take_over(self) -> None:
+        """Make the parameter objects the sharded parameters, for everyone who holds them; a gradient comes along."""
+        for i, info in enumerate(self.params_info):
+            grad = info.param.grad
+            become(info.param, self.sharded_params[i])
+            sharded: Any = info.param
+            sharded.grad, self.sharded_params[i] = grad, sharded
+            join(sharded, self, i)
+
+    def is_aliased(self) -> bool:
+        """Whether all parameters are views of `shard` that this group made."""
+        return self._is_packed and all(
+            sharded._local.data_ptr() == shard.data_ptr() and sharded.dtype == self.dtype and sharded._flat is self
+            for sharded, shard in zip(self.sharded_params, self.flat.shards(self.shard), strict=True)
+        )
+
+    @torch.inference_mode(False)
+    def repack(self) -> None:
+        """Copy the parameters, wherever their leaves lie by now, into a new shard, and make their leaves views of it.
+
+        Gradients and hooks come along.
+        """
+        leaves = [sharded._local for sharded in self.sharded_params]
+        self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
+        self._writes_before += self.shard._version + 1
+        self.shard = torch.zeros(self.flat.chunk, dtype=self.dtype, device=leaves[0].device)
+        self.settle_dtypes()
+        self._use_pieces(self._pieces.has_hooks)
+        for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.flat.shards(self.shard), strict=True)):
+            leaf = sharded._local
+            shard.copy_(leaf.detach())
+            fresh: Any = shard.detach().requires_grad_(leaf.requires_grad)
+            self._number(fresh, i)
+            keep_grad_dtype(leaf, fresh)
+            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no view of a flat gradient any more
+            fresh._backward_hooks = leaf._backward_hooks
+            fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+            join(sharded, self, i)
+            sharded._replace_local(fresh)
+        self._is_packed = True
+
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for info, sharded in zip(self.params_info, self.sharded_params, strict=True):
+            for owner, name in info.homes:
+                owner._parameters[name] = sharded  # type: ignore[assignment]
+
+    @property
+    def writes(self) -> int:
+        """How often the parameters were written."""
+        return self.shard._version + self._writes_before
+
+    def leaf_changed(self, is_replaced: bool) -> None:
+        """Record that a parameter has another leaf, or another ``requires_grad`` or ``grad_dtype``."""
+        self.changes += 1
+        if is_replaced:
+            self._is_packed = False
+            self._writes_before += 1
+
+    # -- unsharded parameters -----------------------------------------------------------------------------------------
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the all-gather output."""
+        return self.flat.total * self.compute_dtype.itemsize
+
+    def use_buffer(self, memory: torch.Tensor) -> None:
+        """Gather into `memory`, bytes, from now on; `make_views` comes next."""
+        self.unsharded = memory[: self.unsharded_bytes].view(self.compute_dtype)
+        self._own = self.flat.own(self.unsharded)
+        self.parts = [part.data for part in self.flat.views(self.unsharded)[0]]  # each with a version of its own
+
+    def forget(self) -> None:
+        """Hold no buffer."""
+        self.unsharded = self.node = None
+        self.on_gradients: Callable[[ParamGroup, Grads], None] | None = None
+        self.gathers_by = self.data_mesh.shard
+        self._own, self.parts = self.shard, list[torch.Tensor]()
+        self.unsharded_params: tuple[torch.Tensor, ...] = ()
+        self._gathered_writes = -1
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # the first forward may be one without
+    def make_views(self) -> None:
+        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
+        self.node, made = None, iter(())
+        if any(self.trains):
+            anchor = torch.empty(0, device=self.device, requires_grad=True)
+            made = iter(_Unsharded.apply(anchor, self))
+        views = [_filled(next(made), part) if is_trained else part for is_trained, part in zip(self.trains, self.parts)]  # noqa: B905
+        found = []
+        for info, view in zip(self.params_info, views, strict=True):
+            view._is_param = True
+            found.append(view if info.inner is None else info.inner.around(view))
+            node: Any = found[-1].grad_fn
+            if node is not None:
+                node._set_sequence_nr(_LAST)  # a DTensor has another between the view and the module
+        self.unsharded_params = tuple(found)
+        if any(self.trains):
+            self.node = views[self.trains.index(True)].grad_fn
+            self.node._set_sequence_nr(_LAST)
+
+    def node_outputs(self) -> list[torch.Tensor]:
+        """What the autograd node returns for trained parameters: the dtype of each is that of its gradient.
+
+        Where other ranks than the data ranks sum gradients of replicas, they do so in the dtype of reductions.
+        """
+        trained = [
+            (info, part) for info, part, trains in zip(self.params_info, self.parts, self.trains, strict=True) if trains
+        ]
+        parts = [part.detach() for _, part in trained]
+        if self.gradients.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
+            return parts
+        has_neighbours = any(info.inner is not None for info in self.params_info)
+        wide = torch.empty((), dtype=self.gradients.reduce_dtype, device=self.device)
+        for (info, _), part in zip(trained, parts, strict=True):
+            if info.may_be_summed(has_neighbours):
+                part.data = wide.expand(part.shape)  # without memory; `_filled` replaces it
+        return parts
+
+    def gather(self) -> Pending:
+        """Start the all-gather, in the current stream."""
+        assert self.unsharded is not None, "a buffer is assigned before anything is gathered"
+        self._gathered_writes = self.writes
+        source = self.shard
+        if self.is_offloaded:
+            source = self._own.copy_(source, non_blocking=self._pins)
+        elif self.unsharded.is_cuda or self.compute_dtype != self.dtype:  # NCCL gathers best in place
+            source = self._own.copy_(source)
+        return self.gathers_by.all_gather_into(self.unsharded, source)
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether the parameters were gathered, and not written since."""
+        return self._gathered_writes == self.writes
+
+    def check_unwritten(self) -> None:
+        """Refuse to gather again, for a backward, what was written since the forward."""
+        if self._gathered_writes not in (-1, self.writes):
+            raise written_too_early(self.params_info)
+
+
+class _Unsharded(torch.autograd.Function):
+    """From nothing to the unsharded parameters; backward passes their gradients to the group."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, group: ParamGroup) -> tuple[torch.Tensor, ...]:
+        ctx.group = weakref.ref(group)  # the collector does not see that the group's views hold this node
+        ctx.names = [info.name for info in group.params_info]
+        ctx.trains = None if all(group.trains) else group.trains
+        ctx.set_materialize_grads(False)
+        return tuple(group.node_outputs())
+
+    @staticmethod
+    @untraced(UNCOMPILED)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            raise RuleError(
+                "the gradient of a fully sharded parameter has no gradient (create_graph=True)",
+                {"parameters": ", ".join(ctx.names[:4])},
+                fix="keep what needs second derivatives out of fully_shard",
+            )
+        group: ParamGroup | None = ctx.group()
+        if group is not None:
+            assert group.on_gradients is not None, "a group whose views are used belongs to a runtime"
+            found = iter(grads)
+            group.on_gradients(
+                group, grads if ctx.trains is None else [next(found) if trains else None for trains in ctx.trains]
+            )
+        return None, None
+
+
+def _to_cpu(pins: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what starts to copy a tensor to the CPU."""
+
+    def start(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=pins).copy_(x, non_blocking=pins)
+
+    return start
+
+
+def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """An output of the node over the gathered values; one without memory only says the dtype of the gradient."""
+    if view.dtype != part.dtype:
+        view.data = part
+    return view

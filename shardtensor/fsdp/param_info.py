@@ -1,0 +1,89 @@
+"""One parameter of a group, and how parameters that are gathered together lie in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.fsdp.data_mesh import TPSpec
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
+from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
+from shardtensor.parallel.layers import Flowing
+from shardtensor.parallel.memory import Home
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import parameter_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.define(eq=False)
+class ParamInfo:
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
+
+    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
+    what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
+    """
+
+    name: str
+    param: torch.Tensor
+    homes: list[Home]
+    form: ShardPlacement = ANYWHERE
+    inner: TPSpec | None = None
+    dtensor: Any = None
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor) -> ParamInfo:
+        """An entry that no module is known of yet."""
+        return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the data ranks hold copies of."""
+        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together."""
+        return self.form.grain(tuple(self.values.shape))
+
+    def may_be_summed(self, has_neighbours: bool) -> bool:
+        """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
+
+        Args:
+            has_neighbours: whether parameters that are gathered with it are sharded over other axes.
+        """
+        if self.inner is not None:
+            return self.inner.has_copies
+        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
+        return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is gathered by itself: ranks compute with parts of different sizes."""
+        return self.inner is not None and not self.inner.has_equal_parts
+
+    def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
+        """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
+
+        A spec is the same on all ranks, those of other parts among them.
+        """
+        if not self.is_alone:
+            return ranges.sizes(index)
+        if self.form.dim is None:
+            return None
+        rows = lay_out_alone(self.values.shape[self.form.dim], ranges.ranks).sizes(0)
+        return tuple(count * self.grain for count in rows)
+
+
+def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
+    """How parameters that are gathered together lie in one tensor."""
+    lengths = [info.values.numel() for info in params_info]
+    owners = [info.form.owner for info in params_info if info.form.owner is not None]
+    if owners:
+        assert len(owners) == len(params_info), "parameters with owners have a group of their own"
+        return lay_out_owned(lengths, ranks, owners)
+    if params_info[0].is_alone:
+        return lay_out_alone(lengths[0], ranks, params_info[0].grain)
+    return lay_out(lengths, ranks, [info.grain for info in params_info])

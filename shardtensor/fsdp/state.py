@@ -1,0 +1,335 @@
+"""`FSDPState`: a module whose parameters are gathered together, just before it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shardtensor.comm.group import Pending
+from shardtensor.comm.untraced import untraced
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.outputs import not_in_buffer, with_hook
+from shardtensor.fsdp.outside import UNCOMPILED
+from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.post_forward import PostForwardMesh, Reshard
+from shardtensor.fsdp.streams import Stream, Streams
+from shardtensor.fsdp.versions import Versions, watch_backward
+from shardtensor.layout.ranges import SMALL_BYTES
+from shardtensor.tensor.trees import cast_floats, tensors_in
+
+
+class ShardedState(Enum):
+    """Which values of its parameters a state has."""
+
+    SHARDED = auto()
+    UNSHARDING = auto()
+    """The all-gather was started; the caller's stream does not wait for it yet."""
+    UNSHARDED = auto()
+
+
+SHARDED, UNSHARDING, UNSHARDED = ShardedState
+
+
+class FSDPState:
+    """The parameters of one module, and the hooks around its forward and backward.
+
+    Attributes:
+        param_groups: the parameters; of one dtype each.
+        runtime: it calls all-gathers and reductions; shared by all states of a model. None before the first forward.
+        index: of this state in the runtime.
+        name: of the module in the runtime's outermost one.
+        versions: the version counters of the unsharded parameters.
+        stays_unsharded: whether parameters stay unsharded from forward to the end of backward.
+        has_own_buffer: whether no other state is gathered into its buffer.
+        is_asked: whether the user called ``unshard()``.
+        is_kept: whether it was gathered for the next forward, which gathers only what was written since.
+        keeps_after_backward: `FSDPModule.set_reshard_after_backward`.
+        skips_backward: `FSDPModule.set_unshard_in_backward`.
+        ahead: how many states are gathered ahead while this one runs, in forward and in backward.
+        reductions_ahead: how many reductions may be pending at a time; 0 for the default.
+        post_forward_mesh: with ``reshard_after_forward=n``.
+        is_running: how many calls of the module's forward are going on.
+        is_in_backward: whether its backward has begun, and the whole has not ended.
+    """
+
+    new_runtime: ClassVar[Callable[[FSDPState], Any]]  # set by `runtime`, which imports this file
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        param_groups: list[ParamGroup],
+        data_mesh: DataMesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: Reshard,
+        find_unused: bool,
+        device: torch.device,
+    ) -> None:
+        self.modules, self.module, self.param_groups = modules, modules[0], param_groups
+        self.data_mesh, self.policy, self.device = data_mesh, policy, device
+        self.reshard_after_forward, self.find_unused = reshard_after_forward, find_unused
+        self.post_forward_mesh: PostForwardMesh | None = None
+        if type(reshard_after_forward) is int:
+            self.post_forward_mesh = PostForwardMesh(param_groups, data_mesh.shard, reshard_after_forward)
+        self.is_asked = self.keeps_after_backward = self.skips_backward = False
+        self.ahead, self.reductions_ahead = [1, 1], 0
+        self.index, self.name = -1, ""
+        self.refer()
+        watch_backward()
+
+    def refer(self) -> None:
+        """Let the groups know this state, which has run nothing yet."""
+        for group in self.param_groups:
+            group.state = weakref.ref(self)
+        self.is_running, self.is_in_backward = 0, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the buffer and the runtime; the next forward makes new ones, on all ranks."""
+        self.runtime: Any = None
+        self.buffer: Any = None
+        self.sharded_state, self.is_kept = SHARDED, False
+        self._pending: list[Pending] = []
+        self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._rnns: list[nn.RNNBase] = []
+        self.versions, self._memory = Versions(self, ()), range(0)
+        for group in self.param_groups:
+            group.forget()
+        if self.post_forward_mesh is not None:
+            self.post_forward_mesh.forget()
+
+    def settle(self) -> None:
+        """Compute the flags that do not change at run time."""
+        self.is_container = any(state is not self for module in self.modules for _, state in states_in(module))
+        is_small = sum(group.unsharded_bytes for group in self.param_groups) <= SMALL_BYTES
+        self.stays_unsharded = self.is_container or (
+            is_small if self.reshard_after_forward is None else self.reshard_after_forward is False
+        )
+        self.has_own_buffer = self.stays_unsharded or self.is_asked or self.keeps_after_backward
+
+    @property
+    def title(self) -> str:
+        """What errors call its module."""
+        return f"{self.name} ({plain_class(self.module).__name__})".strip()
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether all its parameters are tables of embeddings, whose backward does not read them."""
+        owners = [owner for group in self.param_groups for info in group.params_info for owner, _ in info.homes]
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
+
+    # -- the module's parameters ------------------------------------------------------------------------------------
+
+    def make_swaps(self) -> None:
+        """List which parameters each module holds while it runs, and which afterwards."""
+        found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        owners: dict[int, nn.Module] = {}
+        for group in self.param_groups:
+            params = zip(group.params_info, group.unsharded_params, group.sharded_params, strict=True)
+            for info, unsharded, sharded in params:
+                for owner, name in info.homes:
+                    owners[id(owner)] = owner
+                    swap = found.setdefault(id(owner), (owner._parameters, {}, {}))
+                    swap[1][name], swap[2][name] = unsharded, sharded
+        self._swaps = list(found.values())
+        self._rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
+        parts = [part for group in self.param_groups for part in group.parts]
+        if not self.versions.are_of(parts):
+            self.versions = Versions(self, parts)
+            ends = [
+                end
+                for part in parts
+                if part.nbytes and not part.is_meta
+                for end in (part.data_ptr(), part.data_ptr() + part.nbytes)
+            ]
+            self._memory = range(min(ends, default=0), max(ends, default=0))
+
+    def show_unsharded(self) -> None:
+        """Put the unsharded parameters into the modules."""
+        for place, unsharded, _ in self._swaps:
+            place.update(unsharded)
+        if self._rnns:
+            self._show_rnns()
+
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for place, _, sharded in self._swaps:
+            place.update(sharded)
+        if self._rnns:
+            self._show_rnns()
+
+    def _show_rnns(self) -> None:
+        """Have recurrent layers, which keep a list of their parameters, list those that are shown."""
+        for owner in self._rnns:
+            owner._flat_weights = [owner._parameters[name] for name in owner._flat_weights_names]
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def use(self, streams: Streams) -> None:
+        """Gather beside these streams from now on."""
+        self.streams, self._ready = streams, streams.event()
+
+    def gather(self, stream: Stream, is_again: bool) -> None:
+        """Start the all-gather in `stream`, for a forward or again for its backward."""
+        if self.versions.present != self.versions.absent:  # no graph has saved values of this generation yet
+            self.versions.set(self.runtime.generation)
+        self.buffer.holder = self
+        self.sharded_state = UNSHARDING
+        if self._ready is None:
+            self._pending = self._start(is_again)
+            return
+        stream.follow()
+        with stream:
+            self._start(is_again)
+            stream.mark(self._ready)
+
+    def _start(self, is_again: bool) -> list[Pending]:
+        if self.post_forward_mesh is not None:
+            return self.post_forward_mesh.gather(is_again)
+        return [group.gather() for group in self.param_groups]
+
+    def finish(self) -> None:
+        """Wait for a pending all-gather, whose buffer is to be used for another one."""
+        if self._pending:
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+
+    def make_room_for(self, state: FSDPState) -> None:
+        """Let `state`, perhaps this one anew, be gathered into this one's buffer.
+
+        Raises:
+            RuleError: this one's module runs, and computes with what lies there.
+        """
+        if state is not self:
+            if self.is_running:
+                raise RuleError(
+                    "a fully sharded module called another one that is no submodule of it, and both take turns in one"
+                    " piece of memory",
+                    {"module": self.title, "called": state.title},
+                    [
+                        "make the other a submodule of the caller, and shard that after it",
+                        "fully_shard(caller, reshard_after_forward=False) keeps the caller in memory of its own",
+                    ],
+                )
+            self.versions.set(self.versions.absent)
+        self.sharded_state = SHARDED
+        self.finish()
+
+    def move_from(self, unsharded: list[torch.Tensor]) -> None:
+        """Copy what was gathered into other buffers."""
+        for group, values in zip(self.param_groups, unsharded, strict=True):
+            assert group.unsharded is not None, "buffers were assigned before"
+            group.unsharded.copy_(values)
+        self.versions.set(self.runtime.generation)
+        self.sharded_state, self.buffer.holder = UNSHARDED, self
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for the all-gather."""
+        if self._ready is None:
+            self.finish()
+        else:
+            self.streams.wait(self._ready)
+        if self.sharded_state is UNSHARDING:
+            self.sharded_state = UNSHARDED
+        self.versions.set(self.runtime.generation)
+
+    # -- forward and backward ---------------------------------------------------------------------------------------
+
+    @untraced(UNCOMPILED)
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the module's forward."""
+        runtime = self.runtime
+        if runtime is None or not runtime.is_current:
+            runtime = self.found_runtime()
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
+        runtime.pre_forward(self)
+        if not self.is_running:
+            self.show_unsharded()
+        self.is_running += 1
+        return args, kwargs
+
+    @untraced(UNCOMPILED)
+    def leave(self, output: Any) -> Any:
+        """After the module's forward."""
+        self._left()
+        runtime = self.runtime
+        output = not_in_buffer(output, self._memory, self)
+        if torch.is_grad_enabled():
+            output = with_hook(output, partial(self._pre_backward, runtime.generation), runtime.start_backward)
+            if runtime.order.is_recording:
+                runtime.leaves(self, any(x.requires_grad for x in tensors_in(output)))
+        elif runtime.has_grad:  # of the outermost forward
+            runtime.reducer.mark_recompute(self.param_groups)
+            runtime.leaves(self, True)
+        if self.policy.output_dtype is not None:
+            output = cast_floats(output, self.policy.output_dtype)
+        runtime.post_forward()
+        return output
+
+    @untraced(UNCOMPILED)
+    def abandon(self) -> None:
+        """After a forward that raised."""
+        self._left()
+        self.runtime.abandon()
+
+    def _left(self) -> None:
+        self.is_running -= 1
+        if not self.is_running and not self.is_in_backward:
+            self.show_sharded()
+
+    @untraced(UNCOMPILED)
+    def _pre_backward(self, generation: int, grad: torch.Tensor) -> None:
+        """Before the module's backward, of a forward with this generation of values."""
+        if self.runtime is None:
+            raise RuleError(
+                "the backward of a fully sharded module came after free_gathered",
+                {"module": self.title},
+                "call backward before free_gathered, or the forward again",
+            )
+        self.runtime.pre_backward(self, generation)
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            self.show_unsharded()  # a part of the module may be recomputed
+
+    def end_backward(self) -> None:
+        """After a backward that went through the module."""
+        self.is_in_backward = False
+        if not self.is_running:
+            self.show_sharded()
+
+    def found_runtime(self) -> Any:
+        """Return the runtime of this state; a new one, of this state and those in it, where there is none."""
+        if self.runtime is None or not self.runtime.is_current:
+            self.runtime = FSDPState.new_runtime(self)
+        return self.runtime
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of a module itself, if it is fully sharded."""
+    return module.__dict__.get("_fsdp_state")
+
+
+def states_in(module: nn.Module) -> Iterator[tuple[str, FSDPState]]:
+    """The states of a module and of all modules in it, outer ones first."""
+    seen = set()
+    for name, child in module.named_modules():
+        state = state_of(child)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield name, state
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class that users gave a module, fully sharded or not."""
+    return type(module).__mro__[2] if state_of(module) is not None else type(module)

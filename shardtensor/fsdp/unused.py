@@ -1,0 +1,183 @@
+"""Which parameters got a gradient in a backward, and whether the ranks agree on it.
+
+Ranks are taken to agree. Each brings a number that stands for what it used, and takes the largest and the smallest of
+all in one all-reduce of two numbers at the end of a backward; it is looked at in the next step, when it has long been
+there. In the first backward, and in each where it was asked for (``find_unused=True``), the ranks exchange what they
+used at once, so that a parameter which any of them used has a gradient on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
+from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.streams import Streams
+
+_SHOWN = 8
+_LOOK_S, _PAUSE_S = 1.0, 2e-5
+
+Pattern = list[tuple[int, list[bool]]]
+"""For each reduction of a backward, in order: of which group, and which of its parameters have a gradient."""
+
+
+class UnusedCheck:
+    """What this rank used, backward by backward.
+
+    Args:
+        names: of the parameters of each group, as the model calls them.
+        is_exact: settle in each backward which parameters were used by any rank.
+        explain: raises where ranks went different ways; called while the host waits for the device.
+    """
+
+    def __init__(
+        self,
+        data_mesh: DataMesh,
+        names: Sequence[Sequence[str]],
+        streams: Streams,
+        is_exact: bool,
+        explain: Callable[[], None],
+    ) -> None:
+        self._explain = explain
+        self._data_mesh, self._names, self._streams, self.is_exact = data_mesh, names, streams, is_exact
+        self.pattern: Pattern = []
+        self._last: Pattern = []
+        self._fault: RuleError | None = None
+        self._brought: list[int] = []
+        self._flag: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
+        self._event: Any = None
+        self._is_out = False  # a flag is on its way, or there and not looked at
+
+    @property
+    def asks(self) -> bool:
+        """Whether this backward settles with the other ranks what was used."""
+        return self._data_mesh.size > 1 and (self.is_exact or not self._last)
+
+    # -- exactly ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> dict[int, list[bool]]:
+        """Return for each group the parameters that only other ranks used. Collective."""
+        mine = self._masks(self.pattern)
+        blob = b"".join(mine)
+        blobs = self._data_mesh.whole.exchange(blob)
+        if not self.is_exact and any(other != blob for other in blobs):
+            self._fault = self._disagreement(blobs)
+        found, start = {}, 0
+        for number, mask in enumerate(mine):
+            others = [other[start : start + len(mask)] for other in blobs]
+            start += len(mask)
+            missed = [not own and any(column) for own, column in zip(mask, zip(*others, strict=True), strict=True)]
+            if any(missed):
+                found[number] = missed
+        return found
+
+    def _masks(self, pattern: Pattern) -> list[bytes]:
+        """For each group, a byte for each parameter: whether it was used."""
+        masks = [[False] * len(names) for names in self._names]
+        for number, used in pattern:
+            masks[number] = [a or b for a, b in zip(masks[number], used, strict=True)]
+        return [bytes(mask) for mask in masks]
+
+    # -- cheaply ----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """At the end of a backward, in the stream of its reductions: send the flag off. All ranks call it."""
+        pattern, self.pattern = self.pattern, []
+        if self._data_mesh.size == 1:
+            return
+        if pattern != self._last:
+            self._last, self._flag = pattern, None
+        if self.is_exact or self._fault is not None or (self._streams.is_cuda and _is_capturing()):
+            return
+        if self._flag is None:
+            number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
+            self._brought = [number, -number]
+            self._flag = torch.tensor(self._brought, device=self._streams.device)
+        for team in _teams(self._data_mesh):
+            team.all_reduce(self._flag, "max")
+        if self._streams.is_cuda:
+            if self._host is None:
+                self._host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+                self._event = torch.cuda.Event()
+            self._host.copy_(self._flag, non_blocking=True)
+            self._event.record()
+        else:
+            self._host = self._flag
+        self._is_out = True
+
+    def check(self, waits: bool) -> None:
+        """Raise where ranks did not agree in the backward before. All ranks call it at the same places.
+
+        Args:
+            waits: look at what was sent, and if the device is not so far, wait for it.
+
+        Raises:
+            RuleError: (a RuntimeError) parameters were used on some ranks only; names them.
+        """
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+        if not (self._is_out and waits):
+            return
+        self._is_out = False
+        if self._event is not None:
+            self._wait(self._event)  # of a step ago
+        assert self._host is not None
+        if self._host.tolist() != self._brought:
+            self._flag = None
+            raise self._disagreement(self._data_mesh.whole.exchange(b"".join(self._masks(self._last))))
+
+    def _wait(self, event: Any) -> None:
+        """Let the host wait, and look now and then whether other ranks wait for this one elsewhere."""
+        if _is_capturing():  # which refuses questions about events
+            event.synchronize()
+            return
+        looked = time.monotonic()
+        while not event.query():
+            if time.monotonic() - looked > _LOOK_S:
+                self._explain()
+                looked = time.monotonic()
+            time.sleep(_PAUSE_S)
+
+    def _disagreement(self, blobs: Sequence[bytes]) -> RuleError:
+        names = [name for of_flat in self._names for name in of_flat]
+        ranks = self._data_mesh.whole.ranks
+        some = []
+        for name, column in zip(names, zip(*blobs, strict=True), strict=True):
+            if any(column) and not all(column):
+                used = [str(rank) for rank, is_used in zip(ranks, column, strict=True) if is_used]
+                some.append(f"{name} on rank{'s' * (len(used) > 1)} {', '.join(used[:_SHOWN])}")
+        rest = [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
+        return RuleError(
+            "in the last backward ranks used different parameters, and fully_shard takes them to use the same",
+            {"used only": "; ".join([*some[:_SHOWN], *rest])},
+            [
+                "fully_shard(..., find_unused=True): ranks settle in each backward which parameters any of them used,"
+                " and those that did not use one bring zeros",
+                "let every rank use every parameter, or none",
+            ],
+        )
+
+
+def names_of(states: Sequence[Any]) -> list[list[str]]:
+    """The names of the parameters of each group of some units."""
+    return [
+        [f"{state.name}.{info.name}" if state.name else info.name for info in group.params_info]
+        for state in states
+        for group in state.param_groups
+    ]
+
+
+def _teams(data_mesh: DataMesh) -> tuple[Group, ...]:
+    return (data_mesh.reduce,) if data_mesh.replicate is None else (data_mesh.reduce, data_mesh.replicate)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,227 @@
+"""Rules of a part of a module, a dict or torch's `ShardingPlan`, as a `Plan` that leaves the rest as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from shardtensor.comm.group import Group
+from shardtensor.errors import MissingParameterError, PlanError, SpecError
+from shardtensor.layout.layout import replicated
+from shardtensor.mesh import Mesh
+from shardtensor.plan.axes import Axes
+from shardtensor.plan.flows.flow import Flow
+from shardtensor.plan.line import Line
+from shardtensor.plan.match.name_tree import NameTree
+from shardtensor.plan.match.patterns import nearest, unwrapped
+from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.python_rules import lines
+from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.sharding.model_info import model_info
+from shardtensor.sharding.plan import Sharder, ShardingPlan
+from shardtensor.sharding.work import Target
+from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen
+class Opaque:
+    """A spec that names devices, or of a user's own class: it is bound where torch is, not by the plan."""
+
+    spec: ShardingSpec
+
+
+@attrs.frozen(eq=False)
+class Rules:
+    """Rules of a part of a module, read.
+
+    Attributes:
+        plan: its lines, for the axes of the group; an `Opaque` where a spec cannot be bound without torch.
+        model: the module's tensors, those that its rules name and that are no parameters or buffers too.
+        opaque: from the name of a tensor to its spec.
+        sharders, outputs, local_outputs: by the paths of modules.
+    """
+
+    plan: Plan
+    model: Model
+    opaque: Mapping[str, ShardingSpec]
+    sharders: tuple[tuple[str, Sharder], ...]
+    outputs: tuple[tuple[str, ShardingSpec], ...]
+    local_outputs: tuple[str, ...]
+
+
+def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group: Group) -> Rules:
+    """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing.
+
+    Raises:
+        PlanError: an entry is no spec, rules contradict a sharder, a module has no place, axes have several names.
+        MissingParameterError: a pattern matches nothing.
+    """
+    if isinstance(rules, ShardingPlan):
+        torchs, found = rules, [Line(text, value=value) for text, value in rules.plan.items()]
+    else:
+        torchs, found = ShardingPlan({}), list(lines(rules))
+    said = [line if line.kind != "tensor" else attrs.evolve(line, value=_value(line)) for line in found]
+    model = _with_attributes(module, model_info(module, all_buffers=True), said)
+    tree = NameTree(model.by_name, model.paths)
+    sharders = {
+        path: line.value
+        for line in said
+        if isinstance(line.value, Sharder)
+        for path in _modules(module, model, tree, line.pattern, line.value)
+    }
+    kept = [line for line in said if not isinstance(line.value, Sharder)]
+    for line in kept:
+        _refuse(module, model, tree, line, sharders)
+    opaque = {name: x.value.spec for x in kept if isinstance(x.value, Opaque) for name in tree.tensors(x.pattern)}
+    names = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    fault = "Only `ShardingSpec` is supported as output_plan for `{}`"
+    return Rules(
+        Plan(Axes(_mesh(group, kept)), tuple(kept), is_part=True),
+        model,
+        opaque,
+        tuple((names[path], sharder) for path, sharder in sharders.items()),
+        tuple(
+            (names[path], _spec(value, fault.format(pattern)))
+            for pattern, value in (torchs.output_plan or {}).items()
+            for path in _modules(module, model, tree, pattern)
+        ),
+        tuple(names[path] for p in torchs.return_local_tensor or () for path in _modules(module, model, tree, p)),
+    )
+
+
+def _value(line: Line) -> Spec | Opaque | Sharder:
+    """What a rule says of tensors."""
+    if isinstance(line.value, Sharder):
+        return line.value
+    spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
+    return spec if isinstance(spec, Spec) else Opaque(spec)
+
+
+def _spec(value: Any, fault: str) -> ShardingSpec:
+    if isinstance(value, str):
+        return as_spec(value)
+    try:
+        return as_spec(value)
+    except SpecError:
+        raise PlanError(fault, {"found": type(value).__name__}, 'write a spec, such as "[tp, -]"') from None
+
+
+def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
+    """The model with the plain tensors that rules name."""
+    more = []
+    for line in said:
+        if line.kind == "tensor" and line.pattern not in model.by_name and line.pattern.isascii():
+            owner, _, name = line.pattern.rpartition(".")
+            held = vars(module.get_submodule(owner)).get(name) if owner in model.modules else None
+            if isinstance(held, torch.Tensor):
+                more.append(
+                    TensorInfo(line.pattern, tuple(held.shape), None, str(held.dtype).removeprefix("torch."), True)
+                )
+    return attrs.evolve(model, tensors=(*model.tensors, *more)) if more else model
+
+
+def _modules(
+    module: nn.Module, model: Model, tree: NameTree, pattern: str, sharder: Sharder | None = None
+) -> tuple[str, ...]:
+    """The paths of the modules that a pattern stands for."""
+    if sharder is not None and not pattern:
+        raise PlanError(
+            "path must not be empty for custom sharder!",
+            {"found": type(sharder).__name__},
+            "call its shard(module) yourself: the root has no parent to hold the result",
+        )
+    found = tree.modules(pattern)
+    if not found:
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute `{pattern}`: the pattern matches no submodule",
+            {"nearest": nearest(pattern, filter(None, model.paths))},
+            "name a submodule",
+        )
+    return found
+
+
+def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharders: Mapping[str, Sharder]) -> None:
+    """Raise where a rule matches nothing, or what something else decides."""
+    if line.kind != "tensor":
+        found = tree.modules(line.pattern) if line.is_optional else _modules(module, model, tree, line.pattern)
+        for path in found if line.kind in ("in", "out") else ():
+            if tree.modules(f"{path}.{{{line.kind}}}".strip(".")):
+                raise PlanError(
+                    f"`{line.kind}` is the flow of a value, and {path or 'the module'} has a submodule of that name",
+                    {"flow": str(line.value)},
+                    f"write `{{{line.kind}}}` for the submodule",
+                )
+        return
+    names = tree.tensors(line.pattern)
+    if not names and not line.is_optional:
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute `{line.pattern}`: the rule matches no parameter and no buffer",
+            {"nearest": nearest(line.pattern, model.by_name)},
+            "name a parameter or a module, or write a pattern: `layers.*.weight`, `**.bias`",
+        )
+    for name in names:
+        inside = next((path for path in sharders if name.startswith(f"{path}.")), None)
+        if inside is not None:
+            raise PlanError(
+                f"the rule `{line.pattern}` should not conflict with the submodule tree of a sharder",
+                {"tensor": name, "sharder": f"{type(sharders[inside]).__name__} of `{inside}`"},
+                "let the sharder shard what lies below it",
+            )
+
+
+def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
+    """The mesh of a group; where it has none and values pass, of one axis by the name that the rules have for it."""
+    flows = {axis for line in said if isinstance(line.value, Flow) for axis in _axes(line.value)}
+    mesh = mesh_of(group)
+    if group.mesh is not None or not flows:
+        mesh.refuse_unknown(sorted(flows), PlanError)
+        return mesh
+    names = flows | {axis for line in said if isinstance(line.value, Spec) for axis in line.value.axis_names}
+    if len(names) > 1:
+        raise PlanError(
+            "the ranks have one axis, and the plan has several names for it",
+            {"names": ", ".join(sorted(names))},
+            ["use one name", "pass a DeviceMesh with these axes as process_group"],
+        )
+    return Mesh(((names.pop(), group.size),), group.ranks)
+
+
+def _axes(flow: Flow) -> set[str]:
+    return {*flow.before.axis_names, *flow.after.axis_names, *flow.addends}
+
+
+def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Target]) -> Resolved:
+    """What rules come to, with the tensors of which they do not speak: whole, or as they lie already."""
+    mesh = resolved.plan.axes.mesh
+    known = {id(target.tensor): target for target in targets if target.layout is not None}
+    placed: dict[str, Placed] = {}
+    for name, tensor in _tensors(module):
+        info, target = resolved.model.by_name[name], known.get(id(tensor))
+        if target is not None and target.layout is not None:  # under whatever name it was sharded: it may be tied
+            placed[name] = Placed(info, target.spec, target.layout)
+        elif isinstance(tensor, ShardedTensor):
+            placed[name] = Placed(info, tensor.sharding_spec(), tensor._layout)
+        else:
+            placed[name] = Placed(info, Replicate(), replicated(info.shape, mesh.ranks, mesh.sizes))
+    names: dict[int, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(part), []).append(unwrapped(path))
+    modules = dict(resolved.modules)
+    for path, passing in resolved.modules.items():  # flows hold under each name of a module
+        for name in names[id(module.get_submodule(path))]:
+            modules.setdefault(name, attrs.evolve(passing, uses=(), locals={}))
+    return attrs.evolve(resolved, tensors=placed, modules=modules)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            yield unwrapped(name), tensor

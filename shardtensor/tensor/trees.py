@@ -1,0 +1,76 @@
+"""The tensors in what modules take and return: in nested lists, tuples, dicts and dataclasses, and other objects.
+
+Those in other objects are found, but cannot be replaced there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import SUPPORTED_NODES
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with `function` of every tensor in it; what has no tensors is left as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        made = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        copied = value.copy()
+        copied.update(changed)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        new = {name: map_tensors(function, item) for name, item in fields.items()}
+        if all(new[name] is item for name, item in fields.items()):
+            return value
+        return dataclasses.replace(value, **new)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors of another dtype."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
+
+
+_ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, torch.dtype, torch.device)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in `value`: in containers, nodes of torch's trees, and attributes of objects that are no modules."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif not isinstance(item, _ATOMS) and id(item) not in seen:
+            seen.add(id(item))
+            left += _parts_of(item)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        inside = list(value)
+    elif isinstance(value, dict):
+        inside = list(value.values())
+    elif type(value) in SUPPORTED_NODES:
+        inside = list(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+    else:
+        buffers = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+        names = [name for each in buffers for name in ([each] if isinstance(each, str) else each)]
+        inside = [getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)]
+    return inside + list(getattr(value, "__dict__", {}).values())
