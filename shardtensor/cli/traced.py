@@ -30,7 +30,7 @@ def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
         NotTraced: there is no such module.
     """
     if options.no_step:
-        raise NotTraced("without --no-step its collectives, FLOPs and seconds")
+        raise NotTraced("leave out --no-step for its collectives, FLOPs and seconds")
     if not _is_installed("torch"):
         raise NotTraced("install torch to count its collectives, FLOPs and seconds")
     module, step = _made(options, config)

@@ -91,7 +91,7 @@ def test_the_report_adds_up(capsys, config):
 def test_without_a_step_there_are_bytes_and_the_way_to_the_rest(capsys, config, monkeypatch):
     args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for more, words in (((), "give --module PKG:FN"), (("--no-step",), "without --no-step")):
+    for more, words in (((), "give --module PKG:FN"), (("--no-step",), "leave out --no-step")):
         found = report(capsys, *args, *more)
         assert found["memory"]["most"]["total"] > found["memory"]["most"]["activations"] == 0
         assert not {"step", "collectives", "flops"} & found.keys() and words in found["not_counted"]
