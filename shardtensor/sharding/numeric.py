@@ -68,7 +68,7 @@ def check_numeric(
             sample) -> loss``, the loss of the samples of that number. Without a step one is made up: `example_step`.
         config, world, params: as of `load_plan`.
         seed: of the module's values.
-        progress: is told how many of how many steps are done: the dense one, and those of each rank.
+        progress: called with (done, total): steps of the dense module and of each rank.
 
     Returns:
         what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,
