@@ -20,12 +20,15 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_777
-IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 54
-LATE_IMPORTS = 29
-OF_ONE_IMPORTER = 116
+LINES = 54_634
+IN_CIRCLES = {"fsdp": 7}
+DEFINED_TWICE = 51
+LATE_IMPORTS = 24
+OF_ONE_IMPORTER = 115
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
+
+OWN_CODE = {"custom_ops"}
+"""Modules of ``compat`` under no name of torch's: the code behind its names that nothing else needs."""
 
 
 def _place(path: Path) -> str:
@@ -155,6 +158,8 @@ def test_no_public_function_shares_its_name_with_a_module():
 
 def test_upstream_modules_only_re_export():
     for path in REEXPORTS.rglob("*.py"):
+        if path.stem in OWN_CODE:
+            continue
         kinds = {type(node) for node in ast.parse(path.read_text()).body}
         assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign}, path
 

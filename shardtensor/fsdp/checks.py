@@ -13,7 +13,7 @@ from shardtensor.fsdp.entry import Entry
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.unit import Unit, unit_of
 from shardtensor.parallel.memory import cannot_change
-from shardtensor.tensor.replacing import drop_weak_references
+from shardtensor.tensor.modules import drop_weak_references
 
 
 def check(modules: Sequence[nn.Module], entries: Sequence[Entry], policy: MixedPrecisionPolicy) -> None:

@@ -25,7 +25,6 @@ from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.ops.local_call import SHARDED
-from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.custom_functions import SHELLS
 from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
 from shardtensor.tensor.fallback import is_in_place
@@ -100,13 +99,8 @@ class UnitParameter(ShardedTensor):
         return _computed(super().full_tensor(), self._unit)
 
 
-class _UnitView(UnitParameter, CopiedView):  # type: ignore[override, misc]
-    """A view of a parameter that had to be a copy."""
-
-
 SHARDED.add(UnitParameter)
-SHELLS.update((UnitParameter, _UnitView))
-_OF_UNITS: dict[type, type] = {ShardedTensor: UnitParameter, CopiedView: _UnitView}
+SHELLS.add(UnitParameter)
 
 
 def join(shell: ShardedTensor, flat: Flat, number: int) -> None:
@@ -155,8 +149,8 @@ def _source(operands: Iterable[Any]) -> Source | None:
 
 def _computed(x: Any, source: Source | None) -> Any:
     """What was computed from a parameter, with its gradient averaged over data ranks where each has the whole of it."""
-    if type(x) in _OF_UNITS:  # also where the unit is gone: detach() of a tensor has its class
-        x.__class__ = _OF_UNITS[type(x)]
+    if type(x) is ShardedTensor:  # also where the unit is gone: detach() of a tensor has its class
+        x.__class__ = UnitParameter
         x._unit = source
         return x
     unit = _unit_of(source)

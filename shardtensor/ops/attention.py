@@ -18,7 +18,8 @@ from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remember
 from shardtensor.rules.attention import heads_fit
 from shardtensor.rules.propagate import propagate, with_dims
 from shardtensor.rules.table import rule_of
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 # Torch's kernels divide by the number of heads.

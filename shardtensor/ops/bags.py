@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule
 from shardtensor.ops.ids import check_ids
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

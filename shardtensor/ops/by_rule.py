@@ -25,7 +25,8 @@ from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
+from shardtensor.tensor.dispatch import HANDLERS, resolve
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.teams import along
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import one_dim
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
+from shardtensor.tensor.dispatch import HANDLERS, resolve
+from shardtensor.tensor.fallback import fall_back
 
 
 def composed(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -16,7 +16,8 @@ from shardtensor.errors import RuleError
 from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
 from shardtensor.ops.ids import check_ids
 from shardtensor.ops.local_call import LocalCall, remembered
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

@@ -6,7 +6,7 @@ rank, which tells the others (one all-reduce): that result is a copy. Indices th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.masks import put
 from shardtensor.ops.pointwise import written_through
 from shardtensor.ops.scattering import put_at
-from shardtensor.ops.views import copied, local_view, mark_part, to_view, view
+from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
 from shardtensor.rules.views import on_diagonal, windows
-from shardtensor.tensor.copied import mark
-from shardtensor.tensor.dispatch import fall_back, implements, refuse_lost_write, refuse_partial_write
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import implements, refuse_partial_write
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
 from shardtensor.tensor.teams import along
 
 
@@ -54,8 +55,9 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     result = take(input, items)  # type: ignore[arg-type]
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
-    if isinstance(result, ShardedTensor) and result._origin is not None:
-        result._source = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
+    if isinstance(result, ShardedTensor) and result._copied is not None:
+        again = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
+        result._copied = result._copied._replace(again=again)
     return result
 
 
@@ -72,12 +74,10 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     if not plan.to_sum:
         return view(x, x._local[plan.local], plan.layout)
 
-    def make(x: ShardedTensor) -> torch.Tensor:
-        local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, which keep the graph
-        local = collectives.all_reduce(local, along(group, layout, plan.axes))
-        return local if plan.layout.is_replicated else wrap(local, plan.layout, None, group)
-
-    return mark(make(x), x, "indexing a cut dim", make)
+    local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, which keep the graph
+    local = collectives.all_reduce(local, along(group, layout, plan.axes))
+    found = local if plan.layout.is_replicated else wrap(local, plan.layout, None, group)
+    return copy_of(found, x, "indexing a cut dim")
 
 
 @implements(torch.Tensor.__setitem__)
@@ -221,15 +221,10 @@ def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
         assert isinstance(input, ShardedTensor)
         there = on_grid("unbind", input, (dim,))
         if there is not None:
-            make = _unbind_elsewhere(dim)
-            return tuple(mark_part(make, i, part, input, "unbind") for i, part in enumerate(there.unbind(dim)))
+            return tuple(copy_of(part.clone(), input, "unbind") for part in there.unbind(dim))
     if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
-
-
-def _unbind_elsewhere(dim: int) -> Callable[[ShardedTensor], Any]:
-    return lambda x: there.unbind(dim) if (there := on_grid("unbind", x, (dim,))) is not None else x.unbind(dim)
 
 
 @implements(torch.Tensor.unfold)

@@ -15,7 +15,8 @@ import torch
 from torch.nn import init
 
 from shardtensor.ops.random import assign, refuse_leaf
-from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_lost_write
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 ASKS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)

@@ -9,7 +9,8 @@ import torch
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import on_grid
 from shardtensor.rules.views import repeated
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 

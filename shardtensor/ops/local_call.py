@@ -21,7 +21,6 @@ from shardtensor.layout.layout import Layout
 from shardtensor.ops.engine import HALF, computed
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.table import ROWS
-from shardtensor.tensor.copied import memory_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 from shardtensor.tensor.teams import along
 
@@ -124,6 +123,8 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if found[0] is None:
             return handler(*args, **kwargs)
         function, layout, sums, is_view, sized = found[0]
+        if is_view and args[0]._copied is not None:  # a view of a copy is one
+            return handler(*args, **kwargs)
         for place, team in sums:
             if isinstance(place, int):
                 given[place] = collectives.sum_gradient(given[place], group if team is None else team)
@@ -136,10 +137,7 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if layout is None:
             return result
         if isinstance(result, torch.Tensor):
-            shell = wrap(result, layout, None, group)
-            if is_view:
-                shell._memory = memory_of(args[0])
-            return shell
+            return wrap(result, layout, None, group)
         parts = [wrap(part, layout, None, group) for part in result]
         return type(result)(parts) if isinstance(result, tuple) else parts
 

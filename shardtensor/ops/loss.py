@@ -19,7 +19,8 @@ from shardtensor.ops.ids import check_ids, strays_of, widest
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reducing import places
 from shardtensor.ops.softmax import shifted
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 from shardtensor.tensor.teams import along
 

@@ -17,7 +17,8 @@ from shardtensor.ops.engine import prepare
 from shardtensor.ops.out import write_out
 from shardtensor.ops.scans import pieces_of
 from shardtensor.rules.advanced import selecting
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 from shardtensor.tensor.teams import along
 

@@ -17,7 +17,8 @@ from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remember
 from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule, tensordot_rule
 from shardtensor.rules.propagate import propagate
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 
 
 @implements(torch.Tensor.__rmatmul__)

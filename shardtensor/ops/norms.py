@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

@@ -18,7 +18,8 @@ from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
 from shardtensor.rules.reduction import Reduction, reduction
 from shardtensor.rules.table import ROWS
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
+from shardtensor.tensor.dispatch import HANDLERS, spellings
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 from shardtensor.tensor.teams import along
 

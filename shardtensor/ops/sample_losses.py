@@ -12,7 +12,8 @@ from shardtensor.ops.by_rule import by_rule
 from shardtensor.ops.composed import reduced
 from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.ids import check_ids
-from shardtensor.tensor.dispatch import HANDLERS, fall_back
+from shardtensor.tensor.dispatch import HANDLERS
+from shardtensor.tensor.fallback import fall_back
 
 
 def _per_sample(func: Any) -> Callable[..., Any]:

@@ -20,7 +20,8 @@ from shardtensor.ops.out import write_out
 from shardtensor.rules.advanced import first_of, writing
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.table import rule_of
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
 
 Write = Callable[..., torch.Tensor]

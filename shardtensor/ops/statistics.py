@@ -16,7 +16,8 @@ from shardtensor.ops.by_rule import by_rule, joins_itself
 from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.engine import HALF
 from shardtensor.rules.views import reshaped
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardtensor.errors import CaptureError
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import local_of
 
 _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr"})
@@ -112,12 +111,6 @@ class GraphedOptimizers:
         """Copy the learning rates of ``param_groups`` that changed to the device."""
         for known in self._known.values():
             known.refresh()
-
-    def wrote(self) -> None:
-        """Record that a replay wrote into the parameters."""
-        for known in self._known.values():
-            for group in known.groups:
-                wrote_each(group["params"])
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardtensor.tensor.gradient import gradient_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, view_of, wrap
 
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
@@ -21,7 +21,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another ShardedTensor over the same leaf, with the same attributes."""
-    twin = wrap(tensor._local, tensor._layout, tensor._spec, tensor._group)
+    twin = view_of(tensor, tensor._local, tensor._layout, tensor._spec)
     vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in ("_owner", "_flat"))
     return twin
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,20 +11,28 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.box import whole
 from shardtensor.layout.layout import ListedLayout
 from shardtensor.tensor.move import moved, settle
-
-if TYPE_CHECKING:
-    from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-def gathered(
+def gather_or_pick(
     tensor: ShardedTensor,
-    dst: int,
-    out: torch.Tensor | None,
-    enforce_dtype: bool,
-    dtype: torch.dtype | None,
-    call: dict[str, Any],
-) -> torch.Tensor | None:
-    """What ``tensor.gather(...)`` means: to `gather_to` a rank, or, with an index, `torch.gather`."""
+    dst: int = 0,
+    out: torch.Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
+    **call: Any,
+) -> Any:
+    """Write the whole tensor into `out` on the group rank `dst`. No gradient. All ranks of the group call it.
+
+    ``x.gather(dim, index)`` is `torch.gather`, told by an index of another dtype than the tensor's; of an integer
+    tensor call `torch.gather` itself.
+
+    Args:
+        dst: group rank that receives.
+        out: on `dst` a tensor of the global shape; None elsewhere.
+        enforce_dtype: convert to ``out.dtype`` instead of demanding it.
+        dtype: send the elements as this dtype.
+    """
     if call or is_index(tensor, dst, out, enforce_dtype):
         given = {"dim": dst, "index": out, **call}
         return torch.gather(tensor, **given)
@@ -93,3 +101,6 @@ def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: tor
     if dtype is not None and out.dtype != dtype:
         return LayoutError(f"out is {out.dtype}, what comes is {dtype}", fix="pass enforce_dtype=True to convert")
     return None
+
+
+ShardedTensor.gather = gather_or_pick

@@ -61,13 +61,25 @@ def reshard(
 
 
 def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
-    """Change the layout of `tensor` itself; ``tensor.reshard`` is its public name."""
+    """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
+
+    Every rank receives exactly the elements it lacks, then lets go of those it had. A leaf stays a leaf, and its
+    gradient comes along; autograd follows a result through it. Tensors that were views of this one keep the old
+    elements: later writes are not shared. `shardtensor.reshard` makes a new tensor instead.
+
+    Args:
+        spec: of any kind, or its text, bound to the ranks of this tensor's group.
+
+    Raises:
+        SpecError, LayoutError: the text is wrong, or does not fit; the tensor is as before.
+        RuleError: the tensor is a copy that the dense program would have as a view.
+    """
     spec = as_spec(spec)
     layout = bind_named(spec, tensor._layout.shape, mesh_of(tensor._group))
-    if tensor._origin is not None:
+    if tensor._copied is not None:
         raise RuleError(
             "reshard: a copy that the dense program would have as a view keeps its layout",
-            {"made by": tensor._origin.name},
+            {"made by": tensor._copied.name},
             "shardtensor.reshard(tensor, spec) makes a new tensor",
         )
     is_leaf = tensor._local.is_leaf
@@ -129,3 +141,6 @@ def _transport(old: Group, new: Group) -> Group:
         {"from ranks": list(old.ranks), "to ranks": list(new.ranks)},
         "make a process group of all of them and reshard to a spec on it first",
     )
+
+
+ShardedTensor.reshard = reshard_

@@ -98,11 +98,11 @@ def test_a_copy_gets_the_sum_of_its_gradients_every_time(world, size):
 def views_of_copies_are_refused():
     x = st.distribute(integers(5, 6), "[tp balanced, -]")
     for _ in range(2):
-        assert x.view(1, 5, 6).transpose(0, 1)._origin is None
+        assert x.view(1, 5, 6).transpose(0, 1)._copied is None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", st.GatherWarning)
             copy = x.view(6, 5)
-        assert copy.transpose(0, 1)._origin is not None
+        assert copy.transpose(0, 1)._copied is not None
         with pytest.raises(st.RuleError, match="in place on a copy"):
             copy[:, :2].mul_(2)
 

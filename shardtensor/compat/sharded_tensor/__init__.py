@@ -1,7 +1,7 @@
 """The names of ``torch.distributed._shard.sharded_tensor``."""
 
 from shardtensor.comm.process_group import load_with_process_group
-from shardtensor.tensor.dispatch import custom_sharded_op_impl
+from shardtensor.compat.custom_ops import custom_sharded_op_impl
 from shardtensor.tensor.factories import empty, full, ones, rand, randn, zeros
 from shardtensor.tensor.init_local import init_from_local_shards
 from shardtensor.tensor.ported import pre_load_state_dict_hook, state_dict_hook
