@@ -84,7 +84,7 @@ _HOME = {
     "empty": "tensor.factories",
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
-    "from_torch_sharded_tensor": "tensor.torch_sharded",
+    "from_torch_sharded_tensor": "tensor.from_metadata",
     "full": "tensor.factories",
     "full_state_dict": "tensor.full_state",
     "fully_shard": "fsdp.api",

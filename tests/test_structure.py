@@ -20,14 +20,14 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_634
+LINES = 54_636
 IN_CIRCLES = {"fsdp": 7}
-DEFINED_TWICE = 51
-LATE_IMPORTS = 24
-OF_ONE_IMPORTER = 115
+DEFINED_TWICE = 50
+LATE_IMPORTS = 23
+OF_ONE_IMPORTER = 113
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
-OWN_CODE = {"custom_ops"}
+OWN_CODE = {"custom_ops", "ported", "rrefs"}
 """Modules of ``compat`` under no name of torch's: the code behind its names that nothing else needs."""
 
 

@@ -20,9 +20,9 @@ from shardtensor.rules.views import permuted
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
 from shardtensor.tensor.teams import along
-from shardtensor.tensor.torch_sharded import from_torch_sharded_tensor, is_torch_sharded
 
 
 @implements(torch.Tensor.copy_)

@@ -5,8 +5,7 @@ import ShardedTensor``). Where a program has ``import shardtensor`` alone before
 file until the first such name is used: importing the package does not import torch, and torch asks nobody.
 
 A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
-reads them back, under `load_with_process_group` or on the default group. Nothing is sent, but that a tensor made with
-``init_rrefs=True`` is shown over RPC again, as torch does.
+reads them back, under `load_with_process_group` or on the default group. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import placing
 from shardtensor.tensor.copying import attributes_of
-from shardtensor.tensor.remote import share
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
@@ -43,7 +41,7 @@ def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
         local = local.detach().clone().requires_grad_(local.requires_grad)
     where = mesh_state(group), rank_info(group)
     state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), *where, attributes_of(tensor))
-    return shardtensor._rebuild, state if tensor._remote is None else (*state, True)
+    return shardtensor._rebuild, state
 
 
 def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
@@ -70,7 +68,6 @@ def rebuild(
     mesh: MeshState | None,
     place: RankInfo | None,
     attributes: dict[str, Any],
-    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """Make the tensor that `reduce` wrote.
 
@@ -86,7 +83,7 @@ def rebuild(
         bound = placing.moved(bound, local.device.type)  # type: ignore[assignment]
     tensor = wrap(local, layout, bound, group)
     vars(tensor).update(attributes)
-    return share(tensor) if init_rrefs else tensor
+    return tensor
 
 
 def _check_shape(local: torch.Tensor, layout: Layout, group: Group) -> None:
