@@ -7,7 +7,6 @@ from shardtensor.ops import by_rule as by_rule
 from shardtensor.ops import composed as composed
 from shardtensor.ops import convolution as convolution
 from shardtensor.ops import embedding as embedding
-from shardtensor.ops import extremes as extremes
 from shardtensor.ops import foreach as foreach
 from shardtensor.ops import ids as ids
 from shardtensor.ops import indexing as indexing

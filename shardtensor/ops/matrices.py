@@ -9,7 +9,7 @@ import torch
 
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.empty_parts import at_least_one, takes_empty
-from shardtensor.ops.reducing import places
+from shardtensor.ops.ids import places
 from shardtensor.rules.table import rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
 from shardtensor.tensor.fallback import fall_back

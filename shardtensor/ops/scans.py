@@ -14,7 +14,7 @@ from shardtensor.layout.layout import CutLayout, DimCut
 from shardtensor.mesh import coordinate
 from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.reducing import places
+from shardtensor.ops.ids import places
 
 
 def pieces_of(layout: CutLayout, cut: DimCut, team: Group) -> list[int]:

@@ -8,7 +8,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.reducing import local_extreme
+from shardtensor.ops.reductions import local_extreme
 
 
 def shifted(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:

@@ -69,17 +69,15 @@ tril triu                                  | ... r c -> ... r c
 # reductions over the dims that the call selects, or all
 
 sum nansum                          | ... [d] -> ... | d sum           | input, dim=None, keepdim=False
-mean                                | ... [d] -> ... | d avg           | input, dim=None, keepdim=False
-prod                                | ... [d] -> ... | d prod          | input, dim=None, keepdim=False
-any                                 | ... [d] -> ... | d any           | input, dim=None, keepdim=False
-all                                 | ... [d] -> ... | d all           | input, dim=None, keepdim=False
-amax                                | ... [d] -> ... | d max           | input, dim=None, keepdim=False
-amin                                | ... [d] -> ... | d min           | input, dim=None, keepdim=False
+mean                                | ... [d] -> ... | d @mean         | input, dim=None, keepdim=False
+prod                                | ... [d] -> ... | d @product      | input, dim=None, keepdim=False
+any all                             | ... [d] -> ... | d @truth        | input, dim=None, keepdim=False
+amax amin                           | ... [d] -> ... | d @extreme      | input, dim=None, keepdim=False
 count_nonzero                       | ... [d] -> ... | d sum           | input, dim=None
 var std var_mean std_mean           | ... [d] -> ... | d @two_passes   | input, dim=None, correction=, keepdim=False
 max min argmax argmin               | ... [d] -> ... | d @first_of_all | input, dim=None, keepdim=False
-logsumexp                           | ... [d] -> ... | d @itself_again | input, dim=, keepdim=False
-linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @itself_again | input, ord=, dim=None, keepdim=False
+logsumexp                           | ... [d] -> ... | d @exponents    | input, dim=, keepdim=False
+linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @norms        | input, ord=, dim=None, keepdim=False
 
 # indexing by tensors, concatenation
 
