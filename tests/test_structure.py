@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 54_331
+LINES = 53_934
 IN_CIRCLES = {"fsdp": 7}
 DEFINED_TWICE = 49
 LATE_IMPORTS = 23
-OF_ONE_IMPORTER = 114
+OF_ONE_IMPORTER = 113
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 OWN_CODE = {"custom_ops", "ported", "rrefs"}

@@ -4,7 +4,6 @@ from shardtensor.ops import advanced as advanced
 from shardtensor.ops import attention as attention
 from shardtensor.ops import bags as bags
 from shardtensor.ops import by_rule as by_rule
-from shardtensor.ops import composed as composed
 from shardtensor.ops import convolution as convolution
 from shardtensor.ops import embedding as embedding
 from shardtensor.ops import foreach as foreach
@@ -25,7 +24,6 @@ from shardtensor.ops import own_body as own_body
 from shardtensor.ops import pointwise as pointwise
 from shardtensor.ops import random as random
 from shardtensor.ops import reductions as reductions
-from shardtensor.ops import sample_losses as sample_losses
 from shardtensor.ops import scalars as scalars
 from shardtensor.ops import scans as scans
 from shardtensor.ops import scattering as scattering

@@ -22,7 +22,6 @@ from shardtensor.ops.scattering import put_at
 from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
-from shardtensor.rules.views import on_diagonal, windows
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import implements, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
@@ -225,27 +224,3 @@ def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
     if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
-
-
-@implements(torch.Tensor.unfold)
-def unfold(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Windows along a dim, a view where that dim is whole."""
-    d = one_dim(input.dim(), dimension)
-    shape = torch.empty(input.shape, device="meta").unfold(d, size, step).shape
-    x = to_view(input) if isinstance(input, ShardedTensor) and input.dim() else None
-    layout = None if x is None or not isinstance(x._layout, CutLayout) else windows(x._layout, d, shape[d], size)
-    if x is None or layout is None:
-        return copied(torch.Tensor.unfold, (input, dimension, size, step), {})
-    return view(x, x._local.unfold(d, size, step), layout)
-
-
-@implements(torch.diagonal, torch.Tensor.diagonal)
-def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """The diagonal of two dims, a view where both are whole."""
-    count = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape[-1]
-    x = to_view(input) if isinstance(input, ShardedTensor) else None
-    dims = (one_dim(input.dim(), dim1), one_dim(input.dim(), dim2))
-    layout = None if x is None or not isinstance(x._layout, CutLayout) else on_diagonal(x._layout, dims, count)
-    if x is None or layout is None:
-        return copied(torch.diagonal, (input, offset, dim1, dim2), {})
-    return view(x, x._local.diagonal(offset, dim1, dim2), layout)

@@ -109,7 +109,7 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
 
 
 COMPOSED = """
-scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put masked_scatter cumsum cumprod
+scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put cumsum cumprod
 addmm addmv addbmm baddbmm addr tril triu
 """
 """Methods whose form in place is the other form and a copy of its result."""

@@ -108,18 +108,6 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -
     return fall_back(torch.masked_select, (input, mask), {}) if found is None else found
 
 
-@implements(torch.masked_scatter, torch.Tensor.masked_scatter)
-def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`input` with the elements where `mask` is true taken from `source`, one after the other."""
-    shape = torch.broadcast_shapes(input.shape, mask.shape)
-    wide = mask.expand(shape)
-    count = int(wide.sum())
-    if not shape or source.dtype != input.dtype or count > source.numel():
-        return fall_back(torch.masked_scatter, (input, mask, source), {})
-    found = put(input.expand(shape), wide, source.reshape(-1)[:count])
-    return fall_back(torch.masked_scatter, (input, mask, source), {}) if found is None else found
-
-
 @implements(torch.nonzero, torch.Tensor.nonzero)
 def nonzero(input: torch.Tensor, *, out: Any = None, as_tuple: bool = False) -> Any:
     """Where `input` is not zero, ``(found, dims)``; cut as the rows of `input` were."""
@@ -137,9 +125,3 @@ def nonzero(input: torch.Tensor, *, out: Any = None, as_tuple: bool = False) -> 
     layout = rows.selected(found.shape[0], (input.dim(),), (None,))
     result = found if layout.is_replicated else wrap(found, layout, None, rows.group)
     return tuple(result.unbind(1)) if as_tuple else result
-
-
-@implements(torch.argwhere, torch.Tensor.argwhere)
-def argwhere(input: torch.Tensor) -> torch.Tensor:
-    """``nonzero`` without the tuple."""
-    return nonzero(input)

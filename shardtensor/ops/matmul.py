@@ -119,3 +119,13 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
         return write_out(lambda f, x, k: tensordot(*x, **k), torch.tensordot, (a, b), {"dims": dims, "out": out})
     result = run("tensordot", rule, (a, b), lambda x, y: torch.tensordot(x, y, dims=(left, right)))
     return fall_back(torch.tensordot, (a, b), {"dims": dims}) if result is None else result
+
+
+@implements(torch.cross, torch.Tensor.cross)
+def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """``linalg.cross`` over `dim`, or over the first dim of size 3."""
+    if dim is None:
+        dim = next((d for d, n in enumerate(input.shape) if n == 3), None)
+        if dim is None:
+            raise RuntimeError("no dimension of size 3 in input")
+    return torch.linalg.cross(input, other, dim=dim)

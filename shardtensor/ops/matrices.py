@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.empty_parts import at_least_one, takes_empty
+from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.ids import places
 from shardtensor.rules.table import rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
@@ -50,22 +50,3 @@ for _row in rows():
                 HANDLERS[_func] = _of_batches(_func, _name.rpartition(".")[2])
 
 HANDLERS[torch.nn.functional.bilinear] = by_rule(takes_empty(torch.nn.functional.bilinear, "bilinear"), "bilinear")
-
-
-def _transforms(func: Any) -> Callable[..., Any]:
-    """A Fourier transform of a local tensor; of an empty one, which its library refuses, an empty result."""
-
-    def compute(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if input.numel():
-            return func(input, *args, **kwargs)
-        found = func(at_least_one(input, range(input.dim())), *args, **kwargs)
-        for d, n in enumerate(input.shape):
-            found = found.narrow(d, 0, 0) if n == 0 else found
-        return found
-
-    return compute
-
-
-for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-    _func = getattr(torch.fft, _name)
-    HANDLERS[_func] = by_rule(_transforms(_func), _name)

@@ -133,22 +133,3 @@ def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
         return None
     shape = (*times[:new], *(n * size for n, size in zip(times[new:], layout.shape, strict=True)))
     return with_dims(layout, shape, (*(None,) * new, *layout.dims))
-
-
-@lru_cache(maxsize=4096)
-def windows(layout: CutLayout, dim: int, count: int, size: int) -> CutLayout | None:
-    """Return the layout of `count` windows along a dim, with a new last dim of `size`; None if the dim is sharded."""
-    if layout.dims[dim] is not None:
-        return None
-    shape = (*(count if d == dim else n for d, n in enumerate(layout.shape)), size)
-    return with_dims(layout, shape, (*layout.dims, None))
-
-
-@lru_cache(maxsize=4096)
-def on_diagonal(layout: CutLayout, dims: tuple[int, int], count: int) -> CutLayout | None:
-    """Return the layout of the diagonal of two dims, which is a new last dim; None if one of them is sharded."""
-    if any(layout.dims[d] is not None for d in dims):
-        return None
-    kept = [d for d in range(len(layout.shape)) if d not in dims]
-    shape = (*(layout.shape[d] for d in kept), count)
-    return with_dims(layout, shape, (*(layout.dims[d] for d in kept), None))

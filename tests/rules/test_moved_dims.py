@@ -16,7 +16,7 @@ from shardtensor.layout.layout import CutLayout, DimCut
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.rules.attention import heads_fit
 from shardtensor.rules.indexing import indexing, normalize
-from shardtensor.rules.views import expanded, on_diagonal, permuted, repeated, reshaped, windows
+from shardtensor.rules.views import expanded, permuted, repeated, reshaped
 
 TWELVE = [(12,), (3, 4), (4, 3), (2, 6), (6, 2), (2, 3, 2), (12, 1), (1, 12), (2, 1, 6), (1, 3, 4, 1), (3, 2, 1, 2)]
 EMPTY = [(0,), (0, 3), (3, 0), (2, 0, 3)]
@@ -118,25 +118,6 @@ def test_a_whole_dim_is_repeated():
                 assert found is None
                 continue
             held_alike(layout, found, lambda x, times=(*front, *times): x.repeat(times))
-
-
-def test_windows_and_diagonals_of_whole_dims():
-    for layout in LAYOUTS:
-        shape = layout.shape
-        for dim, size, step in itertools.product(range(len(shape)), (1, 3), (1, 2)):
-            if size > shape[dim]:
-                continue
-            found = windows(layout, dim, (shape[dim] - size) // step + 1, size)
-            if layout.dims[dim] is not None:
-                assert found is None
-            else:
-                held_alike(layout, found, lambda x, way=(dim, size, step): x.unfold(*way))
-        for a, b in itertools.permutations(range(len(shape)), 2):
-            found = on_diagonal(layout, (a, b), counted(shape).diagonal(1, a, b).shape[-1])
-            if layout.dims[a] is not None or layout.dims[b] is not None:
-                assert found is None
-            else:
-                held_alike(layout, found, lambda x, way=(1, a, b): x.diagonal(*way))
 
 
 # -- indices -----------------------------------------------------------------------------------------------------------
