@@ -56,7 +56,7 @@ _HOME = {
     "ShardTensorError": "errors",
     "ShardedOptimizer": "optim.sharded_optimizer",
     "ShardedTensor": "tensor.sharded_tensor",
-    "ShardedTensorMetadata": "tensor.metadata",
+    "ShardedTensorMetadata": "tensor.shard",
     "Sharder": "sharding.plan",
     "ShardingPlan": "sharding.plan",
     "ShardingPlanner": "sharding.plan",
@@ -64,7 +64,7 @@ _HOME = {
     "Spec": "spec.nodes",
     "SpecError": "errors",
     "StaleParameterError": "errors",
-    "TensorProperties": "tensor.metadata",
+    "TensorProperties": "tensor.shard",
     "UnshardHandle": "fsdp.fsdp_module",
     "WrappedTwiceError": "errors",
     "along": "sharding.styles",
@@ -86,7 +86,7 @@ _HOME = {
     "from_dtensor": "tensor.dtensor",
     "from_torch_sharded_tensor": "tensor.from_metadata",
     "full": "tensor.factories",
-    "full_state_dict": "tensor.full_state",
+    "full_state_dict": "tensor.state",
     "fully_shard": "fsdp.api",
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
@@ -161,7 +161,7 @@ def __getattr__(name: str) -> Any:
 def _rebuild(*state: Any) -> Any:
     """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
     importlib.import_module("shardtensor.ops")
-    return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
+    return importlib.import_module("shardtensor.tensor.copying").rebuild(*state)
 
 
 when_imported("torch.serialization", lambda module: module.add_safe_globals([_rebuild]))

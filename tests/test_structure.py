@@ -20,11 +20,11 @@ compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 53_934
+LINES = 53_800
 IN_CIRCLES = {"fsdp": 7}
-DEFINED_TWICE = 49
+DEFINED_TWICE = 48
 LATE_IMPORTS = 23
-OF_ONE_IMPORTER = 113
+OF_ONE_IMPORTER = 108
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 OWN_CODE = {"custom_ops", "ported", "rrefs"}

@@ -17,8 +17,7 @@ from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.factories import as_shape
 from shardtensor.tensor.from_metadata import check_metadata_of_all, from_local_shards_and_global_metadata
 from shardtensor.tensor.init_local import init_from_local_shards, init_from_local_tensor
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

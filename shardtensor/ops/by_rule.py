@@ -19,17 +19,16 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
-from shardtensor.ops.engine import HALF, Prepared, computed, finish, prepare
+from shardtensor.ops.engine import HALF, Prepared, computed, finish, prepare, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.ops.out import write_out
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
 from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
-from shardtensor.tensor.teams import along
 
 JOINS: dict[str, tuple[Callable[..., Any], bool]] = {}
 """The functions that rows name as ``@name``, and whether they take dims cut in blocks."""
@@ -240,7 +239,9 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
     if result is NotImplemented:
         return result
     shape = (1,) * x.dim() if given.keepdim else ()
-    return result.reshape(shape) if isinstance(result, torch.Tensor) else tuple(y.reshape(shape) for y in result)
+    results = [result] if isinstance(result, torch.Tensor) else result
+    found = tuple(y if y.shape == shape else y.reshape(shape) for y in results)  # a view would hide the collective
+    return found[0] if isinstance(result, torch.Tensor) else found
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------

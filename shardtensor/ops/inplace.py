@@ -21,8 +21,8 @@ from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
-from shardtensor.tensor.teams import along
 
 
 @implements(torch.Tensor.copy_)

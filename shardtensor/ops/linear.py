@@ -19,8 +19,8 @@ from shardtensor.ops.fused_linear import ColumnLinear, RowLinear, cast
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.teams import along
 
 _column_linear, _row_linear = caller(ColumnLinear), caller(RowLinear)
 

@@ -21,8 +21,8 @@ from shardtensor.layout.layout import Layout
 from shardtensor.ops.engine import HALF, computed
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.table import ROWS
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-from shardtensor.tensor.teams import along
 
 MOST = 4096
 """Forms kept for one group; when there are more, all are forgotten."""

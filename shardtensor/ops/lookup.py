@@ -15,9 +15,8 @@ import torch
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import whole_in
-from shardtensor.ops.engine import finish, prepare
+from shardtensor.ops.engine import finish, prepare, write_out
 from shardtensor.ops.ids import check_ids, held
-from shardtensor.ops.out import write_out
 from shardtensor.rules.advanced import first_of, reading
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.table import rule_of

@@ -13,14 +13,13 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, DimCut, replicated
 from shardtensor.layout.pieces import listed
-from shardtensor.ops.engine import prepare
-from shardtensor.ops.out import write_out
-from shardtensor.ops.scans import pieces_of
+from shardtensor.ops.along_dim import pieces_of
+from shardtensor.ops.engine import prepare, write_out
 from shardtensor.rules.advanced import selecting
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
-from shardtensor.tensor.teams import along
 
 
 class Rows(NamedTuple):
@@ -65,7 +64,7 @@ def rows_of(name: str, x: torch.Tensor, mask: torch.Tensor) -> Rows | None:
     return Rows(local, chosen, recipe.needs[0].layout, group)
 
 
-def select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+def select_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
     """``x[mask]`` for a mask of the first dims of `x`: ``(selected, rest...)``; None where it must be gathered."""
     if not isinstance(x, ShardedTensor) and not isinstance(mask, ShardedTensor):
         return x[mask]
@@ -104,7 +103,7 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
-    found = select(input.expand(shape), mask.expand(shape)) if shape else None
+    found = select_rows(input.expand(shape), mask.expand(shape)) if shape else None
     return fall_back(torch.masked_select, (input, mask), {}) if found is None else found
 
 

@@ -15,18 +15,16 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import decided
-from shardtensor.ops.engine import bring, group_of, refuse_to_move, run
+from shardtensor.ops.engine import bring, group_of, refuse_to_move, run, write_out
 from shardtensor.ops.local_call import remembered
-from shardtensor.ops.out import write_out
 from shardtensor.rules.propagate import Need, follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import HANDLERS, name_of, refuse_partial_write, spellings
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import part
+from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
-from shardtensor.tensor.teams import along
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))

@@ -10,8 +10,8 @@ from shardtensor.errors import RuleError
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.teams import along
 
 _alone = SingleRankGroup()
 

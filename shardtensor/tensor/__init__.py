@@ -4,17 +4,14 @@
 """
 
 from shardtensor.tensor import autograd as autograd
-from shardtensor.tensor import checkpointing as checkpointing
 from shardtensor.tensor import convert as convert
 from shardtensor.tensor import copying as copying
 from shardtensor.tensor import custom_functions as custom_functions
 from shardtensor.tensor import dtensor as dtensor
 from shardtensor.tensor import from_metadata as from_metadata
-from shardtensor.tensor import full_state as full_state
-from shardtensor.tensor import gather as gather
 from shardtensor.tensor import hooks as hooks
 from shardtensor.tensor import modules as modules
-from shardtensor.tensor import pickling as pickling
 from shardtensor.tensor import plain_operands as plain_operands
 from shardtensor.tensor import reshard as reshard
+from shardtensor.tensor import state as state
 from shardtensor.tensor import unbound as unbound

@@ -23,9 +23,8 @@ from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.init_local import leaf_of
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.placing import mesh_of
-from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 

@@ -25,9 +25,8 @@ from shardtensor.tensor import bypasses, dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.copied import Copied, version_of
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
-from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
 _make_body = torch.Tensor._make_wrapper_subclass
 _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
