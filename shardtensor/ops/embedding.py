@@ -73,7 +73,7 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     found = decided(F.embedding, "embedding", args, kwargs)
     pad, rows = kwargs.get("padding_idx"), args[1].shape[0]
-    if found is None or not (pad is None or -rows <= pad < rows):
+    if found is None or found.moves or not (pad is None or -rows <= pad < rows):
         return None
     pad = -1 if pad is None else pad % rows
     return found._replace(call=lambda ids, table, **_: torch.embedding(table, ids, pad))

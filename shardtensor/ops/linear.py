@@ -75,7 +75,7 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
     assert isinstance(layout, CutLayout)
     cut = layout.dims[-1]
     found = decided(F.linear, "linear", (x, weight), {})
-    if found is None or cut is None:
+    if found is None or found.moves or cut is None:
         return None
     if bias is not None and (found.layout is not None or bias.shape != weight.shape[:1]):
         return None
