@@ -30,8 +30,8 @@ from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sharding.stopped import Stopped, said_of, stopped_in
 from shardtensor.sim.simulate import simulate
+from shardtensor.tensor.move import take
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-from shardtensor.tensor.steps import take
 
 Step = Callable[[nn.Module, int], torch.Tensor]
 Progress = Callable[[int, int], object]
