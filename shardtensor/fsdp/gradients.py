@@ -11,7 +11,7 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.flat_views import FlatViews
+from shardtensor.fsdp.param_info import FlatViews
 from shardtensor.tensor.pieces import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

@@ -18,13 +18,12 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.autograd import written_too_early
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.flat_views import FlatViews
 from shardtensor.fsdp.gradients import Grads, GroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join
-from shardtensor.fsdp.param_info import ParamInfo, ranges_of
+from shardtensor.fsdp.param_info import FlatViews, ParamInfo, ranges_of
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardtensor.fsdp.versions import written_too_early
 from shardtensor.parallel.memory import become
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
@@ -42,7 +41,7 @@ class ParamGroup:
         shard: this rank's range, of the parameters' dtype: the authoritative values. On the CPU with offloading.
         sharded_params: the parameters as users see them.
         unsharded: the all-gather output, of `compute_dtype`; None until a buffer is assigned.
-        parts: the parameters in it, with version counters of their own; see `versions`.
+        parts: the parameters in it, with version counters of their own; see `autograd`.
         unsharded_params: what modules compute with: outputs of one autograd node over `parts`, or ShardedTensors over
             such.
         node: that node; None where all parameters are frozen.

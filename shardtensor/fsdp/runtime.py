@@ -11,6 +11,7 @@ import torch
 
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import AbsentRankError
+from shardtensor.fsdp.autograd import next_generation, written_too_early
 from shardtensor.fsdp.buffers import assign_buffers
 from shardtensor.fsdp.checks import ParameterWatch, check_device, refuse_transform, reset_sharded_params
 from shardtensor.fsdp.order import BackwardScope, ExecutionOrder
@@ -20,7 +21,6 @@ from shardtensor.fsdp.reducer import GradientReducer
 from shardtensor.fsdp.state import SHARDED, UNSHARDED, FSDPState, states_in
 from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unused import UnusedCheck, names_of
-from shardtensor.fsdp.versions import next_generation, written_too_early
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 
 _in_backward = torch._C._current_graph_task_id

@@ -14,14 +14,13 @@ from torch import nn
 from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.autograd import Versions, not_in_buffer, watch_backward, with_hook
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.outputs import not_in_buffer, with_hook
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.post_forward import PostForwardMesh, Reshard
 from shardtensor.fsdp.streams import Stream, Streams
-from shardtensor.fsdp.versions import Versions, watch_backward
 from shardtensor.layout.ranges import SMALL_BYTES
 from shardtensor.tensor.trees import cast_floats, tensors_in
 

@@ -119,7 +119,7 @@ def _afterword(outcome: Outcome) -> str:
         )
     return why + (
         "\nNext\n"
-        "  shardtensor plan mlp --world 4       bytes, collectives and seconds of a plan on a machine, before it runs\n"
+        "  shardtensor plan mlp --world 4       bytes of every rank on a machine, before it runs\n"
         "  shardtensor show mlp --world 4       who holds what\n"
         "  shardtensor check llama --help       what is wrong with a plan for your model's config.json"
     )

@@ -1,15 +1,16 @@
-"""Whether a gathered parameter that autograd saved still has its values: autograd checks that by version counters.
+"""What autograd sees of a fully sharded module: version counters of parameters, and hooks on outputs.
 
-Modules compute with views of memory that units use in turns. While a unit's values are there, the counters of its views
-are at the number of these values (`next_generation`); while they are not, at the unit's number for that. Autograd
-compares the counter of a saved tensor when a backward uses it, so it refuses one without its values, however the
-backward got there, and at no cost for an operation. The refusal is then said in the user's words: see `explained`.
+Modules compute with views of memory that modules use in turns. While a module's values are there, the counters of its
+views are at the number of these values (`next_generation`); while they are not, at the module's number for that.
+Autograd compares the counter of a saved tensor when a backward uses it, so it refuses one without its values, however
+the backward got there, and at no cost for an operation. The error then names the module: see `explained`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from operator import is_
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ import torch
 from torch.autograd import Variable
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.sharded_tensor import local_of
+from shardtensor.tensor.trees import map_tensors, tensors_in
 
 
 class Owner(Protocol):
@@ -133,3 +136,77 @@ def _written(facts: Mapping[str, Any]) -> RuleError:
         facts,
         "call backward before the optimizer steps or values are loaded",
     )
+
+
+def not_in_buffer(output: Any, memory: range, state: Owner) -> Any:
+    """Copy those tensors of `output` that lie in `memory`, which other values come to when the unit has run.
+
+    Args:
+        memory: the addresses of the unit's gathered parameters.
+        state: whose module returned `output`.
+
+    Raises:
+        RuleError: such a tensor is in an object where it cannot be replaced.
+    """
+    if type(output) is torch.Tensor:  # looked at with as few calls as can be
+        try:
+            return output.clone() if output.data_ptr() in memory else output
+        except RuntimeError:
+            return output
+    if not any(_address(x) in memory for x in tensors_in(output)):
+        return output
+    replaced = map_tensors(lambda x: x.clone() if _address(x) in memory else x, output)
+    if any(_address(x) in memory for x in tensors_in(replaced)):
+        raise RuleError(
+            "the forward of a fully sharded module returned a view of its parameter inside of an object; other values"
+            " come into that memory when the module has run",
+            {"module": state.title, "object": type(output).__name__},
+            "return a copy (parameter.clone()), or return it in a list, tuple, dict or dataclass",
+        )
+    return replaced
+
+
+def _address(x: torch.Tensor) -> int:
+    try:
+        return int(local_of(x).data_ptr())
+    except RuntimeError:  # it has no memory of its own: sparse, or made by a function transform
+        return 0
+
+
+Hook = Callable[[torch.Tensor], None]
+
+
+def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
+    """Call `hook` when a gradient comes to any tensor of `output`, `leaf_hook` for a leaf; return `output`.
+
+    A leaf was computed from nothing: a module that returns one only passes it on.
+    """
+    if not isinstance(output, torch.Tensor):
+        for x in tensors_in(output):
+            with_hook(x, hook, leaf_hook)
+    elif output.requires_grad:
+        _register(local_of(output), hook, leaf_hook)
+    return output
+
+
+def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
+    """As ``x.register_hook``, but that of hooks on one tensor the last runs first, and no handle is made.
+
+    A module that only passes a tensor on has its backward before the one that made it. Handles are a quarter of the
+    time of ``register_hook``.
+    """
+    base = x._base
+    if base is not None and base.grad_fn is not None:
+        x = base  # a write to a view gives it another node; gradients go on to that of its base
+    node = x.grad_fn if type(x) is torch.Tensor else None
+    if node is None:
+        x.register_hook(leaf_hook if x.is_leaf else hook)
+        return
+    hooks: Any = x._backward_hooks
+    if hooks is not None:
+        later = list(hooks.items())
+        hooks.clear()  # autograd reads the plain dict, which `move_to_end` leaves as it is
+        hooks.update([(hook, hook), *later])
+        return
+    x._backward_hooks = OrderedDict(((hook, hook),))  # type: ignore[arg-type]
+    node._register_hook_dict(x)
