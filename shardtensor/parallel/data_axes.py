@@ -1,8 +1,8 @@
-"""How a tensor lies along the data axes of a mesh: which ranks hold copies of it, and where they hold other parts."""
+"""Which ranks hold copies of a tensor along the data axes of a mesh, and equal values of the copies to start from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import coordinate
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 @attrs.frozen(eq=False)
@@ -96,3 +96,26 @@ class DataAxes:
             },
             "give it a spec that does not name the axis, on the mesh that has it",
         )
+
+
+@torch.no_grad()
+def take_first_copies(named: Iterable[tuple[str, torch.Tensor]], axes: DataAxes) -> None:
+    """Overwrite tensors with what the first data rank that holds a copy has; one message a group, dtype and device.
+
+    All ranks of the mesh call it, with the same tensors. What is on the meta device has no values yet.
+    """
+    kinds: dict[Any, tuple[Group, dict[int, torch.Tensor]]] = {}
+    for name, tensor in named:
+        local = local_of(tensor)
+        group, _ = axes.copies(name, tensor)
+        if group.size > 1 and not local.is_meta:
+            kinds.setdefault((id(group), local.dtype, local.device), (group, {}))[1].setdefault(id(local), local)
+    for group, found in kinds.values():
+        locals_ = [local.detach() for local in found.values()]
+        sizes = [local.numel() for local in locals_]
+        if not sum(sizes):
+            continue
+        flat = group.broadcast(torch.cat([local.reshape(-1) for local in locals_]))
+        if group.index != 0:
+            for local, values in zip(locals_, flat.split(sizes), strict=True):
+                local.copy_(values.view(local.shape))

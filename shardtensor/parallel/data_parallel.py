@@ -16,8 +16,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.parallel.data_axes import DataAxes
-from shardtensor.parallel.gradient_buckets import finish, make_buckets
-from shardtensor.parallel.gradients import each_gradient, gradients_of
+from shardtensor.parallel.gradient_buckets import each_gradient, finish, gradients_of, make_buckets
 from shardtensor.parallel.reducer import Reducer, reducer_of
 
 

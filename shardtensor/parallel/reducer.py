@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
-from shardtensor.parallel.data_axes import DataAxes
-from shardtensor.parallel.gradient_buckets import Bucket, finish, make_buckets
-from shardtensor.parallel.gradients import Gradient, gradients_of, named_tensors
-from shardtensor.parallel.starting_values import take_first_copies
+from shardtensor.parallel.data_axes import DataAxes, take_first_copies
+from shardtensor.parallel.gradient_buckets import Bucket, Gradient, finish, gradients_of, make_buckets, named_tensors
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
