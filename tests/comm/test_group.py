@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import device, every_size
 
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import SingleRankGroup
+from shardtensor.comm.checked import CheckedGroup
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.errors import RuleError
 from shardtensor.mesh import Mesh
+from shardtensor.sim.counting_group import CountingGroup
+from shardtensor.sim.group import SimGroup
 
 # Elements of each rank, as much of it as there are ranks: equal, uneven, one without, one with all, nobody with any.
 COUNTS = [(3, 3, 3, 3), (5, 2, 3, 1), (4, 0, 0, 2), (0, 0, 6, 0), (0, 7, 0, 0), (0, 0, 0, 0)]
@@ -293,6 +298,14 @@ def check_scatters() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_parts_of_any_shape_are_scattered_as_the_result_is_asked_for(world, size):
     world(check_scatters, size)
+
+
+@pytest.mark.parametrize("kind", [SingleRankGroup, TorchGroup, CheckedGroup, SimGroup, CountingGroup])
+def test_all_groups_have_the_arguments_of_the_base_class(kind):
+    for name, method in vars(Group).items():
+        if callable(method) and not name.startswith("_"):
+            assert inspect.signature(getattr(kind, name)).parameters == inspect.signature(method).parameters, name
+    assert inspect.signature(kind.broadcast).parameters["src_index"].default == 0
 
 
 def test_alone_everything_is_given_back_flat():
