@@ -42,10 +42,10 @@ CASES = [
     ("Llama-3-8B", LLAMA, "check fsdp --world 64", 0.5),
     ("Mixtral-8x7B, a list of experts", MIXTRAL, "check mixtral --world 64 --set published=true", 2),
     ("Llama-3.1-405B", LARGEST, "check llama_2d --world 16384", 2),
-    ("Llama-3.1-405B", LARGEST, "plan llama_2d --world 16384 --rank 777", 2),
+    ("Llama-3.1-405B", LARGEST, "plan llama_2d --no-step --world 16384 --rank 777", 2),
     ("Llama-3.1-405B", LARGEST, "show llama_2d --world 16384", 2),
-    ("Llama-3-8B", LLAMA, "plan llama --world 64 --search", 5),
-    ("Llama-3-8B", LLAMA, "plan llama_2d --world 64 --search", 5),
+    ("Llama-3-8B", LLAMA, "plan llama --no-step --world 64 --search", 5),
+    ("Llama-3-8B", LLAMA, "plan llama_2d --no-step --world 64 --search", 5),
 ]
 
 

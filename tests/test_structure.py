@@ -15,16 +15,16 @@ from harness.house import FILES, PACKAGE, REEXPORTS, eager, imported, tree_of
 import shardtensor
 
 ORDER = """
-errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding checkpoint spmd
-compat cli
+errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding trace checkpoint
+spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 51_374
+LINES = 49_260
 IN_CIRCLES = {"tensor": 12}
-DEFINED_TWICE = 52
+DEFINED_TWICE = 50
 LATE_IMPORTS = 25
-OF_ONE_IMPORTER = 87
+OF_ONE_IMPORTER = 76
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 

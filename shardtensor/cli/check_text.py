@@ -77,15 +77,6 @@ def summary_text(summary: Summary, ran: str = "") -> str:
     if summary.groups:
         rows = [(group.axes, f"{group.ranks:,}", f"{group.groups:,}") for group in summary.groups]
         lines += ["", *_table(("process groups along", "ranks", "groups"), rows)]
-    if summary.traffic:
-        rows = [
-            (f"{each.phase} {each.kind} over {each.over}", f"{each.calls:,}", say_bytes(each.received_bytes))
-            for each in summary.traffic
-        ]
-        step = f"a step of {summary.tokens:,} tokens a data rank, {summary.dtype}"
-        lines += ["", *_table((step, "calls", "received"), rows)]
-    if summary.uncounted:
-        lines += ["", "not counted", *(f"  {each}" for each in summary.uncounted)]
     if summary.fallbacks:
         lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
     return "\n".join(lines)

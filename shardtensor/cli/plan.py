@@ -1,4 +1,7 @@
-"""``shardtensor plan``: what a plan costs on a machine, before anything runs. No torch, but to calibrate."""
+"""``shardtensor plan``: what a plan costs on a machine, before it runs.
+
+Imports torch to count a step, and to calibrate.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="print what a plan costs: bytes of a rank, collectives of a step and their seconds",
-        description="Print the bytes that each rank of a plan holds, the collectives of a training step with their "
-        "bytes and estimated seconds, and the values of parameters that pass; or rank the meshes for a world and a "
-        "memory. Nothing runs and no GPU is needed. Exit status 0, 1 when the plan has errors, 2 when the options are "
-        "wrong.",
+        description="Print the bytes that each rank of a plan holds and, where the model can be built, the collectives "
+        "of a training step with their bytes, its FLOPs and its estimated seconds; or rank the meshes for a world and "
+        "a memory. To count a step, one rank of the sharded model runs on tensors without memory; no GPU is needed. "
+        "Exit status 0, 1 when the plan has errors, 2 when the options are wrong.",
     )
     parser.add_argument("plan", nargs="?", help="a plan file, or the name of one that comes with the package")
     add_model_arguments(parser)
@@ -32,11 +35,14 @@ def add_parser(commands: Any) -> None:
         help="samples of each data rank in a step (default 1); with --search, N for each rank of the world, dealt to "
         "the data ranks, so that every mesh does the same work",
     )  # fmt: skip
-    parser.add_argument("--seq", type=positive, default=4096, metavar="N", help="tokens of a sample (default 4096)")
+    parser.add_argument(
+        "--seq", type=positive, metavar="N", help="tokens of a sample (default 4096, or as many as the model takes)"
+    )
     dtypes = ("bfloat16", "float16", "float32", "float64")
-    parser.add_argument("--dtype", choices=dtypes, help="of values between modules (default that of the parameters)")
+    parser.add_argument("--dtype", choices=dtypes, help="of parameters and values (default the model's)")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum, sgd or none (default adamw)")
     parser.add_argument("--hardware", default="h100", help="h100, h200, cpu, or a profile's file (default h100)")
+    parser.add_argument("--no-step", action="store_true", help="bytes alone: no step is counted, torch not imported")
     parser.add_argument("--rank", type=int, metavar="R", help="also print what this rank holds")
     parser.add_argument("--search", action="store_true", help="rank the meshes that fit into --memory")
     parser.add_argument(

@@ -28,48 +28,53 @@ def show_plan(report: dict[str, Any]) -> None:
         if any(held[name] for held in columns.values()):
             table.add_row(name, *(say_bytes(held[name], 2) for held in columns.values()))
     console.print(table)
-    console.print("activations are an estimate; nothing is taken to be computed again", style="dim")
     needed, room = say_bytes(memory["most"]["total"], 2), say_bytes(report["memory_bytes"], 2)
     if report["fits"]:
         console.print(f"fits into {room}\n", highlight=False)
     else:
         console.print(f"does not fit: a rank needs {needed} of {room}\n", style="bold red", highlight=False)
+    if "step" not in report:
+        console.print(
+            f"the step is not counted: {report['not_counted']}", highlight=False, markup=False, soft_wrap=True
+        )
+        return
     table = _table(
-        "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where", "why"
+        "collectives of a step", "when", "collective", "over", "calls", "received", "each", "together", "where"
     )
     for row in report["collectives"]:
         over = f"{row['over']}={row['group_size']}"
         times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
         received = say_bytes(row["received_bytes"], 2)
         where = row["where"] or "the model"
-        table.add_row(row["phase"], row["kind"], over, str(row["calls"]), received, *times, where, row["why"])
+        table.add_row(row["phase"], row["kind"], over, f"{row['calls']:,}", received, *times, where)
     console.print(table)
-    for each in report["uncounted"]:
-        console.print(f"not counted  {each['where']}: {each['why']}", highlight=False, markup=False, soft_wrap=True)
     step = report["step"]
     console.print(
-        f"a step  {say_seconds(step['seconds'])} estimated: arithmetic {say_seconds(step['compute_s'])}, beside it "
-        f"{say_seconds(step['beside_s'])} of collectives along data axes; in modules {say_seconds(step['inside_s'])}; "
-        f"optimizer {say_seconds(step['optimizer_s'])}",
+        f"a step  {say_seconds(step['seconds'])} estimated: {report['flops']:.3g} FLOPs "
+        f"{say_seconds(step['compute_s'])}, beside them {say_seconds(step['beside_s'])} of collectives along data "
+        f"axes; in modules {say_seconds(step['inside_s'])}; optimizer {say_seconds(step['optimizer_s'])}",
         highlight=False,
     )
     console.print(f"        {step['tokens_per_s']:,.0f} tokens a second", highlight=False)
-    for name, values in report["passing"].items():
-        shown = ", ".join(map(str, values)) or "none"
-        console.print(f"{name} that pass for {report['world']} ranks: {shown}", highlight=False)
 
 
 def show_search(report: dict[str, Any]) -> None:
     """Print the meshes that a search found."""
     console = _console()
     _say_head(console, report)
-    table = _table(
-        "meshes, the shortest step first", "values", "mesh", "step", "tokens/s", "in modules", "beside", "bytes"
-    )
-    for row in report["choices"]:
-        if not row["fault"]:
-            times = (say_seconds(row["step"][key]) for key in ("inside_s", "beside_s"))
+    passed = [row for row in report["choices"] if not row["fault"]]
+    if "not_counted" in report:
+        console.print(f"the step is not counted: {report['not_counted']}", highlight=False, markup=False)
+        table = _table("meshes, the fewest bytes first", "values", "mesh", "bytes")
+        for row in passed:
+            table.add_row(row["values"], row["mesh"], say_bytes(row["bytes"], 2))
+    else:
+        table = _table(
+            "meshes, the shortest step first", "values", "mesh", "step", "tokens/s", "in modules", "beside", "bytes"
+        )
+        for row in passed:
             step = row["step"]
+            times = (say_seconds(step[key]) for key in ("inside_s", "beside_s"))
             table.add_row(
                 row["values"], row["mesh"], say_seconds(step["seconds"]), f"{step['tokens_per_s']:,.0f}", *times,
                 say_bytes(row["bytes"], 2),

@@ -13,8 +13,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.route import route
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step, route
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from shardtensor.comm.agree import agree
-from shardtensor.comm.base_group import BaseGroup
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.primitives import timeout_of
@@ -64,7 +63,7 @@ def are_collectives_checked() -> bool:
     return _wanted or name == "collectives"
 
 
-class CheckedGroup(BaseGroup):
+class CheckedGroup(Group):
     """A group that waits at a rendezvous before each collective of another one; `as_group` makes it."""
 
     def __init__(self, group: Group, rendezvous: Rendezvous) -> None:
@@ -162,8 +161,6 @@ class CheckedGroup(BaseGroup):
             _wait(rendezvous, "twin")
             self._twin = CheckedGroup(self._group.twin(), rendezvous)
         return self._twin
-
-    subgroup, axis = BaseGroup.subgroup, BaseGroup.axis  # they return checked groups, by `_make_subgroup`
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.size:

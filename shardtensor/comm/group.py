@@ -1,4 +1,4 @@
-"""The interface of a group of ranks, and the groups of one rank and of other ranks.
+"""The base class of groups of ranks, and the groups of one rank and of other ranks.
 
 Other folders communicate only through `Group`, which torch.distributed, the simulator and a counter of bytes
 implement. Its methods are collective: every member calls them, in the same order. They have no gradients;
@@ -7,8 +7,9 @@ implement. Its methods are collective: every member calls them, in the same orde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +26,7 @@ class Pending(Protocol):
         """Wait until the collective is done (on cuda: make the current stream wait), and return the result."""
 
 
-@runtime_checkable
-class Group(Protocol):
+class Group(ABC):
     """Ranks that call collectives together.
 
     Tensors may have any dtype, device and strides; results are on the device of the argument. `counts` holds a number
@@ -48,8 +48,13 @@ class Group(Protocol):
     index: int
     device_type: str
     process_group: Any
-    mesh: Mesh | None
+    mesh: Mesh | None = None
 
+    def __init__(self) -> None:
+        self._axes: dict[tuple[str, ...], Group] = {}
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    @abstractmethod
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
 
@@ -58,28 +63,35 @@ class Group(Protocol):
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         """Start `all_reduce`; do not use `t` before ``wait()`` returns it."""
+        return Done(self.all_reduce(t, op))
 
+    @abstractmethod
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Return every member's elements as one flat tensor, in group order (a view of `t` in a group of one)."""
 
+    @abstractmethod
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Sum `flat` over the group and return this member's range of it, flat, of ``counts[index]`` elements."""
 
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Start `reduce_scatter`; do not use `flat` before ``wait()`` returns this member's range."""
+        return Done(self.reduce_scatter(flat, counts))
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
         """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain `part`.
 
         On cuda it runs in the current stream. The version counter of `out` does not change.
         """
+        return Done(overwrite(out, self.all_gather(part)))
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
         """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat `out`.
 
         On cuda it runs in the current stream, and `out` may be that range of `flat`.
         """
+        return Done(overwrite(out, self.reduce_scatter(flat)))
 
+    @abstractmethod
     def all_to_all(
         self,
         flat: torch.Tensor,
@@ -92,6 +104,7 @@ class Group(Protocol):
         The result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`.
         """
 
+    @abstractmethod
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
     ) -> torch.Tensor:
@@ -100,21 +113,36 @@ class Group(Protocol):
         `like` gives dtype and device of the result on every member.
         """
 
+    @abstractmethod
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         """Overwrite `t` with the source's `t` and return it; all have the same number of elements."""
 
+    @abstractmethod
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every member's blob; all must have the same length."""
 
+    @abstractmethod
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every member's value; sends pickles. For the texts of errors, not for data."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return when every member has called it."""
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return the group of some members, by global rank. Its members call it; others may, and get a group of index
         -1."""
+        key = tuple(sorted(ranks))  # torch orders a new group by rank
+        assert set(key) <= set(self.ranks), "a subgroup is made of members"
+        if key not in self._subgroups:
+            made = self._make_subgroup(key)
+            # A group of all ranks may be this one; a subgroup has no mesh.
+            self._subgroups[key] = made if made.mesh is None else made.on_mesh(None, {})  # type: ignore[arg-type]
+        return self._subgroups[key]
+
+    @abstractmethod
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        """Make the group of these members, in ascending order."""
 
     def twin(self) -> Group:
         """Return a group of the same ranks with a communicator of its own; all its members call it.
@@ -122,12 +150,25 @@ class Group(Protocol):
         Collectives of the two groups can run at the same time, and each group has its own order of calls. On cuda the
         members must still call the collectives of both groups in one order if one waits for another.
         """
+        return self  # in one process there is no communicator to separate
 
+    @abstractmethod
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         """Return a view of this group with a mesh; sends nothing. `axes` are groups along some axes that exist."""
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
+        if names not in self._axes:
+            assert self.mesh is not None, "this group has no named axes"
+            axes = [self.mesh.names.index(name) for name in names]
+            self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
+        return self._axes[names]
+
+    def _share_subgroups(self, other: Group, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> None:
+        """Set the mesh of this view of `other`; both use the same subgroups."""
+        self.mesh, self._axes, self._subgroups = mesh, axes, other._subgroups
+        for group in axes.values():
+            self._subgroups.setdefault(tuple(sorted(group.ranks)), group)
 
 
 def group_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
@@ -156,14 +197,14 @@ def group_on_mesh(group: Group, mesh: Mesh) -> Group:
     return known[mesh]
 
 
-class SingleRankGroup:
+class SingleRankGroup(Group):
     """A group of one rank: collectives send nothing and return their argument."""
 
     size = 1
     index = 0
-    mesh: Mesh | None = None
 
     def __init__(self, rank: int = 0, process_group: Any = None, device_type: str = "cpu") -> None:
+        super().__init__()
         self.rank = rank
         self.process_group = process_group
         self.device_type = device_type
@@ -173,23 +214,11 @@ class SingleRankGroup:
         check_reduction(op, t.dtype)
         return t
 
-    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
-        return Done(self.all_reduce(t, op))
-
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return t.reshape(-1)
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return flat.reshape(-1)
-
-    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        return Done(self.reduce_scatter(flat, counts))
-
-    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
-        return Done(overwrite(out, part))
-
-    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        return Done(overwrite(out, flat))
 
     def all_to_all(
         self,
@@ -218,11 +247,7 @@ class SingleRankGroup:
     def barrier(self) -> None:
         return None
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        assert list(ranks) == [self.rank], "a group of one rank has one subgroup"
-        return self.axis()
-
-    def twin(self) -> Group:
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         return self
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
@@ -231,21 +256,21 @@ class SingleRankGroup:
         return alone
 
     def axis(self, *names: str) -> Group:
-        return self if self.mesh is None else SingleRankGroup(self.rank, self.process_group, self.device_type)
+        return self if self.mesh is None else super().axis(*names)
 
     def __repr__(self) -> str:
         return f"SingleRankGroup(rank={self.rank})"
 
 
-class NonMemberGroup:
+class NonMemberGroup(Group):
     """A group that this process is not a member of: it has ranks, and its collectives raise."""
 
     index = -1
     device_type = "cpu"
     process_group = None
-    mesh: Mesh | None = None
 
     def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
+        super().__init__()
         self.rank = rank
         self.ranks: Ranks = as_ranks(ranks)
         self.size = len(self.ranks)
@@ -256,7 +281,7 @@ class NonMemberGroup:
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
     all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
-    exchange = exchange_objects = barrier = subgroup = on_mesh = axis = twin = _refuse
+    exchange = exchange_objects = barrier = subgroup = _make_subgroup = on_mesh = axis = twin = _refuse
 
     def __repr__(self) -> str:
         return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"

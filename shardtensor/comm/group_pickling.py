@@ -82,4 +82,4 @@ def reduce_group(group: Group) -> tuple[Any, ...]:
 
 
 for _kind in (SingleRankGroup, TorchGroup, CheckedGroup):
-    copyreg.pickle(_kind, reduce_group)  # type: ignore[arg-type]
+    copyreg.pickle(_kind, reduce_group)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from shardtensor.comm import primitives
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.base_group import BaseGroup
 from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
-class TorchGroup(BaseGroup):
+class TorchGroup(Group):
     """A torch process group of two or more ranks; make one with `as_group`.
 
     Group order is that of the process group. Tensors whose device, dtype or strides the backend does not support are

@@ -1,6 +1,6 @@
 """The time of a collective, by the bytes that one rank receives, the group's size, and the nodes of its ranks.
 
-Bytes are those of ring algorithms, without arithmetic in switches, as in `layout.steps`: for a tensor of S bytes among
+Bytes are those of ring algorithms, without arithmetic in switches, as in `layout.route`: for a tensor of S bytes among
 n ranks each rank receives 2 (n - 1) / n S bytes in an all-reduce, and (n - 1) / n S in an all-gather, a reduce-scatter
 or an all-to-all. A ring over several nodes enters each node through the links of all its k ranks, each with 1 / k of
 the bytes; the slower kind of link determines the time. Latency between nodes grows as in trees.

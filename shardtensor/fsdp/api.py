@@ -18,7 +18,7 @@ from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
 from shardtensor.fsdp.post_forward import Reshard, read_reshard
 from shardtensor.fsdp.state import FSDPState, state_of
-from shardtensor.layout.ranges import together
+from shardtensor.layout.ranges import parameter_groups
 from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import Home
@@ -119,7 +119,8 @@ def _shard_one(
     find_unused: bool,
 ) -> None:
     data_mesh = DataMesh.of(mesh)
-    device = own_device("cuda") if data_mesh.whole.device_type == "cuda" else torch.device("cpu")
+    kind = data_mesh.whole.device_type
+    device = own_device(kind if kind in ("cuda", "meta") else "cpu")
     fault: ShardTensorError | None = None
     params_info: list[ParamInfo] = []
     try:
@@ -140,8 +141,7 @@ def _shard_one(
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(data_mesh.whole, call, {"parameters": said, "options": options}, fault)
     param_groups: list[ParamGroup] = []
-    alike = (members for same in _groups(params_info) for members in _going_together(same, data_mesh.shard.size))
-    for members in alike:
+    for members in _groups(params_info, data_mesh.shard.size):
         group = ParamGroup(members, data_mesh, device, mp_policy, offload_policy)
         group.take_over()
         if any(info.dtensor is not None for info in members):
@@ -208,14 +208,6 @@ def _form(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Paramete
     return form
 
 
-def _going_together(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
-    """Entries that are laid out as one: those that one rank holds by its own, in its order; those whose grains fit."""
-    if params_info[0].form.owner is not None:
-        return [sorted(params_info, key=lambda info: info.form.owner or 0)]
-    lengths, grains = [info.values.numel() for info in params_info], [info.grain for info in params_info]
-    return [[params_info[i] for i in group] for group in together(lengths, grains, ranks)]
-
-
 def _homes(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Home]:
     return found[id(param)].homes if id(param) in found else ()
 
@@ -227,18 +219,23 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _groups(params_info: list[ParamInfo]) -> list[list[ParamInfo]]:
-    """Entries that are gathered and reduced as one: alike in dtype, frozen or not.
+def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
+    """Parameters that are gathered and reduced as one: alike in dtype, frozen or not.
 
-    One of which ranks compute with parts of different sizes is by itself.
+    One of which ranks compute with parts of different sizes is by itself, but where one rank holds all of it.
     """
-    groups: dict[Any, list[ParamInfo]] = {}
-    for info in params_info:
-        is_owned = info.form.owner is not None
-        alone = id(info) if info.is_alone and not is_owned else None
-        key = (info.param.dtype, info.param.requires_grad, is_owned, alone)
-        groups.setdefault(key, []).append(info)
-    return list(groups.values())
+    alone = [id(info) if info.is_alone and info.form.owner is None else None for info in params_info]
+    groups = parameter_groups(
+        [
+            (info.param.dtype, info.param.requires_grad, by_itself)
+            for info, by_itself in zip(params_info, alone, strict=True)
+        ],
+        [info.values.numel() for info in params_info],
+        [info.grain for info in params_info],
+        ranks,
+        [info.form.owner for info in params_info],
+    )
+    return [[params_info[i] for i in members] for members in groups]
 
 
 def move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:

@@ -144,7 +144,8 @@ class FSDPState:
         parts = [part for group in self.param_groups for part in group.parts]
         if not self.versions.are_of(parts):
             self.versions = Versions(self, parts)
-            ends = [end for part in parts if part.nbytes for end in (part.data_ptr(), part.data_ptr() + part.nbytes)]
+            there = [part for part in parts if part.nbytes and not part.is_meta]
+            ends = [end for part in there for end in (part.data_ptr(), part.data_ptr() + part.nbytes)]
             self._memory = range(min(ends, default=0), max(ends, default=0))
 
     def show_unsharded(self) -> None:

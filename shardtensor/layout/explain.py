@@ -8,8 +8,7 @@ from typing import Any
 from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout, Shape
-from shardtensor.layout.route import route
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step, route
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec

@@ -10,7 +10,7 @@ different sizes would need no padding, but NCCL has no collective for them: it b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
 import attrs
@@ -244,6 +244,35 @@ def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[l
     waste = sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
     saved = common - waste
     return groups if saved * _WASTE > sum(lengths) and saved > ranks * ALIGNMENT * _TRIES else [everything]
+
+
+def parameter_groups(
+    kinds: Sequence[Hashable],
+    lengths: Sequence[int],
+    units: Sequence[int],
+    ranks: int,
+    owners: Sequence[int | None] | None = None,
+) -> list[list[int]]:
+    """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
+
+    Those are of one kind, with grains that fit (`together`); those that a rank holds whole are in the order of owners.
+
+    Example:
+        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [64, 8, 16, 16], [1] * 4, 2, [None, None, 1, 0])
+        [[0], [1], [3, 2]]
+    """
+    owner_of = owners or [None] * len(kinds)
+    alike: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        alike.setdefault((kind, owner_of[i] is not None), []).append(i)
+    groups: list[list[int]] = []
+    for members in alike.values():
+        if owner_of[members[0]] is not None:
+            groups.append(sorted(members, key=lambda i: owner_of[i] or 0))
+        else:
+            parts = together([lengths[i] for i in members], [units[i] for i in members], ranks)
+            groups += [[members[i] for i in part] for part in parts]
+    return groups
 
 
 @attrs.frozen

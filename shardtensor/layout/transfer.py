@@ -88,6 +88,13 @@ def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Trans
     return Transfer(tuple(keeps), tuple(sends), tuple(receives))
 
 
+def lacking(source: Layout, target: Layout, rank: int) -> int:
+    """Return how many of the elements that `rank` holds in `target` it does not hold in `source`."""
+    held = source.boxes(rank)
+    overlaps = (box.overlap(goal) for goal in target.boxes(rank) for box in held)
+    return target.numel(rank) - sum(both.numel for both in overlaps if both is not None)
+
+
 def _to_send(source: Layout, rank: int, target: Layout, peer: int) -> tuple[Region, ...]:
     if not _is_sender(source, rank, peer):
         return ()

@@ -15,9 +15,9 @@ from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.empty_parts import takes_empty
 from shardtensor.ops.engine import computed, finish, group_of, run
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.rules.attention import heads_fit
 from shardtensor.rules.propagate import propagate, with_dims
 from shardtensor.rules.table import rule_of
+from shardtensor.rules.views import heads_fit
 from shardtensor.tensor.dispatch import fall_back, implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

@@ -1,32 +1,298 @@
-"""``F.linear`` on sharded weights: ``b k, n k, n -> b n``.
+"""Products with sharded weights, fused with their collectives, and ``F.linear`` on them: ``b k, n k, n -> b n``.
 
-Column-parallel (n cut): a plain input meets cut values, so its gradient is summed over the ranks; the gradient of a
-plain bias is known only in pieces. Both travel in one all-reduce. Row-parallel (k cut): products are addends, summed at
-once; the bias is added after, once.
+Column-parallel (n is sharded): a replicated input meets sharded work, so its gradient is summed over the ranks, beside
+the weight's gradient; the gradient of a replicated bias is known only in slices, and both travel in one all-reduce.
+Row-parallel (k is sharded): the products are partial and summed at once; the bias is added after, once. If the
+activations between layers are sharded along a dim (a *stream*, sequence parallelism), its slices are gathered before,
+and the gradient is reduce-scattered.
+
+Several products may read one input and share its collective. A product of torch's own returns both of its gradients at
+once, so that the input's, summed over the products, is complete only when all of the weights' are. So `share` gives
+each product a *stand-in* of the input, through which the product's gradient comes back: one node of the graph has them
+all, and runs the collective beside the weights' gradients. Not under torch.compile, which orders the work itself; it
+hides the same collective with ``torch.compile(module, options={"reorder_for_compute_comm_overlap": True,
+"reorder_for_compute_comm_overlap_passes": ["sink_waits"]})``.
+
+References:
+    Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from shardtensor.comm import along_dim, collectives
+from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm.collectives import alias
 from shardtensor.comm.function_call import caller
+from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule, decided
-from shardtensor.ops.fused_linear import ColumnLinear, RowLinear, cast
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.teams import along
 
-_column_linear, _row_linear = caller(ColumnLinear), caller(RowLinear)
+
+def cast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast the operands as autocast does; inside a Function the two passes would differ."""
+    if not torch._C._is_any_autocast_enabled() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+BESIDE_BYTES = 16 << 20
+"""From this size on an all-reduce runs beside the next product; below, starting it costs the host more."""
+
+
+def is_large(x: torch.Tensor) -> bool:
+    """Whether a sum of `x` is worth a stream, or on the CPU a thread, of its own."""
+    return x.nbytes >= BESIDE_BYTES
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``(..., k)`` as ``(rows, k)``."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight ``(n, k)``: grad ``(..., n)``, x ``(..., k)``."""
+    return as_rows(grad).t() @ as_rows(x)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """A product's columns on this rank: x ``(..., k)``, weight ``(n_local, k)``.
+
+    The bias is the whole ``(n,)``, of which this rank uses the slice from `start` on and whose gradient is summed with
+    the input's; or, where `start` is None, this rank's part ``(n_local,)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int | None
+    ) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]  # of a frozen weight the input is not kept, nor watched
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group, ctx.start, ctx.shape = group, start, x.shape
+        ctx.n = 0 if bias is None or start is None else bias.numel()
+        if bias is not None and start is not None:
+            bias = bias[start : start + weight.shape[0]]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
+            grad_x = grad @ weight
+            pending = ctx.group.all_reduce_async(grad_x) if is_large(grad_x) else None
+            grad_weight = of_weight(grad, x) if wants_weight else None  # beside the all-reduce
+            grad_bias = as_rows(grad).sum(0) if wants_bias else None
+            grad_x = ctx.group.all_reduce(grad_x) if pending is None else pending.wait()
+            return grad_x, grad_weight, grad_bias, None, None
+        rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
+        grad = grad.reshape(rows, here)
+        flat_x: Any = x.reshape(rows, k) if wants_weight else None
+        own_bias = grad.sum(0) if wants_bias and ctx.start is None else None
+        n = ctx.n if wants_bias else 0
+        if not (wants_x or n):
+            return None, grad.t() @ flat_x if wants_weight else None, own_bias, None, None
+        if torch.is_grad_enabled():  # gradients of gradients are wanted: the same sums, recorded
+            terms = [(grad @ weight).reshape(-1)] if wants_x else []
+            terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - here))] if n else []
+            total = collectives.all_reduce(torch.cat(terms), ctx.group)
+            # the input is a copy that meets this rank's rows
+            grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
+        else:
+            total = grad.new_empty(rows * k * wants_x + n)
+            if wants_x:
+                torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
+            tail = total[total.numel() - n :].zero_()
+            torch.sum(grad, 0, out=tail[ctx.start : ctx.start + here])
+            pending = ctx.group.all_reduce_async(total)
+            grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
+            total = pending.wait()
+        grad_x = total[: rows * k].view(ctx.shape) if wants_x else None
+        return grad_x, grad_weight, total[total.numel() - n :] if n else own_bias, None, None
+
+
+class RowLinear(torch.autograd.Function):
+    """The sum over ranks of products: x ``(..., k_local)``, weight ``(n, k_local)``; then the bias ``(n,)``, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group
+    ) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group = group
+        total = group.all_reduce(F.linear(x, weight))
+        return alias(total if bias is None else total.add_(bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        terms = collectives.sum_gradient(grad, ctx.group) if torch.is_grad_enabled() else grad  # each rank uses it
+        grad_weight = of_weight(terms, x) if wants_weight else None
+        grad_bias = as_rows(grad).sum(0) if wants_bias else None
+        return terms @ weight if wants_x else None, grad_weight, grad_bias, None
+
+
+class ChunkedRowLinear(torch.autograd.Function):
+    """`RowLinear` without a bias, in chunks of rows: one chunk is summed while the next is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, chunks: int) -> torch.Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.group = group
+        out = x.new_empty(math.prod(x.shape[:-1]), weight.shape[0])
+        pending = []
+        for part, into in zip(as_rows(x).chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=into)
+            pending.append(group.all_reduce_async(into))
+        for each in pending:
+            each.wait()
+        return alias(out).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *RowLinear.backward(ctx, grad)[:2], None, None
+
+
+column_linear, row_linear, chunked_row_linear = caller(ColumnLinear), caller(RowLinear), caller(ChunkedRowLinear)
+
+
+# -- products that share their input's collective -------------------------------------------------------------------
+
+
+class Shared(NamedTuple):
+    """The products that share an input.
+
+    Attributes:
+        version: of the input when it was shared; after a write its products are ordinary ones.
+        stand_ins: of the products, with their weights.
+    """
+
+    version: int
+    stand_ins: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def share(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: DimSizes | None = None
+) -> torch.Tensor:
+    """Return the input of products that share its collective: `x`, or all slices of a stream; its gradient is summed.
+
+    `shared_linear` of the result and of one of the weights shares the collective; all other operations on it have the
+    right gradient, too. All ranks of the group call this, and run backward.
+
+    Args:
+        x: ``(..., k)``, equal on all ranks; with `stream`, this rank's slice of it. It requires a gradient.
+        weights: ``(n_local, k)`` each, leaves that require gradients, of the dtype of `x`.
+        group: the ranks that share the products.
+        stream: how `x` is sharded.
+    """
+    shared, *stand_ins = _share(x, group, stream, *weights)
+    shared.shared_by = Shared(shared._version, tuple(zip(weights, stand_ins, strict=True)))
+    return shared
+
+
+def gathered_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimSizes
+) -> torch.Tensor:
+    """Gather the slices of a stream and multiply; the gradient's reduce-scatter runs beside the weight's gradient."""
+    if not weight.requires_grad:  # nothing to run beside it, and the input need not be kept
+        return F.linear(along_dim.all_gather(x, stream, group, sum_gradient=True), weight, bias)
+    full, stand_in = _share(x, group, stream, weight)
+    return _linear(stand_in, full, weight, bias)
+
+
+def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear``; where `x` is shared by products with this very weight, one of them.
+
+    An input that was changed or cast, or is another, and a weight that was, make an ordinary product.
+    """
+    shared: Shared | None = getattr(x, "shared_by", None)
+    if shared is not None and not torch.compiler.is_compiling() and x._version == shared.version:
+        for each, stand_in in shared.stand_ins:
+            if each is weight:
+                return _linear(stand_in, x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, stream: DimSizes | None, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.stream = group, stream
+        x = x.view_as(x) if stream is None else alias(along_dim.all_gather_no_grad(x, stream, group))
+        ctx.save_for_backward(x, *weights)
+        nothing = x.new_empty(())  # a stand-in has a shape, and no memory
+        return x, *(nothing.expand(*x.shape[:-1], weight.shape[0]) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        group, stream, none = ctx.group, ctx.stream, [None] * len(grads)
+        if all(grad is None for grad in grads):  # no product took part, or gradients of gradients are wanted
+            if grad_x is None:
+                return None, None, None, *none
+            if stream is None:
+                return collectives.all_reduce(grad_x, group), None, None, *none
+            return along_dim.reduce_scatter(grad_x, stream, group), None, None, *none
+        x, *weights = ctx.saved_tensors
+        total: Any = None  # partial, in memory of its own
+        for grad, weight in zip(grads, weights, strict=True):
+            if grad is not None:
+                total = as_rows(grad) @ weight if total is None else total.addmm_(as_rows(grad), weight)
+        total = total.view(x.shape)
+        if grad_x is not None:  # of other uses
+            total += grad_x
+        started = (
+            group.all_reduce_async(total) if stream is None else along_dim.PendingReduceScatter(total, stream, group)
+        )
+        of_weights = [None if grad is None else of_weight(grad, x) for grad in grads]  # beside the collective
+        return started.wait(), None, None, *of_weights
+
+
+class _Linear(torch.autograd.Function):
+    """The product itself; in backward it hands its gradient on to where all of them meet."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stand_in: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[3] else None
+        if not torch.is_grad_enabled():
+            return grad, None, None, grad_bias
+        x, weight = ctx.saved_tensors  # gradients of gradients are wanted: an ordinary product, which records its own
+        return None, grad @ weight, of_weight(grad, x), grad_bias
+
+
+_share, _linear = caller(_Share), caller(_Linear)
+
+
+# -- F.linear on ShardedTensors -------------------------------------------------------------------------------------
 
 
 def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """How to do a product on local tensors and one collective; None for the general way."""
+    """Return the product of local tensors with one collective; None if the rule of `linear` must decide."""
     x, weight, bias = (*args, None)[:3]
     if kwargs or isinstance(bias, ShardedTensor) or weight.dim() != 2:
         return None
@@ -38,7 +304,7 @@ def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
 
 
 def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this is a plain input on a weight cut along its rows, each rank one stretch of them."""
+    """Whether this is a plain input and a weight that is sharded along its rows, each rank one interval of them."""
     if isinstance(x, ShardedTensor) or not isinstance(weight, ShardedTensor):
         return False
     layout = weight._layout
@@ -63,14 +329,14 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor) -> LocalCall:
     def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not x.requires_grad and (bias is None or not bias.requires_grad):  # nothing to sum: torch's own backward
             return F.linear(x, weight, None if bias is None else bias[start : start + weight.shape[0]])
-        return _column_linear(*cast(x, weight, bias), team, start)
+        return column_linear(*cast(x, weight, bias), team, start)
 
     dims = (*(None,) * (x.dim() - 1), cut)
     return LocalCall(columns, with_dims(layout, (*x.shape[:-1], layout.shape[0]), dims))
 
 
 def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LocalCall | None:
-    """Addends, summed, and then a plain bias, where every rank has the whole sum."""
+    """Partial products, summed; then a plain bias is added, if every rank has the full sum."""
     layout = x._layout
     assert isinstance(layout, CutLayout)
     cut = layout.dims[-1]
@@ -85,7 +351,7 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
         x, weight, bias = cast(x, weight, bias)
         if bias is not None and bias.dtype != x.dtype:
             F.linear(x, weight, bias)  # torch's error
-        return _row_linear(x, weight, bias, team)
+        return row_linear(x, weight, bias, team)
 
     return found._replace(call=rows)
 

@@ -1,6 +1,6 @@
-"""Losses. cross_entropy over classes that are cut never gathers the logits: ``n !c, n -> n`` where c is whole, and
-where it is cut each rank brings the sum of its exponentials and the logit of the target, if it holds it: two
-all-reduces of the size of the losses. Means divide by the global count (or weight) of live targets.
+"""Losses. cross_entropy never gathers the logits: ``n !c, n -> n`` if c is not sharded; else the ranks all-reduce the
+maximum, and then the sums of exponentials and the target's logit: two all-reduces of the size of the losses. Means
+divide by the global count (or weight) of targets that are not ignored.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _indexed(
 
 
 def _is_cut_alike(x: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether every rank has all logits of the targets that it has, which are no other's."""
+    """Whether logits and targets are sharded alike along the batch, and the classes are not sharded."""
     if not isinstance(x, ShardedTensor) or not isinstance(target, ShardedTensor) or x._group is not target._group:
         return False
     a, b = x._layout, target._layout
@@ -116,7 +116,7 @@ def _losses(func: Any) -> Any:
         label_smoothing: float,
         weighs: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The losses, and what each weighs in a mean where that is asked for."""
+        """Return the losses, and with `weighs` the weight of each in a mean."""
         options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
         found = func(x, target, weight, ignore_index=ignore_index, reduction="none", **options)
         if not weighs:
@@ -133,7 +133,7 @@ _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_
 
 @joins("classes", blocks=True)
 def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses over cut classes, and what each weighs in a mean; both equal on all ranks of the team."""
+    """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
     local, labels, *rest = cut.locals
     (dim,), (layout, *_), team = cut.dims, cut.layouts, cut.team
     ignore_index, smoothing = cut.options["ignore_index"], cut.options["label_smoothing"]

@@ -16,8 +16,8 @@ from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.out import write_out
 from shardtensor.rules.dims import several_dims
-from shardtensor.rules.reduction import Reduction, reduction
 from shardtensor.rules.table import ROWS
+from shardtensor.rules.views import Reduction, reduction
 from shardtensor.tensor.dispatch import HANDLERS, fall_back, spellings
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 from shardtensor.tensor.teams import along

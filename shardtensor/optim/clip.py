@@ -8,7 +8,7 @@ import torch
 
 from shardtensor.ops.foreach import global_norm
 from shardtensor.tensor.copied import wrote_each
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import local_of
 
 
 @torch.no_grad()
@@ -89,21 +89,13 @@ def clip_grad_value_(
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return each gradient once; that of a sharded parameter is sharded."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found: dict[int, torch.Tensor] = {}
-    for param in params:
-        if isinstance(param, ShardedTensor):
-            grad = param.grad
-            if grad is not None:
-                found.setdefault(id(grad._local), grad)
-        elif param.grad is not None:
-            found.setdefault(id(param.grad), param.grad)
-    return list(found.values())
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    return list({id(local_of(grad)): grad for grad in grads}.values())
 
 
 def _by_kind(grads: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group local gradients by device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        local = grad._local if isinstance(grad, ShardedTensor) else grad
+    for local in map(local_of, grads):
         kinds.setdefault((local.device, local.dtype), []).append(local)
     return list(kinds.values())

@@ -5,7 +5,8 @@ One tensor and one state replace many; users still see the state of each paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,19 +15,7 @@ from torch import optim
 from shardtensor.tensor.pieces import Pieces, piece_of
 
 ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
+    getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 """Classes whose update of an element depends only on that element; not their subclasses, which may differ."""
 
@@ -41,21 +30,18 @@ class FlatGroup:
 
     Attributes:
         tensor: the memory from the first leaf to the last, as one leaf.
-        is_merged: whether the optimizer has state for `tensor` now, rather than for the leaves.
-        is_split: the states of the leaves differ in more than their elements (in step counts), so they stay separate.
     """
 
     def __init__(self, pieces: Pieces, first: int, leaves: Sequence[torch.Tensor]) -> None:
         self.leaves = list(leaves)
         is_all = len(leaves) == len(pieces.starts)
+        starts = pieces.starts[first : first + len(leaves)]
         self._shape = pieces.whole.shape
-        self._from = 0 if is_all else pieces.starts[first]
-        last = first + len(leaves) - 1
-        end = pieces.whole.numel() if is_all else pieces.starts[last] + leaves[-1].numel()
+        self._from = 0 if is_all else starts[0]
+        end = pieces.whole.numel() if is_all else starts[-1] + leaves[-1].numel()
         self._length = end - self._from
         self.tensor = pieces.whole.narrow(0, self._from, self._length).detach().requires_grad_()
-        self._starts = [start - self._from for start in pieces.starts[first : last + 1]]
-        self.is_merged = self.is_split = False
+        self._starts = [start - self._from for start in starts]
 
     def part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of leaf `i` in `whole`, which has the shape of `tensor`."""
@@ -75,31 +61,34 @@ class FlatGroup:
         torch._foreach_copy_([self.part(i, made) for i in range(len(grads))], found)
         return made, False
 
-    def merge(self, state: MutableMapping[Any, Any]) -> None:
-        """Replace the states of the leaves by one, unless they differ in more than elements."""
-        states = [state.get(leaf) for leaf in self.leaves]
-        if any(states):
-            first = states[0] or {}
-            keys = [key for key, value in first.items() if _is_like(value, self.leaves[0])]
-            rest = {key: value for key, value in first.items() if key not in keys}
-            if not all(other is not None and self._agrees(other, first, rest) for other in states):
-                self.is_split = True
-                return
-            state[self.tensor] = {**first, **{key: self._merged([s[key] for s in states if s]) for key in keys}}
+    def merge(self, state: MutableMapping[Any, Any]) -> bool:
+        """Replace the states of the leaves by one; return False if they differ in more than elements (step counts)."""
+        states = [state.get(leaf) or {} for leaf in self.leaves]
+        if any(own.keys() != states[0].keys() for own in states):
+            return False
+        merged: dict[str, Any] = {}
+        for key, first in states[0].items():
+            values = [own[key] for own in states]
+            if any(map(_is_like, values, self.leaves)):
+                merged[key] = self._merged(values)
+            elif all(_equal(value, first) for value in values):
+                merged[key] = first
+            else:
+                return False
         for leaf in self.leaves:
             state.pop(leaf, None)
-        self.is_merged = True
-
-    def _agrees(self, other: dict[str, Any], first: dict[str, Any], rest: dict[str, Any]) -> bool:
-        return other.keys() == first.keys() and all(_equal(other[key], value) for key, value in rest.items())
+        if merged:
+            state[self.tensor] = merged
+        return True
 
     def _merged(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return tensors of the leaves as one; without a copy if they are its views, as `split` made them."""
         base = parts[0]._base
-        places = zip(parts, self._starts, strict=True)
         if (
             base is not None
             and base.shape == self.tensor.shape
-            and all(p._base is base and _at(p, s) for p, s in places)
+            and all(part._base is base for part in parts)
+            and [part.storage_offset() for part in parts] == self._starts
         ):
             return base
         whole = torch.zeros_like(self.tensor, dtype=parts[0].dtype, requires_grad=False)
@@ -112,22 +101,24 @@ class FlatGroup:
         if not own:
             return None
         return {
-            key: self.part(i, value) if _is_like(value, self.tensor) else _copied(value) for key, value in own.items()
+            key: self.part(i, x) if _is_like(x, self.tensor) else x.clone() if isinstance(x, torch.Tensor) else x
+            for key, x in own.items()
         }
 
     def split(self, state: MutableMapping[Any, Any]) -> None:
         """Replace the state of `tensor` by one for each leaf, with the same memory."""
-        if self.is_merged:
-            for i, leaf in enumerate(self.leaves):
-                own = self.state_of(i, state)
-                if own is not None:
-                    state[leaf] = own
-            state.pop(self.tensor, None)
-        self.is_merged = False
+        for i, leaf in enumerate(self.leaves):
+            own = self.state_of(i, state)
+            if own is not None:
+                state[leaf] = own
+        state.pop(self.tensor, None)
 
 
-class FlatGroups(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
-    """The flat parameter groups of an optimizer; as a mapping, its state by leaf.
+class FlatGroups:
+    """The flat parameter groups of an optimizer, and its state by leaf.
+
+    A flat group has one state from when it is found until it is split: for all of them by `split_all`, for one when
+    only some of its leaves have gradients.
 
     Args:
         optimizer: its groups contain the leaves, except while it steps.
@@ -175,93 +166,57 @@ class FlatGroups(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 
     def _grouped(self, leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         if self._groups is None:
-            self._groups = list(map(find_flat_groups, leaves))
-            self._places = {
-                id(leaf): (flat, i) for flats, _ in self._groups for flat in flats for i, leaf in enumerate(flat.leaves)
-            }
-        return [[x for flat in flats for x in self._ready(flat)] + alone for flats, alone in self._groups]
+            if any(leaf.is_cuda for group in leaves for leaf in group) and torch.cuda.is_current_stream_capturing():
+                return leaves  # to compare states waits for the device
+            self._groups = [find_flat_groups(group) for group in leaves]
+            for flats, alone in self._groups:
+                for flat in list(flats):
+                    self._places.update((id(leaf), (flat, i)) for i, leaf in enumerate(flat.leaves))
+                    if not flat.merge(self.state):
+                        self._leave(flat, flats, alone)
+        return [
+            [x for flat in list(flats) for x in self._ready(flat, flats, alone)] + alone
+            for flats, alone in self._groups
+        ]
 
-    def _ready(self, flat: FlatGroup) -> list[torch.Tensor]:
-        if flat.is_split:
-            return flat.leaves
-        grad, is_uneven = flat.gradient()
-        if grad is None and not is_uneven:
-            return []
+    def _ready(self, flat: FlatGroup, flats: list[FlatGroup], alone: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what to step for a flat group: its tensor with its gradient, or nothing."""
+        flat.tensor.grad, is_uneven = flat.gradient()
         if is_uneven:
             flat.split(self.state)
-            flat.is_split = True
-        elif not flat.is_merged:
-            if flat.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                return flat.leaves  # comparing the states would wait for the device
-            flat.merge(self.state)
-        if flat.is_split:
-            return flat.leaves
-        flat.tensor.grad = grad
-        return [flat.tensor]
+            self._leave(flat, flats, alone)
+        return [] if flat.tensor.grad is None else [flat.tensor]
+
+    def _leave(self, flat: FlatGroup, flats: list[FlatGroup], alone: list[torch.Tensor]) -> None:
+        """Step the leaves of a flat group one by one from now on."""
+        flats.remove(flat)
+        alone += flat.leaves
+        for leaf in flat.leaves:
+            del self._places[id(leaf)]
 
     # -- state by leaf ----------------------------------------------------------------------------------------------
 
-    def values_of(self, leaf: torch.Tensor) -> dict[str, Any] | None:
-        """Return the state of a leaf: the optimizer's own dict, or a dict of views."""
+    def state_of(self, leaf: torch.Tensor) -> MutableMapping[str, Any]:
+        """Return the state of a leaf: the optimizer's own dict, or a dict of views; empty if there is none."""
         flat, i = self._places.get(id(leaf), (None, 0))
-        return self.state.get(leaf) if flat is None or not flat.is_merged else flat.state_of(i, self.state)
+        found = self.state.get(leaf) if flat is None else flat.state_of(i, self.state)
+        return {} if found is None else found
 
     def split_state(self, leaf: torch.Tensor) -> MutableMapping[Any, Any]:
-        """Give `leaf` a state of its own, and return the optimizer's state."""
-        flat, _ = self._places.get(id(leaf), (None, 0))
-        if flat is not None:
-            flat.split(self.state)
+        """Give `leaf` a state of its own until the next step, and return the optimizer's state."""
+        if id(leaf) in self._places:
+            self.split_all()
         return self.state
 
-    def __getitem__(self, leaf: torch.Tensor) -> MutableMapping[str, Any]:
-        if leaf not in self:
-            return self.state[leaf]  # a defaultdict may make one
-        return LeafState(self, leaf)
-
-    def __setitem__(self, leaf: torch.Tensor, values: MutableMapping[str, Any]) -> None:
-        self.split_state(leaf)[leaf] = values
-
-    def __delitem__(self, leaf: torch.Tensor) -> None:
-        del self.split_state(leaf)[leaf]
-
-    def __contains__(self, leaf: object) -> bool:
+    def has_state(self, leaf: object) -> bool:
+        """Whether the optimizer has state for a leaf, or for its flat group."""
         flat, _ = self._places.get(id(leaf), (None, 0))
-        return leaf in self.state if flat is None or not flat.is_merged else flat.tensor in self.state
+        return (leaf if flat is None else flat.tensor) in self.state
 
-    def __iter__(self) -> Iterator[Any]:
-        of_flats = {id(flat.tensor): flat.leaves for flat, _ in self._places.values() if flat.is_merged}
-        return iter([leaf for key in self.state for leaf in of_flats.get(id(key), (key,))])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-class LeafState(MutableMapping[str, Any]):
-    """The state of one leaf; a live view."""
-
-    def __init__(self, flats: FlatGroups, leaf: torch.Tensor) -> None:
-        self._flat_groups, self._leaf = flats, leaf
-
-    def _values(self) -> dict[str, Any]:
-        return self._flat_groups.values_of(self._leaf) or {}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values()[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._flat_groups.split_state(self._leaf)[self._leaf][key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._flat_groups.split_state(self._leaf)[self._leaf][key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values())
-
-    def __len__(self) -> int:
-        return len(self._values())
-
-    def __repr__(self) -> str:
-        return repr(self._values())
+    def state_keys(self) -> list[Any]:
+        """Return the keys of the optimizer's state, with the leaves of flat groups in place of their tensors."""
+        of_flats = {id(flat.tensor): flat.leaves for flat, _ in self._places.values()}
+        return [leaf for key in self.state for leaf in of_flats.get(id(key), (key,))]
 
 
 def find_flat_groups(leaves: Iterable[torch.Tensor]) -> tuple[list[FlatGroup], list[torch.Tensor]]:
@@ -276,41 +231,17 @@ def find_flat_groups(leaves: Iterable[torch.Tensor]) -> tuple[list[FlatGroup], l
             found.setdefault(id(piece[0]), (piece[0], {}))[1][piece[1]] = leaf
     flats = []
     for pieces, members in found.values():
-        for first, count in _consecutive(sorted(members)):
-            adjacent = [members[first + i] for i in range(count)]
-            if count > 1:
-                flats.append(FlatGroup(pieces, first, adjacent))
+        for _, adjacent in groupby(enumerate(sorted(members)), lambda pair: pair[1] - pair[0]):
+            numbers = [number for _, number in adjacent]
+            if len(numbers) > 1:
+                flats.append(FlatGroup(pieces, numbers[0], [members[number] for number in numbers]))
             else:
-                alone += adjacent
+                alone.append(members[numbers[0]])
     return flats, alone
-
-
-def _consecutive(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first number and the count of each range of consecutive numbers.
-
-    Example:
-        >>> _consecutive([1, 2, 3, 7])
-        [(1, 3), (7, 1)]
-    """
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((number, 1))
-    return found
 
 
 def _is_like(value: Any, leaf: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == leaf.shape
-
-
-def _at(part: torch.Tensor, start: int) -> bool:
-    return part.storage_offset() == start
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -9,18 +9,15 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn, optim
 
-from shardtensor.comm.agree import agree
-from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.errors import LayoutError
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import ELEMENTWISE
-from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.named_params import ParamRecord, agree_in_groups
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.state import copied_value, is_scalar, scalar_value
+from shardtensor.optim.state import copied_value
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -55,11 +52,14 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
         {'momentum_buffer': tensor([1.])}
     """
     names, _ = _names_in(model)
-    groups = _named_groups(optimizer, names)
-    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    fault = _unknown_params(optimizer, names)
+    if fault is not None:
+        raise fault
+    named = saved.by_name(optimizer, names)
     if full:
-        state = {name: {key: _whole(value) for key, value in values.items()} for name, values in state.items()}
-    return {"state": state, "param_groups": groups}
+        state = named["state"]
+        named["state"] = {name: {key: _whole(x) for key, x in values.items()} for name, values in state.items()}
+    return named
 
 
 def optim_state_dict_to_load(
@@ -94,30 +94,27 @@ def optim_state_dict_to_load(
         ({1: {'momentum_buffer': tensor([1.])}}, [0, 1])
     """
     names, aliases = _names_in(model)
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    records = {names[id(p)]: ParamRecord.of(names[id(p)], p) for p in params if id(p) in names}
-    found: dict[Any, dict[str, Any]] = {}
-    options: list[dict[str, Any]] = []
-    fault: ShardTensorError | None = None
-    try:
-        own = [group["params"] for group in _named_groups(optimizer, names)]
-        found, options = saved.match(state, own, aliases)
-        if _is_elementwise(optimizer):  # other states may have other shapes: Adafactor's row_var
-            shapes = {name: tuple(h.param.shape) for name, h in records.items()}
-            saved.check({name: values for name, values in found.items() if name in records}, shapes)
-    except ShardTensorError as error:
-        fault = error
-    _agree(records, found, fault)
-    groups = _with_keys(optimizer, _keys(optimizer, names, is_named_optimizer), options)
-    options_of = {name: group for group, names_ in zip(options, own, strict=True) for name in names_}
-    keys = {
-        name: key for group, ns in zip(groups, own, strict=True) for name, key in zip(ns, group["params"], strict=True)
-    }
-    taken = {
-        keys.get(name, name): _laid_out(values, records[name], options_of[name]) if name in records else values
-        for name, values in found.items()
-    }
-    return {"state": taken, "param_groups": groups}
+    own = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+    params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
+    records = {name: ParamRecord.of(name, param) for name, param in params.items() if name is not None}
+    # other states may have other shapes: Adafactor's row_var
+    shapes = {name: tuple(h.param.shape) for name, h in records.items()} if _is_elementwise(optimizer) else None
+    found, options, fault = saved.read(state, own, aliases, shapes)
+    fault = _unknown_params(optimizer, names) or fault
+    agree_in_groups(records.values(), "optim_state_dict_to_load", {"state": saved.outline(found)}, fault)
+    keys: dict[str, Any] = {name: name if is_named_optimizer else i for i, name in enumerate(records)}
+    if isinstance(optimizer, ShardedOptimizer):
+        keys = {names[id(param)]: name for name, param in optimizer.named_params.items()}
+    taken: dict[Any, dict[str, Any]] = {}
+    groups = []
+    for group, members, new in zip(optimizer.param_groups, own, options, strict=True):
+        for name in members:
+            if name in found:
+                values = found.pop(name)
+                taken[keys[name]] = {key: copied_value(x, records[name], key, new) for key, x in values.items()}
+        kept = {key: group[key] for key in ("param_names",) if key in group}
+        groups.append({**new, **kept, "params": [keys[name] for name in members]})
+    return {"state": taken | found, "param_groups": groups}
 
 
 def _is_elementwise(optimizer: optim.Optimizer) -> bool:
@@ -136,58 +133,16 @@ def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     return names, aliases
 
 
-def _named_groups(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    strange = [i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if id(p) not in names]
-    if strange:
-        raise LayoutError(
-            "the optimizer holds parameters that the model does not have",
-            {"their numbers in the optimizer": ", ".join(map(str, strange[:8]))},
-            "pass the model whose parameters() the optimizer was made with",
-        )
-    return [
-        {
-            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [names[id(param)] for param in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _agree(records: Mapping[str, ParamRecord], found: Mapping[Any, Any], fault: ShardTensorError | None) -> None:
-    groups: dict[int, Group] = {id(h.group): h.group for h in records.values() if h.group is not None}
-    groups = {key: group for key, group in groups.items() if group.index >= 0}
-    if fault is not None and not groups:
-        raise fault
-    for group in groups.values():
-        agree(group, "optim_state_dict_to_load", {"state": saved.outline(found)} if fault is None else {}, fault)
-
-
-def _keys(optimizer: optim.Optimizer, names: Mapping[int, str], is_named: bool) -> list[list[Any]]:
-    """Return the keys of each group's parameters in the optimizer's load_state_dict."""
-    known: dict[int, Any] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        known[id(param)] = names[id(param)] if is_named else len(known)
-    if isinstance(optimizer, ShardedOptimizer):
-        known = {id(param): name for name, param in optimizer.named_params.items()}
-    return [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-
-
-def _with_keys(
-    optimizer: optim.Optimizer, keys: list[list[Any]], options: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    return [
-        {**new, **{key: own[key] for key in ("param_names",) if key in own}, "params": params}
-        for own, params, new in zip(optimizer.param_groups, keys, options, strict=True)
-    ]
-
-
-def _laid_out(values: dict[str, Any], record: ParamRecord, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: scalar_value(value, record, key, options)
-        if isinstance(value, torch.Tensor) and is_scalar(value, record, key)
-        else copied_value(value, record, key)
-        for key, value in values.items()
-    }
+def _unknown_params(optimizer: optim.Optimizer, names: Mapping[int, str]) -> LayoutError | None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    unknown = [str(i) for i, param in enumerate(params) if id(param) not in names]
+    if not unknown:
+        return None
+    return LayoutError(
+        "the optimizer holds parameters that the model does not have",
+        {"their numbers in the optimizer": ", ".join(unknown[:8])},
+        "pass the model whose parameters() the optimizer was made with",
+    )
 
 
 def _whole(value: Any) -> Any:

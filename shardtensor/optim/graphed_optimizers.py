@@ -24,8 +24,12 @@ _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "sw
 """Keys of a group that may change: learning rates, which a replay reads, and values that only schedulers use."""
 
 
+GroupKey = tuple[int, int]
+"""The id of an optimizer, and the number of one of its parameter groups."""
+
+
 class GraphedOptimizers:
-    """The optimizers of a step; each is found when it first steps.
+    """The optimizers of a step, each found when it first steps, and the device tensors of their learning rates.
 
     Args:
         device: of the learning rates.
@@ -33,38 +37,99 @@ class GraphedOptimizers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[int, GraphedOptimizer] = {}
-        self._captured_values: list[Any] = []
-        self._kept_leaves: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
-        self._kept_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizers: dict[int, optim.Optimizer] = {}
+        self._hooks: list[Any] = []
+        self._rates: dict[GroupKey, torch.Tensor] = {}
+        self._sent: dict[GroupKey, Any] = {}  # the learning rates that the tensors have
+        self._saved: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self._loads: list[int] = []  # of state dicts: the graph has the tensors of the state before
+        self._captured: Any = None
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # keeps leaves, so that their ids stay unique
+
+    def add(self, optimizer: optim.Optimizer) -> None:
+        """Add an optimizer that steps.
+
+        Raises:
+            CaptureError: its step reads numbers on the host; the message says how to make one that does not.
+        """
+        for group in optimizer.param_groups:
+            _check_can_be_captured(_inner(optimizer), group)
+        self._optimizers[id(optimizer)] = optimizer
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda it: self._loads.append(id(it))))
+
+    def groups(self) -> dict[GroupKey, dict[str, Any]]:
+        """Return the parameter groups of all optimizers."""
+        return {(key, i): group for key, own in self._optimizers.items() for i, group in enumerate(own.param_groups)}
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the local tensors of all parameters."""
+        return [local_of(param) for group in self.groups().values() for param in group["params"]]
+
+    # -- learning rates ---------------------------------------------------------------------------------------------
+
+    def learning_rates(self) -> dict[GroupKey, Any]:
+        """Return the learning rates of ``param_groups``; for a tensor, the object and its version."""
+        rates = {key: group.get("lr", 0.0) for key, group in self.groups().items()}
+        return {key: (x, x._version) if isinstance(x, torch.Tensor) else x for key, x in rates.items()}
+
+    def refresh(self) -> None:
+        """Copy the learning rates of ``param_groups`` that changed into the device tensors."""
+        for key, value in self.learning_rates().items():
+            if key not in self._rates:
+                self._rates[key] = torch.zeros((), dtype=torch.float32, device=self._device)
+            if key in self._sent and value == self._sent[key]:
+                continue
+            self._sent[key] = value
+            if isinstance(value, tuple):
+                self._rates[key].copy_(value[0].detach().view(()), non_blocking=True)
+            else:
+                self._rates[key].fill_(value)
+
+    def enter(self, optimizer: optim.Optimizer) -> None:
+        """Set the learning rates of an optimizer to the device tensors."""
+        self.refresh()
+        saved = self._saved.setdefault(id(optimizer), [])
+        for i, group in enumerate(optimizer.param_groups):
+            put: dict[str, Any] = {"lr": self._rates[id(optimizer), i]} if "lr" in group else {}
+            if "capturable" in group:
+                put["capturable"] = True  # fused steps are, but Adam checks the flag
+            saved.append((group, {key: group[key] for key in put}))
+            group.update(put)
+
+    def leave(self, optimizer: optim.Optimizer) -> None:
+        """Restore the learning rates of an optimizer as the user set them."""
+        for group, values in reversed(self._saved.pop(id(optimizer), [])):
+            group.update(values)
 
     @contextmanager
     def with_device_rates(self) -> Iterator[None]:
         """Make optimizers step with learning rates on the device; add each optimizer that steps for the first time."""
-        rates = [known.learning_rates() for known in self._known.values()]
+        rates = self.learning_rates()
 
         def enter(optimizer: optim.Optimizer, *_: Any) -> None:
-            if id(optimizer) not in self._known:
-                self._known[id(optimizer)] = GraphedOptimizer(optimizer, self._device)
-                rates.append(self._known[id(optimizer)].learning_rates())
-            self._known[id(optimizer)].enter()
+            if id(optimizer) not in self._optimizers:
+                self.add(optimizer)
+                rates.update(self.learning_rates() | rates)
+            self.enter(optimizer)
 
-        def leave(optimizer: optim.Optimizer, *_: Any) -> None:
-            self._known[id(optimizer)].leave()
-
-        hooks = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
+        hooks = (
+            register_optimizer_step_pre_hook(enter),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self.leave(optimizer)),
+        )
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for known in self._known.values():
-                known.leave()
-        if rates != [known.learning_rates() for known in self._known.values()]:
+            for optimizer in self._optimizers.values():
+                self.leave(optimizer)
+        if rates != self.learning_rates():
             raise CaptureError(
                 "a learning rate was changed inside the step; a replay would not change it",
                 fix="call scheduler.step() after the graphed step, not in it",
             )
+
+    # -- the capture ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -73,12 +138,12 @@ class GraphedOptimizers:
         Raises:
             CaptureError: the step made optimizer state, or it left gradients of parameters that had none before.
         """
-        counts = {key: known.state_count() for key, known in self._known.items()}
-        before = [(leaf, leaf.grad) for leaf in self._leaves()]
+        counts = self._state_counts()
+        before = [(leaf, leaf.grad) for leaf in self.leaves()]
         try:
             with self.with_device_rates():
                 yield
-            if counts != {key: known.state_count() for key, known in self._known.items()}:
+            if counts != self._state_counts():
                 raise CaptureError(
                     "an optimizer made new state while the step was captured; every replay would make it again",
                     fix="a larger warmup=, in which every parameter has a gradient and every optimizer steps",
@@ -92,9 +157,8 @@ class GraphedOptimizers:
             for leaf, grad in before:  # nothing has run, so gradients of the capture have no values
                 leaf.grad = grad
             raise
-        self._kept_leaves = [leaf for leaf, _ in before]
-        self._kept_grads = [(leaf, grad) for leaf, grad in before if grad is not None and leaf.grad is grad]
-        self._captured_values = self._host_values()
+        self._grads = [(leaf, grad if leaf.grad is grad else None) for leaf, grad in before]
+        self._captured = self.host_values()
 
     def has_changed(self) -> bool:
         """Whether hyperparameters, parameters, state or gradients changed, so that a replay differs from a call.
@@ -102,119 +166,36 @@ class GraphedOptimizers:
         Raises:
             StaleParameterError: as in `ShardedOptimizer.step`.
         """
-        return (
-            self._host_values() != self._captured_values
-            or any(leaf.grad is not grad for leaf, grad in self._kept_grads)
-            or any([known.was_loaded() for known in self._known.values()])
+        return self.host_values() != self._captured or any(
+            grad is not None and leaf.grad is not grad for leaf, grad in self._grads
         )
 
-    def refresh(self) -> None:
-        """Copy the learning rates of ``param_groups`` that changed to the device."""
-        for known in self._known.values():
-            known.refresh()
+    def host_values(self) -> Any:
+        """Return the values that a graph has from the host: hyperparameters, and addresses of parameters and state."""
+        for optimizer in self._optimizers.values():
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.check_not_replaced()
+        groups = self.groups().values()
+        options = [[value for key, value in group.items() if key not in _NOT_CAPTURED] for group in groups]
+        return options, [(id(leaf), leaf.data_ptr()) for leaf in self.leaves()], len(self._loads)
 
     def wrote(self) -> None:
         """Record that a replay wrote into the parameters."""
-        for known in self._known.values():
-            for group in known.groups:
-                wrote_each(group["params"])
+        for group in self.groups().values():
+            wrote_each(group["params"])
 
     def close(self) -> None:
         """Remove the hooks."""
-        for known in self._known.values():
-            known.hook.remove()
-        self._known, self._kept_leaves, self._kept_grads = {}, [], []
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizers, self._hooks, self._grads = {}, [], []
 
-    def _leaves(self) -> Iterator[torch.Tensor]:
-        for known in self._known.values():
-            yield from known.leaves()
-
-    def _host_values(self) -> list[Any]:
-        return [known.host_values() for known in self._known.values()]
+    def _state_counts(self) -> dict[int, int]:
+        return {key: sum(map(len, _inner(own).state.values())) for key, own in self._optimizers.items()}
 
 
-class GraphedOptimizer:
-    """One optimizer, and the device tensors of its learning rates.
-
-    Raises:
-        CaptureError: its step reads numbers on the host; the message says how to make one that does not.
-    """
-
-    def __init__(self, optimizer: optim.Optimizer, device: torch.device) -> None:
-        self._inner = optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        for group in optimizer.param_groups:
-            _check_can_be_captured(self._inner, group)
-        self._optimizer, self._device = optimizer, device
-        self._rates: list[torch.Tensor] = []
-        self._sent: list[Any] = []
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._was_loaded = False
-        self.hook = optimizer.register_load_state_dict_post_hook(self._note_load)
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def leaves(self) -> Iterator[torch.Tensor]:
-        """Yield the local tensor of every parameter."""
-        for group in self.groups:
-            yield from map(local_of, group["params"])
-
-    def enter(self) -> None:
-        """Set the learning rates to the device tensors."""
-        if len(self._rates) < len(self.groups):
-            self.refresh()
-        for group, rate in zip(self.groups, self._rates, strict=True):
-            put: dict[str, Any] = {"lr": rate} if "lr" in group else {}
-            if group.get("fused") and "capturable" in group:
-                put["capturable"] = True  # fused steps are, but Adam checks the flag
-            self._saved.append((group, {key: group[key] for key in put}))
-            group.update(put)
-
-    def leave(self) -> None:
-        """Restore the learning rates as the user set them."""
-        while self._saved:
-            group, values = self._saved.pop()
-            group.update(values)
-
-    def refresh(self) -> None:
-        """Copy the learning rates that changed into the tensors."""
-        for i, value in enumerate(self.learning_rates()):
-            if i == len(self._rates):
-                self._rates.append(torch.zeros((), dtype=torch.float32, device=self._device))
-                self._sent.append(None)
-            if value != self._sent[i]:
-                self._sent[i] = value
-                rate: Any = self.groups[i].get("lr", 0.0)
-                if isinstance(rate, torch.Tensor):
-                    self._rates[i].copy_(rate.detach().view(()), non_blocking=True)
-                else:
-                    self._rates[i].fill_(rate)
-
-    def learning_rates(self) -> list[Any]:
-        """Return the learning rates of ``param_groups``; for a tensor, the object and its version."""
-        return [
-            (rate, rate._version) if isinstance(rate, torch.Tensor) else rate
-            for rate in (group.get("lr", 0.0) for group in self.groups)
-        ]
-
-    def host_values(self) -> tuple[Any, ...]:
-        """Return the values that a graph has from the host: hyperparameters, and addresses of parameters."""
-        if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer._staleness is not None:
-            self._optimizer._staleness.check()
-        options = [[value for key, value in group.items() if key not in _NOT_CAPTURED] for group in self.groups]
-        return options, [(id(leaf), leaf.data_ptr()) for leaf in self.leaves()]
-
-    def state_count(self) -> int:
-        return sum(len(state) for state in self._inner.state.values())
-
-    def was_loaded(self) -> bool:
-        """Whether a state dict was loaded since the last call: the graph would write into the tensors before it."""
-        was, self._was_loaded = self._was_loaded, False
-        return was
-
-    def _note_load(self, optimizer: optim.Optimizer) -> None:
-        self._was_loaded = True
+def _inner(optimizer: optim.Optimizer) -> optim.Optimizer:
+    return optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def _check_can_be_captured(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+import atexit
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import CaptureError
-from shardtensor.optim.cuda_graph import CudaRecorder, Recorder, release_before_groups
 from shardtensor.optim.graphed_optimizers import GraphedOptimizers
-from shardtensor.optim.static_inputs import StaticInputs, on_device
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 def graphed_step(
@@ -125,15 +128,15 @@ class GraphedStep:
             outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs]
         return tree_unflatten(outputs, self._structure) if self._structure is not None else outputs[0]
 
-    def _warm_up(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = on_device(args, kwargs, self._device)
+    def _warm_up(self, recorder: CudaRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = StaticInputs(args, kwargs, self._device).arguments()
         self._optimizers.refresh()
         with self._optimizers.with_device_rates():
             result = recorder.run(lambda: self._step(*args, **kwargs))
         self._left -= 1
         return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, _detached(result))
 
-    def _capture(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StaticInputs:
+    def _capture(self, recorder: CudaRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StaticInputs:
         inputs = StaticInputs(args, kwargs, self._device)
         args, kwargs = inputs.arguments()
         self._optimizers.refresh()
@@ -177,15 +180,184 @@ class GraphedStep:
     def __enter__(self) -> GraphedStep:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _recorder_on(device: torch.device) -> Recorder | None:
+def _recorder_on(device: torch.device) -> CudaRecorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def _detached(result: Any) -> Any:
     return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result)
+
+
+class StaticInputs:
+    """Copies of the arguments of one call.
+
+    Args:
+        args, kwargs: tensors in nested lists, tuples and dicts, and other values.
+        device: of the copies of CPU tensors.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
+        leaves, self._structure = _flatten(args, kwargs)
+        self._buffers = [_buffer(x, device) for x in leaves]
+        self._memory = [local_of(x).detach() if isinstance(x, torch.Tensor) else None for x in self._buffers]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the buffers in the structure of the arguments."""
+        return _unflatten(self._buffers, self._structure)
+
+    def fill(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Copy the arguments of another call into the buffers.
+
+        Raises:
+            CaptureError: the structure, a shape, a dtype, a layout or a value that is not a tensor has changed.
+        """
+        leaves, structure = _flatten(args, kwargs)
+        if structure != self._structure:
+            raise _unlike("arguments", self._structure, structure)
+        for i, (buffer, x) in enumerate(zip(self._buffers, leaves, strict=True)):
+            if not _is_alike(buffer, x):
+                raise _unlike(f"input {i}", _describe(buffer), _describe(x))
+        for memory, x in zip(self._memory, leaves, strict=True):
+            if memory is not None:
+                x = local_of(x)
+                memory.copy_(x.detach() if x.requires_grad else x, non_blocking=True)
+
+
+def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+        return args, len(args)  # the usual call, at a tenth of the cost
+    return tree_flatten((args, dict(kwargs)))
+
+
+def _unflatten(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (tuple(leaves), {}) if isinstance(structure, int) else tree_unflatten(leaves, structure)
+
+
+def _buffer(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    is_elsewhere = x.is_cpu and device.type != "cpu" and not isinstance(x, ShardedTensor)
+    copy = x.detach().to(device) if is_elsewhere else x.detach().clone()
+    return copy.requires_grad_(x.requires_grad)
+
+
+def _is_alike(buffer: Any, x: Any) -> bool:
+    if not isinstance(buffer, torch.Tensor):
+        return x is buffer or (type(x) is type(buffer) and bool(x == buffer))
+    if not isinstance(x, torch.Tensor):
+        return False
+    if buffer.shape != x.shape or buffer.dtype != x.dtype or buffer.requires_grad != x.requires_grad:
+        return False
+    if isinstance(buffer, ShardedTensor) and isinstance(x, ShardedTensor):
+        return buffer._layout == x._layout and buffer._group is x._group
+    return isinstance(buffer, ShardedTensor) == isinstance(x, ShardedTensor)
+
+
+def _describe(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    layout = f" {x.sharding_spec()}" if isinstance(x, ShardedTensor) else ""
+    grad = " requires_grad" if x.requires_grad else ""
+    return f"{' x '.join(map(str, x.shape)) or 'number'} {x.dtype}{layout}{grad}"
+
+
+def _unlike(what: str, captured: Any, found: Any) -> CaptureError:
+    if not isinstance(captured, str):
+        captured, found = (f"{x} tensors" if isinstance(x, int) else x for x in (captured, found))
+    return CaptureError(
+        f"{what} of a graphed step: not as in the capture; nothing has run",
+        {"captured": captured, "found": found},
+        [
+            "call the step itself, without a graph, for a batch of another shape",
+            "make another graphed_step of it; what changes from call to call has to be in tensors",
+        ],
+    )
+
+
+class CudaRecorder:
+    """Captures a function in a graph, on a stream of its own that is ordered with the caller's current stream.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graph: Any = None
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run it on the capture stream: autograd uses the stream on which a gradient was first made."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = function()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Capture `function`; return its result, whose tensors `replay` overwrites."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        torch.clear_autocast_cache()  # else a replay would not repeat the casts of weights that are cached
+        gc.collect()  # so that no object is freed during the capture that CUDA cannot free then
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            # "thread_local": the threads of NCCL and of data loaders may call CUDA meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                with suppress(RuntimeError):  # it raises because the capture is invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.clear_autocast_cache()
+        self._graph = graph
+        return result
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the captured graph."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            torch.cuda.synchronize(self._device)
+            graph.reset()
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_is_watching = False
+
+
+def release_before_groups(holder: Any) -> None:
+    """Call ``holder.release()`` before any process group is shut down, and before the process ends.
+
+    NCCL waits for ever when it destroys a communicator that a graph still uses. All ways to destroy a group call
+    `ProcessGroup.shutdown`, which the first call of this function wraps.
+    """
+    global _is_watching
+    _live.add(holder)
+    if _is_watching:
+        return
+    _is_watching = True
+    atexit.register(release_all)
+    if dist.is_available():
+        shut_down = dist.ProcessGroup.shutdown
+
+        def shutdown(self: dist.ProcessGroup) -> None:
+            release_all()
+            shut_down(self)
+
+        dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def release_all() -> None:
+    """Call ``release`` of every holder that still exists."""
+    for holder in list(_live):
+        holder.release()

@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import nn
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.errors import StaleParameterError
+from shardtensor.errors import ShardTensorError, StaleParameterError
 from shardtensor.layout.layout import Layout
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -97,12 +98,20 @@ def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
     return found
 
 
-def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer's argument; their ``params`` are lists of (name, tensor).
+def agree_in_groups(
+    records: Iterable[ParamRecord], call: str, facts: Mapping[str, str], fault: ShardTensorError | None
+) -> None:
+    """Run `agree` in each group of ranks that holds one of the parameters; where there is none, raise the fault."""
+    groups = {id(record.group): record.group for record in records if record.group is not None}
+    members = [group for group in groups.values() if group.index >= 0]
+    if fault is not None and not members:
+        raise fault
+    for group in members:
+        agree(group, call, facts, fault)
 
-    Args:
-        params: a module, a mapping, pairs, or a list of dicts whose ``params`` are one of these.
-    """
+
+def read_groups(params: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer's argument; their ``params`` are lists of (name, tensor)."""
     if not isinstance(params, nn.Module | Mapping | torch.Tensor | set):
         params = list(params)
         if params and all(isinstance(group, dict) and "params" in group for group in params):
@@ -114,63 +123,46 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def read_pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return a list of (name, tensor) from a module, a mapping or pairs.
-
-    Raises:
-        TypeError: a parameter has no name, or is not a tensor.
-    """
+    """Return a list of (name, tensor) from a module, a mapping or pairs."""
     if isinstance(params, nn.Module):
         return list(named_params_with_sharded_tensor(params))
-    if isinstance(params, torch.Tensor):
-        raise TypeError(_NAMELESS)
     if isinstance(params, set):
         raise TypeError("parameters in a set have no order that all ranks share; use a dict or a list of pairs")
-    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(_NAMELESS)
-        if not isinstance(pair[1], torch.Tensor):
-            raise TypeError(f'parameter "{pair[0]}" is a {type(pair[1]).__name__}, not a tensor')
+    pairs = [] if isinstance(params, torch.Tensor) else list(params.items() if isinstance(params, Mapping) else params)
+    if isinstance(params, torch.Tensor) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+    ):
+        raise TypeError(
+            "ShardedOptimizer needs the name of every parameter, for its state dict: pass module.named_parameters(), a "
+            "dict of them, or the module; in a group, {'params': <one of these>, ...}"
+        )
+    for name, param in pairs:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f'parameter "{name}" is a {type(param).__name__}, not a tensor')
     return pairs
 
 
-_NAMELESS = (
-    "ShardedOptimizer needs the name of every parameter, for its state dict: pass module.named_parameters(), a dict "
-    "of them, or the module; in a group, {'params': <one of these>, ...}"
-)
-
-
 class StalenessCheck:
-    """Checks that a module still has the parameters that its optimizer steps."""
+    """Checks that a module still has the parameters that its optimizer steps, and the submodules that hold them."""
 
     def __init__(self, module: nn.Module, records: Iterable[ParamRecord]) -> None:
+        self._names = [record.name for record in records]
+        paths = {name[:i] for name in self._names for i, letter in enumerate(name) if letter == "."}
         self._places: list[tuple[dict[str, Any], str, Any, str]] = []
-        prefixes: set[str] = set()
-        for h in records:
-            owner_name, _, name = h.name.rpartition(".")
+        for path in [*self._names, *sorted(paths)]:
+            owner_name, _, name = path.rpartition(".")
             owner = module.get_submodule(owner_name)
-            place: dict[str, Any] = owner._parameters if name in owner._parameters else vars(owner)
-            self._places.append((place, name, h.param, h.name))
-            parts = owner_name.split(".") if owner_name else []
-            prefixes.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-        self._modules: list[tuple[dict[str, Any], str, Any, str]] = []
-        for prefix in sorted(prefixes):
-            parent_name, _, name = prefix.rpartition(".")
-            parent = module.get_submodule(parent_name)
-            self._modules.append((parent._modules, name, parent._modules[name], prefix))
+            places: tuple[dict[str, Any], ...] = (owner._parameters, owner._modules, vars(owner))
+            place = next(place for place in places if name in place)
+            self._places.append((place, name, place[name], path))
 
     def check(self) -> None:
-        """Check that no parameter was replaced.
-
-        Raises:
-            StaleParameterError: the module has other tensors under some names; nothing was stepped.
-        """
-        stale = [name for place, key, value, name in self._places if place.get(key) is not value]
-        gone = [name for place, key, value, name in self._modules if place.get(key) is not value]
-        if gone:
-            stale += [name for *_, name in self._places if any(name.startswith(prefix + ".") for prefix in gone)]
+        """Raise StaleParameterError if the module has other tensors under some names."""
+        stale = {path for place, key, value, path in self._places if place.get(key) is not value}
         if stale:
-            raise stale_error(dict.fromkeys(stale), "the module holds other tensors under these names")
+            prefixes = tuple(f"{path}." for path in stale)
+            names = [name for name in self._names if name in stale or name.startswith(prefixes)]
+            raise stale_error(names, "the module holds other tensors under these names")
 
 
 def stale_error(names: Iterable[str], why: str) -> StaleParameterError:

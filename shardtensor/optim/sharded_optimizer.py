@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardtensor.comm.agree import agree
-from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
@@ -22,6 +20,7 @@ from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
+    agree_in_groups,
     changed,
     options_text,
     params_text,
@@ -32,9 +31,10 @@ from shardtensor.optim.named_params import (
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
 from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+NamedGroups = list[tuple[dict[str, Any], list[torch.Tensor]]]
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -84,9 +84,8 @@ class ShardedOptimizer(optim.Optimizer):
         self._constructor = (optimizer_class, args, kwargs)
         self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
         self._records: dict[int, ParamRecord] = {}
-        self._aliases: dict[str, str] = {}
-        named, fault = self._add_records(groups)
-        self._agree("ShardedOptimizer", groups, options_text(optimizer_class, args, kwargs), fault)
+        named, self._records, self._aliases, fault = self._read_records(groups)
+        self._agree("ShardedOptimizer", self._records, groups, options_text(optimizer_class, args, kwargs), fault)
         self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
@@ -114,13 +113,15 @@ class ShardedOptimizer(optim.Optimizer):
         """The parameters by name, each once."""
         return {record.name: record.param for record in self._records.values()}
 
-    def _add_records(
+    def _read_records(
         self, groups: list[dict[str, Any]]
-    ) -> tuple[list[tuple[dict[str, Any], list[torch.Tensor]]], ShardTensorError | None]:
-        """Add records of new parameters; return each group's options and parameters, without ties, and the error."""
-        names = {record.name: record.param for record in self._records.values()}
+    ) -> tuple[NamedGroups, dict[int, ParamRecord], dict[str, str], ShardTensorError | None]:
+        """Return each group's options and parameters, without ties; the new records and tied names; and the error."""
+        records: dict[int, ParamRecord] = {}
+        aliases: dict[str, str] = {}
+        names = self.named_params
         leaves = {id(record.leaf): record for record in self._records.values()}
-        named = []
+        named: NamedGroups = []
         fault: ShardTensorError | None = None
         for group in groups:
             params: list[torch.Tensor] = []
@@ -133,32 +134,29 @@ class ShardedOptimizer(optim.Optimizer):
                         f'parameter "{name}" is the result of an operation, not a leaf', fix="detach() it first"
                     )
                 names[name] = param
-                known = leaves.get(id(record.leaf))
-                if known is not None:
-                    self._aliases[name] = known.name
+                known = leaves.setdefault(id(record.leaf), record)
+                if known is not record:
+                    aliases[name] = known.name
                     continue
-                leaves[id(record.leaf)] = self._records[id(param)] = record
+                records[id(param)] = record
                 params.append(param)
             named.append(({key: value for key, value in group.items() if key != "params"}, params))
-        return named, fault
+        return named, records, aliases, fault
 
     def _inner_params(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the inner optimizer steps: the leaves of parameters, or the parameters."""
-        return [self._records[id(param)].leaf if self._on_leaves else param for param in params]
-
-    def _groups_of_ranks(self) -> list[Group]:
-        found = {id(record.group): record.group for record in self._records.values() if record.group is not None}
-        return [group for group in found.values() if group.index >= 0]
+        return [local_of(param) if self._on_leaves else param for param in params]
 
     def _agree(
-        self, call: str, groups: list[dict[str, Any]], options: str, fault: ShardTensorError | None = None
+        self,
+        call: str,
+        records: dict[int, ParamRecord],
+        groups: list[dict[str, Any]],
+        options: str,
+        fault: ShardTensorError | None,
     ) -> None:
-        ranks = self._groups_of_ranks()
-        if fault is not None and not ranks:
-            raise fault
-        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))} if ranks else {}
-        for group in ranks:
-            agree(group, call, facts, fault)
+        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))}
+        agree_in_groups(records.values(), call, facts, fault)
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -172,22 +170,14 @@ class ShardedOptimizer(optim.Optimizer):
             return
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        before, aliases = dict(self._records), dict(self._aliases)
-        try:
-            group = {**param_group, "params": read_pairs(param_group["params"])}
-            [(options, params)], fault = self._add_records([group])
-            again = sorted(name for name in self._aliases.keys() - aliases.keys())
-            if again and fault is None:
-                fault = LayoutError(f"some parameters are in another group already: {', '.join(again)}")
-            self._agree("add_param_group", [group], options_text(None, (), options), fault)
-            stepped = self._inner_params(params)
-            self._flat_groups.split_all()
-            self._inner.add_param_group({**options, "params": stepped})
-        except BaseException:
-            self._records.clear()
-            self._records.update(before)
-            self._aliases = aliases
-            raise
+        group = {**param_group, "params": read_pairs(param_group["params"])}
+        [(options, params)], records, again, fault = self._read_records([group])
+        if again and fault is None:
+            fault = LayoutError(f"some parameters are in another group already: {', '.join(sorted(again))}")
+        self._agree("add_param_group", self._records | records, [group], options_text(None, (), options), fault)
+        self._flat_groups.split_all()
+        self._inner.add_param_group({**options, "params": self._inner_params(params)})
+        self._records.update(records)
         if self._on_leaves:
             own = self._inner.param_groups[-1]
             self._start_state(own)
@@ -230,10 +220,14 @@ class ShardedOptimizer(optim.Optimizer):
         step = type(self._inner).step
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner, *closure)  # type: ignore
 
-    def _sync(self) -> None:
-        """Update leaves and state to the parameters as they are now."""
+    def check_not_replaced(self) -> None:
+        """Raise StaleParameterError if the module has other tensors under the names of these parameters."""
         if self._staleness is not None:
             self._staleness.check()
+
+    def _sync(self) -> None:
+        """Update leaves and state to the parameters as they are now."""
+        self.check_not_replaced()
         found = changed(self._records.values())
         if not found:
             return
@@ -270,23 +264,15 @@ class ShardedOptimizer(optim.Optimizer):
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
-        grads = []
         for record in self._records.values():
             leaf = record.now
             if isinstance(record.param, ShardedTensor):
                 forget(record.param)
-            if leaf.grad is None:
-                continue
             if set_to_none:
                 leaf.grad = None
-                continue
-            if leaf.grad.grad_fn is not None:
-                leaf.grad.detach_()
-            else:
-                leaf.grad.requires_grad_(False)
-            grads.append(leaf.grad)
-        for grad in grads:
-            grad.zero_()
+            elif leaf.grad is not None:
+                leaf.grad.detach_() if leaf.grad.grad_fn is not None else leaf.grad.requires_grad_(False)
+                leaf.grad.zero_()
 
     # -- state by name ----------------------------------------------------------------------------------------------
 
@@ -302,12 +288,7 @@ class ShardedOptimizer(optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         names = {id(record.param): record.name for record in self._records.values()}
-        state_dict: dict[str, Any] = {
-            "state": {names.get(id(key), key): dict(value) for key, value in self.state.items() if len(value)},
-            "param_groups": [
-                {**group, "params": [names[id(param)] for param in group["params"]]} for group in self.param_groups
-            ],
-        }
+        state_dict = saved.by_name(self, names)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = _or(post_hook(self, state_dict), state_dict)
         return state_dict
@@ -331,20 +312,9 @@ class ShardedOptimizer(optim.Optimizer):
             loaded = _or(pre_hook(self, loaded), loaded)
         self._sync()
         own = [[self._records[id(param)].name for param in group["params"]] for group in self.param_groups]
-        fault: ShardTensorError | None = None
-        state: dict[Any, dict[str, Any]] = {}
-        options: list[dict[str, Any]] = []
-        try:
-            state, options = saved.match(loaded, own, self._aliases)
-            if self._on_leaves:
-                saved.check(state, {record.name: tuple(record.param.shape) for record in self._records.values()})
-        except ShardTensorError as error:
-            fault = error
-        ranks = self._groups_of_ranks()
-        if fault is not None and not ranks:
-            raise fault
-        for group in ranks:
-            agree(group, "load_state_dict", {"state": saved.outline(state)} if fault is None else {}, fault)
+        shapes = {name: tuple(param.shape) for name, param in self.named_params.items()} if self._on_leaves else None
+        state, options, fault = saved.read(loaded, own, self._aliases, shapes)
+        agree_in_groups(self._records.values(), "load_state_dict", {"state": saved.outline(state)}, fault)
         self._load(state, options)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -362,10 +332,8 @@ class ShardedOptimizer(optim.Optimizer):
                     if record.name not in state:
                         continue
                     values = state.pop(record.name)
-                    if self._on_leaves:
-                        taken[record.leaf] = {k: local_value(value, record, k, group) for k, value in values.items()}
-                    else:
-                        taken[param] = {key: copied_value(value, record, key) for key, value in values.items()}
+                    key, convert = (record.leaf, local_value) if self._on_leaves else (param, copied_value)
+                    taken[key] = {name: convert(value, record, name, group) for name, value in values.items()}
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)
@@ -376,7 +344,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._flat_groups.split_all()
-        return {key: self.__dict__[key] for key in _PICKLED}
+        names = "_constructor _on_leaves _records _aliases _inner _flat_groups _is_built".split()
+        return {key: self.__dict__[key] for key in ("defaults", "param_groups", "state", *names)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -384,12 +353,6 @@ class ShardedOptimizer(optim.Optimizer):
         records = list(self._records.values())  # the ids of their parameters are others
         self._records.clear()
         self._records.update((id(record.param), record) for record in records)
-
-
-_PICKLED = (
-    *("defaults", "param_groups", "state"),
-    *("_constructor", "_on_leaves", "_records", "_aliases", "_inner", "_flat_groups", "_is_built"),
-)
 
 
 def _or(value: Any, default: Any) -> Any:

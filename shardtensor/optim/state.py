@@ -7,11 +7,12 @@ count) is equal on every rank and stays plain.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
@@ -34,12 +35,7 @@ def sharded_value(value: Any, record: ParamRecord) -> Any:
 def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
     """Return a value of a parameter's state as one of its leaf's: a copy with the leaf's layout, device and dtype.
 
-    Collective if `value` is a ShardedTensor with another layout.
-
-    Args:
-        value: a ShardedTensor with any layout, a full tensor, or a number.
-        key: its name in the state; ``step`` stays on the CPU unless the optimizer is fused or capturable.
-        options: the hyperparameters of the parameter's group.
+    Collective if `value` is a ShardedTensor with another layout. `options` are those of the parameter's group.
     """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
@@ -80,10 +76,8 @@ def scalar_value(value: torch.Tensor, record: ParamRecord, key: str, options: Ma
 
 def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> Any:
     """Return a value of a parameter's state after the parameter got another layout, device or dtype."""
-    if isinstance(value, list | tuple):
-        return type(value)(redistributed_value(item, record, was) for item in value)
-    if isinstance(value, dict):
-        return {key: redistributed_value(item, record, was) for key, item in value.items()}
+    if isinstance(value, list | tuple | dict):
+        return mapped(value, lambda item, _: redistributed_value(item, record, was))
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     dtype = record.dtype if value.dtype == was.dtype else value.dtype
@@ -95,16 +89,14 @@ def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> An
     return wrap(local_as(value, layout, group).to(record.device, dtype), layout, None, group)
 
 
-def copied_value(value: Any, record: ParamRecord, key: str = "") -> Any:
+def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
     """Return a copy of a loaded value for an optimizer that steps ShardedTensors, in the parameter's layout."""
-    if isinstance(value, list | tuple):
-        return type(value)(copied_value(item, record, key) for item in value)
-    if isinstance(value, dict):
-        return {key: copied_value(item, record, key) for key, item in value.items()}
+    if isinstance(value, list | tuple | dict):
+        return mapped(value, lambda item, own: copied_value(item, record, own, options), key)
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if is_scalar(value, record, key):
-        return (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
+        return scalar_value(value, record, key, options)
     if record.layout is not None and value.shape == record.param.shape:
         assert record.group is not None
         local = local_as(value, record.layout, record.group)
@@ -116,43 +108,49 @@ def copied_value(value: Any, record: ParamRecord, key: str = "") -> Any:
     return value.detach().to(record.device, copy=True)
 
 
+def mapped(value: Any, function: Callable[[Any, str], Any], key: str = "") -> Any:
+    """Return a list, tuple or dict with `function` of each item and its key; items of lists have the given key."""
+    if isinstance(value, dict):
+        return {own: function(item, own) for own, item in value.items()}
+    return type(value)(function(item, key) for item in value)
+
+
 class ParamState(MutableMapping[Any, Any]):
-    """A view of the state of leaves, keyed by the user's parameters.
+    """A live view of the state of leaves, keyed by the user's parameters; `records` are by their ids."""
 
-    Args:
-        state: keyed by leaves.
-        records: each record by the id of the user's parameter; the optimizer updates it.
-    """
+    def __init__(self, flats: FlatGroups, records: Mapping[int, ParamRecord]) -> None:
+        self._flats, self._records = flats, records
 
-    def __init__(self, state: MutableMapping[Any, Any], records: Mapping[int, ParamRecord]) -> None:
-        self._state, self._records = state, records
-
-    def _key(self, param: Any) -> Any:
+    def _leaf(self, param: Any) -> Any:
         record = self._records.get(id(param))
         return param if record is None else record.leaf
 
     def __getitem__(self, param: Any) -> Any:
+        if param not in self:
+            self._flats.state[self._leaf(param)]  # raises, or makes one where it is a defaultdict
         record = self._records.get(id(param))
-        return self._state[param] if record is None else ParamStateEntry(self._state[record.leaf], record)
+        return self._flats.state[param] if record is None else ParamStateEntry(self._flats, record)
 
     def __setitem__(self, param: Any, value: Any) -> None:
         record = self._records.get(id(param))
         if record is not None:
             value = {key: local_value(each, record, key, {}) for key, each in value.items()}
-        self._state[self._key(param)] = value
+        leaf = self._leaf(param)
+        self._flats.split_state(leaf)[leaf] = value
 
     def __delitem__(self, param: Any) -> None:
-        del self._state[self._key(param)]
+        leaf = self._leaf(param)
+        del self._flats.split_state(leaf)[leaf]
 
     def __contains__(self, param: Any) -> bool:
-        return self._key(param) in self._state
+        return self._flats.has_state(self._leaf(param))
 
     def __iter__(self) -> Iterator[Any]:
         params = {id(record.leaf): record.param for record in self._records.values()}
-        return iter([params.get(id(key), key) for key in self._state])
+        return iter([params.get(id(key), key) for key in self._flats.state_keys()])
 
     def __len__(self) -> int:
-        return len(self._state)
+        return len(self._flats.state_keys())
 
     def __repr__(self) -> str:
         return repr(
@@ -161,27 +159,28 @@ class ParamState(MutableMapping[Any, Any]):
 
 
 class ParamStateEntry(MutableMapping[str, Any]):
-    """A view of the state of one leaf, with ShardedTensors over its tensors."""
+    """A live view of the state of one parameter, with ShardedTensors over the local tensors."""
 
-    def __init__(self, state: MutableMapping[str, Any], record: ParamRecord) -> None:
-        self._state, self._record = state, record
+    def __init__(self, flats: FlatGroups, record: ParamRecord) -> None:
+        self._flats, self._record = flats, record
 
     def __getitem__(self, key: str) -> Any:
-        return sharded_value(self._state[key], self._record)
+        return sharded_value(self._flats.state_of(self._record.leaf)[key], self._record)
 
     def __setitem__(self, key: str, value: Any) -> None:
         record = self._record
-        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and record.layout is not None
-        self._state[key] = local_value(value, record, key, {}) if is_whole else value
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and record.layout is not None:
+            value = local_value(value, record, key, {})
+        self._flats.split_state(record.leaf)[record.leaf][key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._state[key]
+        del self._flats.split_state(self._record.leaf)[self._record.leaf][key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
+        return iter(self._flats.state_of(self._record.leaf))
 
     def __len__(self) -> int:
-        return len(self._state)
+        return len(self._flats.state_of(self._record.leaf))
 
     def __repr__(self) -> str:
         return repr(dict(self))

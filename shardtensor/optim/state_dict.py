@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 NOT_LOADED = "nothing has been loaded"
@@ -38,31 +39,30 @@ def match(
         >>> match(saved, [["a"], ["b"]], {})[1]
         [{'lr': 1.0}, {'lr': 2.0}]
     """
-    names = _names(state_dict["param_groups"], own)
-    state = {}
-    for key, values in state_dict["state"].items():
+    groups = state_dict["param_groups"]
+    names = _names(groups, own)
+
+    def name_of(key: Any) -> Any:
         name = names.get(key, key)
-        state[aliases.get(name, name)] = dict(values) if isinstance(values, Mapping) else values
-    holder: dict[str, int] = {}
-    empty = []
-    options = []
-    for i, group in enumerate(state_dict["param_groups"]):
-        options.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        if not group["params"]:
-            empty.append(i)
-        for key in group["params"]:
-            name = names.get(key, key)
-            holder[aliases.get(name, name)] = i
+        return aliases.get(name, name)
+
+    state = {
+        name_of(key): dict(values) if isinstance(values, Mapping) else values
+        for key, values in state_dict["state"].items()
+    }
+    options = [{key: x for key, x in group.items() if key not in ("params", "param_names")} for group in groups]
+    empty = iter([found for found, group in zip(options, groups, strict=True) if not group["params"]])
+    saved = {name_of(key): found for found, group in zip(options, groups, strict=True) for key in group["params"]}
     known = [name for group in own for name in group]
-    missing = [name for name in known if name not in holder]
-    unknown = [name for name in holder if name not in set(known)]
+    missing = [name for name in known if name not in saved]
+    unknown = [name for name in saved if name not in set(known)]
     if missing or unknown:
         raise LayoutError(
             f"the state dict is of other parameters; {NOT_LOADED}",
             {key: _some(value) for key, value in (("missing", missing), ("unknown", unknown)) if value},
             "rename its keys, or leave these parameters out on both sides",
         )
-    return state, [_options(group, holder, options, empty) for group in own]
+    return state, [copy.deepcopy(_options(group, saved) if group else next(empty, {})) for group in own]
 
 
 def _names(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> dict[Any, str]:
@@ -81,18 +81,15 @@ def _names(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) ->
     return dict(zip(keys, (name for group in own for name in group), strict=True))
 
 
-def _options(
-    group: Sequence[str], holder: Mapping[str, int], options: Sequence[dict[str, Any]], empty: list[int]
-) -> dict[str, Any]:
-    if not group:
-        return copy.deepcopy(options[empty.pop(0)]) if empty else {}
-    first = holder[group[0]]
+def _options(group: Sequence[str], saved: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the saved hyperparameters of a group, which must be the same for all of its parameters."""
+    first = saved[group[0]]
     for name in group:
-        other = holder[name]
+        other = saved[name]
         differing = {
-            key: f"{options[first].get(key)} for {group[0]}, {options[other].get(key)} for {name}"
-            for key in options[first].keys() | options[other].keys()
-            if other != first and not _equal(options[first].get(key), options[other].get(key))
+            key: f"{first.get(key)} for {group[0]}, {other.get(key)} for {name}"
+            for key in first.keys() | other.keys()
+            if other is not first and not _equal(first.get(key), other.get(key))
         }
         if differing:
             raise LayoutError(
@@ -100,13 +97,23 @@ def _options(
                 differing,
                 "make the groups as they were when it was saved",
             )
-    return copy.deepcopy(options[first])
+    return first
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return bool(torch.as_tensor(a == b).all())
     return a == b
+
+
+def by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state and groups; `names` has the name of each parameter by its id."""
+    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": [names[id(param)] for param in group["params"]]})
+    return {"state": state, "param_groups": groups}
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +125,22 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         "state": {numbers.get(key, key): values for key, values in state_dict["state"].items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+def read(
+    state_dict: Mapping[str, Any],
+    own: Sequence[Sequence[str]],
+    aliases: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]], ShardTensorError | None]:
+    """Return the results of `match`, after a `check` against global shapes, or the error for all ranks to raise."""
+    try:
+        state, options = match(state_dict, own, aliases)
+        if shapes is not None:
+            check(state, shapes)
+    except ShardTensorError as fault:
+        return {}, [], fault
+    return state, options, None
 
 
 def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,8 +1,9 @@
-"""Experts dealt over ranks: stacked in two tensors (`GatedExperts`), or modules each (`ExpertList`)."""
+"""Experts sharded over ranks: stacked in two tensors (`GatedExperts`), or one module each (`ExpertList`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -11,12 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.group import Group, group_along
+from shardtensor.comm.group import Group, SingleRankGroup, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
-from shardtensor.parallel.expert_places import place
+from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.pieces import Interval
+from shardtensor.mesh import Ranks, coordinate
 from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.teams import along
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -100,7 +104,7 @@ class GatedExperts(nn.Module):
 
 
 def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """What this rank's experts, stacked in two plain tensors, make of the rows they got."""
+    """Return the results of this rank's experts, stacked in two plain tensors, for the rows that they received."""
 
     def gated(both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, -1)
@@ -116,7 +120,7 @@ def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, a
 
 
 def combined(sent: DispatchedTokens, experts: Iterable[tuple[int, nn.Module]], weights: torch.Tensor) -> torch.Tensor:
-    """What this rank's experts, modules with their numbers, make of the rows they got, sent back and weighed."""
+    """Return the weighted results of this rank's experts, modules with their numbers, at the ranks of the tokens."""
     outputs = []
     for (number, expert), rows in zip(experts, sent.tokens.split(sent.counts), strict=True):
         outputs.append(expert(rows))
@@ -196,9 +200,92 @@ class _Team:
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """As autocast would cast them for a product; before rows travel, so that fewer bytes do."""
+    """Cast as autocast does for a product, before rows are sent, so that fewer bytes are."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+
+
+_alone = SingleRankGroup()
+
+
+def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None]:
+    """Return the ranks that share the experts, how many each holds, and the ranks over which each expert is sharded."""
+    if not isinstance(gate_up, ShardedTensor) and not isinstance(down, ShardedTensor):
+        return _alone, (len(gate_up),), None
+    if not (isinstance(gate_up, ShardedTensor) and isinstance(down, ShardedTensor)):
+        raise _refused("one of the two is sharded, the other is not", gate_up, down)
+    fault, dealing, splitting = _read(gate_up._layout, down._layout)
+    if fault:
+        raise _refused(fault, gate_up, down)
+    group, layout = gate_up._group, gate_up._layout
+    team = along(group, layout, dealing)
+    inner = along(group, layout, splitting) if splitting else None
+    return team, _held(layout, team.ranks), inner if inner is not None and inner.size > 1 else None
+
+
+def _refused(fault: str, gate_up: Any, down: Any) -> RuleError:
+    specs = (str(p.sharding_spec()) if isinstance(p, ShardedTensor) else "not sharded" for p in (gate_up, down))
+    return RuleError(
+        f"GatedExperts: {fault}",
+        dict(zip(("gate_up_proj", "down_proj"), specs, strict=True)),
+        [
+            "deal them whole: [ep, -, -] and [ep, -, -]",
+            "split each of them, too: [ep, tp blocks(2), -] and [ep, -, tp]",
+        ],
+    )
+
+
+@lru_cache(maxsize=256)
+def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return the fault of two layouts, or the axes that shard the experts and those that shard each of them inside."""
+    if not (isinstance(gate_up, CutLayout) and isinstance(down, CutLayout)) or gate_up.partial or down.partial:
+        return "experts are cut along their dims", (), ()
+    (deal, inside, across), (deal_down, across_down, inside_down) = gate_up.dims, down.dims
+    if (gate_up.ranks, gate_up.grid, deal) != (down.ranks, down.grid, deal_down):
+        return "both must deal the experts alike", (), ()
+    if across is not None or across_down is not None:
+        return "the dim of the tokens must be whole", (), ()
+    dealing = deal.axes if deal is not None else ()
+    if inside is None and inside_down is None:
+        return "", dealing, ()
+    if inside is None or inside_down is None or inside.axes != inside_down.axes:
+        return "both must be cut over the same axis inside of the experts", (), ()
+    hidden = inside_down.pieces.length
+    for i in range(inside_down.pieces.count):
+        want = inside_down.pieces.intervals(i)
+        want = (*want, *((hidden + a, hidden + b) for a, b in want))
+        if _joined(inside.pieces.intervals(i)) != _joined(want):
+            return "a rank must hold the rows of gate and up that meet its columns of down", (), ()
+    return "", dealing, inside.axes
+
+
+def _joined(intervals: tuple[Interval, ...]) -> list[Interval]:
+    found: list[Interval] = []
+    for a, b in intervals:
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        elif a < b:
+            found.append((a, b))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _held(layout: Layout, ranks: Ranks) -> tuple[int, ...]:
+    """Return how many experts each of the ranks holds."""
+    assert isinstance(layout, CutLayout)
+    cut = layout.dims[0]
+    if cut is None:
+        return (layout.shape[0],)
+    places = [coordinate(layout.ranks, layout.grid, rank) for rank in ranks]
+    intervals = [cut.pieces.intervals(layout.piece(cut, place)) for place in places if place is not None]
+    held = [interval for (interval,) in intervals if interval[0] < interval[1]]
+    if held != sorted(held):
+        raise RuleError(
+            "experts must be dealt to ranks in order",
+            {"layout": str(layout)},
+            "name the axes that deal them in the order of the mesh",
+        )
+    return tuple(b - a for ((a, b),) in intervals)

@@ -7,7 +7,7 @@ and the one collective that it needs; what to call was settled when the module w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -15,32 +15,84 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtensor.comm import collectives
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.ops import siblings
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.fused_linear import cast
 from shardtensor.ops.ids import strays_of, widest
+from shardtensor.ops.linear import cast, chunked_row_linear, column_linear, gathered_linear, is_large, shared_linear
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
-from shardtensor.parallel.products import ColumnProduct, Product, StreamProduct
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
+class Product(Protocol):
+    """A linear layer's product, fused with its collective."""
+
+    def pays(self, x: torch.Tensor) -> bool:
+        """Whether it is faster for this input; small ones cost the host less step by step."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
+@attrs.frozen
+class ColumnProduct:
+    """The input's gradient is summed beside the weight's; `start` as of `LayerFlow`."""
+
+    team: Group
+    start: int | None
+
+    def pays(self, x: torch.Tensor) -> bool:
+        return x.requires_grad or self.start is not None  # else there is nothing to sum in backward
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return column_linear(x, weight, bias, self.team, self.start)
+
+
+@attrs.frozen
+class StreamProduct:
+    """The slices of the input are gathered; its gradient is reduce-scattered beside the weight's gradient."""
+
+    team: Group
+    stretches: DimSizes
+
+    def pays(self, x: torch.Tensor) -> bool:
+        return is_large(x) and x.requires_grad and not torch.compiler.is_compiling()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return gathered_linear(x, weight, bias, self.team, self.stretches)
+
+
+@attrs.frozen
+class ChunkedProduct:
+    """Inputs of `least` elements or more are multiplied and summed in so many chunks of rows."""
+
+    team: Group
+    chunks: int
+    least: int
+
+    def pays(self, x: torch.Tensor) -> bool:
+        return x.numel() >= self.least and not torch.compiler.is_compiling()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = chunked_row_linear(x, weight, self.team, self.chunks)
+        return y if bias is None else y + bias
+
+
 @attrs.frozen(eq=False)
 class LayerFlow:
-    """How a layer does its work on local values.
+    """How a layer computes with local values.
 
     Attributes:
-        enter: brings the input to what the weight's layout asks for.
-        leave: brings the product to what the flow promises.
-        sums: ranks over which the gradient of the weight is summed, because each has a part of the work with it.
+        enter: redistributes the input to the layout that the weight needs.
+        leave: redistributes the product to the layout of the flow.
+        sums: ranks over which the gradient of the weight is summed, because each computes a part of it.
         sums_bias: the same for the bias.
-        start: where this rank's stretch of a bias that is whole starts; None where the bias lies as the product does.
-        adds_bias_last: the product is an addend, so that a bias is added once, to what leaves.
-        adds_bias: this rank adds it; one of the ranks does where what leaves is an addend still.
+        start: the start of this rank's slice of a replicated bias; None if the bias is sharded as the product is.
+        adds_bias_last: the product is partial, so the bias is added once, to the result.
+        adds_bias: this rank adds it; one of the ranks does if the result is partial, too.
         is_transposed: the weight is ``(in, out)``.
-        product: all of a linear layer's work in one Function; None where there is no such form.
+        product: a linear layer's product fused with its collective, if there is one.
     """
 
     enter: Move
@@ -58,7 +110,7 @@ class LayerFlow:
 
 
 def fused(flow: LayerFlow) -> LayerFlow:
-    """The same flow with a product that is fused with its collective, where there is such a one."""
+    """Return the flow with a product that is fused with its collective, if there is one."""
     if flow.adds_bias_last or flow.leave or len(flow.enter) != 1:
         return flow
     step = flow.enter[0]
@@ -103,7 +155,7 @@ def refuse_shell(module: object, x: Any) -> None:
 
 
 class Flowing:
-    """What the layers below share.
+    """The base of the layers below.
 
     Attributes:
         flow: how the layer does its work.
@@ -117,7 +169,7 @@ class Flowing:
 
 
 class LinearFlow(Flowing):
-    """The forward of a linear layer cut along rows or columns: local values in, local values out."""
+    """The forward of a linear layer sharded along rows or columns: local values in, local values out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:
@@ -136,7 +188,7 @@ class LinearFlow(Flowing):
         x = moved(x, flow.enter)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
-        y = moved(siblings.linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
+        y = moved(shared_linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         if not flow.adds_bias_last or bias is None:
             return y
         if not flow.adds_bias:  # zeros, by way of the bias: its gradient is summed by all
@@ -145,7 +197,7 @@ class LinearFlow(Flowing):
 
 
 class ParallelLinear(LinearFlow, nn.Linear):
-    """`nn.Linear` whose weight is cut along its rows (column-parallel) or its columns (row-parallel)."""
+    """`nn.Linear` whose weight is sharded along its rows (column-parallel) or its columns (row-parallel)."""
 
 
 class ParallelEmbedding(Flowing, nn.Embedding):
@@ -184,7 +236,7 @@ class _OwnForward:
 
 
 class ParallelLayerNorm(Flowing, nn.LayerNorm):
-    """`nn.LayerNorm` of a stream that is cut along tokens: whole parameters, whose gradients are summed."""
+    """`nn.LayerNorm` of a stream that is sharded along tokens: replicated parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, input)
@@ -194,7 +246,7 @@ class ParallelLayerNorm(Flowing, nn.LayerNorm):
 
 
 class ParallelRMSNorm(Flowing, nn.RMSNorm):
-    """`nn.RMSNorm` of a stream that is cut along tokens."""
+    """`nn.RMSNorm` of a stream that is sharded along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         refuse_shell(self, x)

@@ -20,7 +20,7 @@ Home = tuple[nn.Module, str]
 
 
 def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
-    """Turn the object `tensor` into `shell`, for everyone who holds it; what users set on it comes along.
+    """Turn the object `tensor` into `shell`, for all who hold it; it keeps what users set on it.
 
     That is its attributes, its ``grad_dtype`` and, from a plain tensor, its hooks.
 
@@ -72,7 +72,7 @@ def _empty_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
-    """Let the modules that own `tensor` have `twin` there, and return what they have now.
+    """Put `twin` in the place of `tensor` in the modules that own it; return what they have now.
 
     The object stays, so names, ties and optimizers do. One with weak references (an LSTM keeps some) cannot be changed:
     then its modules get the twin itself, as from ``Module.to_empty``.

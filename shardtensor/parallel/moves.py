@@ -1,6 +1,6 @@
-"""What brings a plain local value from one side of a flow to the other: ``[-, tp, ...] -> replicate``.
+"""Redistributes plain local values as a flow states: ``[-, tp, ...] -> replicate``.
 
-A move is a tuple of steps, settled when the module is sharded; each has its gradient. Steps see local tensors only.
+A move is a tuple of steps, made when the module is sharded; each has its gradient. Steps take local tensors only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
-from shardtensor.ops import siblings
+from shardtensor.ops.linear import share
 
 
 @attrs.frozen
 class SumGradient:
-    """A copy meets work that is split over the team: nothing forward, the gradient is summed."""
+    """Replicated to partial, for work that is split over the group: returns the value; sums its gradient."""
 
     team: Group
 
@@ -26,13 +26,13 @@ class SumGradient:
         return collectives.sum_gradient(x, self.team)
 
     def shared(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same for products with these weights, which share the sum."""
-        return siblings.share(x, weights, self.team)
+        """Do the same for products with these weights, which share the all-reduce."""
+        return share(x, weights, self.team)
 
 
 @attrs.frozen
 class Sum:
-    """Addends, which nobody else uses, become a copy."""
+    """Partial to replicated, in place: the value is used nowhere else."""
 
     team: Group
 
@@ -42,7 +42,7 @@ class Sum:
 
 @attrs.frozen
 class Gather:
-    """Stretches become a copy; where work on it is split over the team (`sums`), the gradient is summed."""
+    """Sharded to replicated; with `sums`, for work that is split over the group, the gradient is summed."""
 
     team: Group
     stretches: DimSizes
@@ -52,13 +52,13 @@ class Gather:
         return along_dim.all_gather(x, self.stretches, self.team, self.sums)
 
     def shared(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same for products with these weights, which share the sum, if there is one."""
-        return siblings.share(x, weights, self.team, self.stretches) if self.sums else self(x)
+        """Do the same for products with these weights, which share the reduce-scatter, if there is one."""
+        return share(x, weights, self.team, self.stretches) if self.sums else self(x)
 
 
 @attrs.frozen
 class Take:
-    """Of a copy each rank keeps its stretch."""
+    """Replicated to sharded: each rank keeps its slice."""
 
     team: Group
     stretches: DimSizes
@@ -69,7 +69,7 @@ class Take:
 
 @attrs.frozen
 class SumScatter:
-    """Of the sum of addends each rank gets its stretch."""
+    """Partial to sharded: each rank gets its slice of the sum."""
 
     team: Group
     stretches: DimSizes
@@ -83,7 +83,7 @@ Move = tuple[Step, ...]
 
 
 def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
-    """The value on the other side of a flow. All ranks of the teams call it."""
+    """Return the redistributed value. All ranks of the groups call it."""
     for step in move:
         x = step(x)
     return x

@@ -1,4 +1,4 @@
-"""What a module gives, laid out anew or taken as this rank's part: two hooks under torch's names."""
+"""Hooks with torch's names: they redistribute a module's result, or return this rank's part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Hook = Callable[[nn.Module, Any, Any], Any]
 
 
 def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
-    """Let `module` give its ShardedTensor in the layout `spec`, and return the module.
+    """Redistribute the ShardedTensor that `module` returns to `spec`; return the module.
 
     Other results pass as they are. All ranks that call the module take part in the reshard.
 
@@ -33,7 +33,7 @@ def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
 
 
 def collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let `module` give this rank's part of its ShardedTensor as a plain tensor, and return the module.
+    """Replace the ShardedTensor that `module` returns by this rank's part, a plain tensor; return the module.
 
     A chunk of one row has no dim left for the rows, as if the rank had picked its row.
     """

@@ -13,9 +13,9 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.loading import load_keeps_layouts
 from shardtensor.parallel.memory import become
+from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
@@ -184,3 +184,17 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
     if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         flat = flat.clone()
     return flat.to(device).view(shape)
+
+
+def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
+    """The names of a parameter's dims, or None for module types that are not known.
+
+    Example:
+        >>> dim_names(nn.Linear(2, 3), "weight")
+        ('out', 'in')
+    """
+    for cls in type(module).__mro__:
+        kind = kind_named(cls.__name__)
+        if kind is not None and parameter in kind.dims:
+            return kind.dims[parameter]
+    return None

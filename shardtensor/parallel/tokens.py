@@ -13,6 +13,7 @@ from zlib import crc32
 
 import attrs
 import torch
+from torch.autograd import Function
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.collectives import all_to_all
@@ -20,8 +21,52 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.pieces import balanced
-from shardtensor.parallel.rows import Order, Reorder, Spread
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen(eq=False)
+class Order:
+    """Rows in another order: row i of the result is row ``indices[i]``; ``inverse`` leads back."""
+
+    indices: torch.Tensor
+    inverse: torch.Tensor
+
+    @classmethod
+    def sorting(cls, keys: torch.Tensor) -> Order:
+        """By key; rows of one key stay as they stand."""
+        indices = keys.argsort(stable=True)
+        places = torch.arange(len(indices), device=indices.device)
+        return cls(indices, torch.empty_like(indices).scatter_(0, indices, places))
+
+    def back(self) -> Order:
+        return Order(self.inverse, self.indices)
+
+
+class Reorder(Function):
+    """Rows in another order; backward restores the order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: Order) -> torch.Tensor:
+        ctx.order = order
+        return x.index_select(0, order.indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Reorder.apply(grad, ctx.order.back()), None
+
+
+class Spread(Function):
+    """`copies` of each row, reordered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: Order, copies: int) -> torch.Tensor:
+        ctx.order, ctx.shape = order, (x.shape[0], copies, x.shape[1])
+        return x.index_select(0, order.indices.div(copies, rounding_mode="floor") if copies > 1 else order.indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Reorder.apply(grad, ctx.order.back()).view(ctx.shape).sum(1), None, None
+
 
 _FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
 _HEAD = 3  # what stands before the counts: a digest of the facts, the state, the number of ids that no expert has
@@ -66,7 +111,7 @@ def dispatch_tokens(
 
 
 def dealt(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """How many experts each of `size` ranks holds."""
+    """Return how many experts each of `size` ranks holds."""
     if isinstance(num_experts, int):
         pieces = balanced(num_experts, size, 1)
         return tuple(pieces.size(i) for i in range(size))
@@ -144,7 +189,10 @@ def dispatch(
     slots, message = _counted(tokens, experts, held, fault, facts)
     came = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
     came = came.view(message.shape)
-    goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
+    if came.is_meta:
+        goes, comes = _even(message, experts.numel(), held, group, tokens.requires_grad)
+    else:
+        goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
     if any(head[:_HEAD] != [goes[0][0], head[1] & ~_FAULT, 0] for head in comes):
         strays = goes[0][2]
         if strays:
@@ -154,7 +202,7 @@ def dispatch(
                 "give num_experts as the number of experts of all ranks together",
             )
         agree(group, "dispatch_tokens", facts, fault)
-    assert fault is None, "a rank's own fault comes back to it"
+    assert fault is None, "a rank receives its own message"
     sent = [sum(row[_HEAD:]) for row in goes]
     received = [sum(row[_HEAD:]) for row in comes]
     here = held[group.index]
@@ -175,11 +223,28 @@ def dispatch(
     return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, landing)
 
 
+def _even(
+    message: torch.Tensor, rows: int, held: tuple[int, ...], group: Group, asks_gradient: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The counts where nothing has values, and a step is only counted: all experts get equally many rows."""
+    each = rows // sum(held)
+    head = [0, _ASKS_GRADIENT if asks_gradient else 0, 0]
+    padding = [0] * (message.shape[1] - _HEAD)
+
+    def counts(rank: int) -> list[int]:
+        return [*head, *([each] * held[rank] + padding)[: len(padding)]]
+
+    goes = [counts(rank) for rank in range(group.size)]
+    goes[0][_HEAD] += rows - each * sum(held)
+    comes = [counts(group.index) for _ in range(group.size)]
+    return goes, comes
+
+
 # -- what is known before rows move ------------------------------------------------------------------------------------
 
 
 def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorError | None:
-    """What is wrong with what this rank brings, if anything; weights where there are some yet."""
+    """Return the fault of this rank's arguments, if there is one."""
     if isinstance(tokens, ShardedTensor) or isinstance(experts, ShardedTensor):
         return RuleError(
             "experts take each rank's own tokens as plain tensors, and this is a ShardedTensor",
@@ -207,7 +272,7 @@ def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorErr
 
 
 def _facts(tokens: torch.Tensor, num_experts: int) -> dict[str, str]:
-    """What all ranks must have alike, in words."""
+    """Return what must be equal on all ranks, as text."""
     return {
         "number of experts": str(num_experts),
         "width of tokens": str(tokens.shape[1]),
@@ -255,7 +320,7 @@ def _places(held: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _asking(x: torch.Tensor) -> torch.Tensor:
-    """`x` as one that asks for a gradient, so that this rank's backward meets those of the others."""
+    """Return `x` requiring a gradient, so that this rank calls the collectives of backward as the others do."""
     asks = x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex())
     return x if asks else x.detach().requires_grad_()
 

@@ -16,8 +16,8 @@ _IDS = ("input_ids", "ids", "idx", "tokens", "input")
 _IMAGES = ("pixel_values", "images", "image")
 
 
-def example_step(module: nn.Module, sample: int, length: int) -> torch.Tensor:
-    """Return the loss of two samples; equal for equal numbers, on every rank.
+def example_step(module: nn.Module, sample: int, length: int, samples: int = 2) -> torch.Tensor:
+    """Return the loss of a few samples; equal for equal numbers, on every rank.
 
     A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
     that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
@@ -26,6 +26,7 @@ def example_step(module: nn.Module, sample: int, length: int) -> torch.Tensor:
     Args:
         sample: which samples: others for other numbers.
         length: of sequences.
+        samples: how many there are.
 
     Raises:
         PlanError: the module cannot be called so.
@@ -40,20 +41,22 @@ def example_step(module: nn.Module, sample: int, length: int) -> torch.Tensor:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     given: dict[str, Any] = {}
     if isinstance(first, nn.Embedding):
-        x = torch.randint(0, first.num_embeddings, (2, length), generator=g)
+        x = torch.randint(0, first.num_embeddings, (samples, length), generator=g)
         given = {"labels": x} if "labels" in names else {}
         given |= {"decoder_input_ids": x} if "decoder_input_ids" in names and not given else {}
     elif isinstance(first, nn.Conv2d):
         size = getattr(getattr(module, "config", None), "image_size", 4 * max(first.kernel_size))
-        x = torch.randn(2, first.in_channels, size, size, generator=g, dtype=dtype)
+        x = torch.randn(samples, first.in_channels, size, size, generator=g, dtype=dtype)
     elif isinstance(first, nn.Linear):
-        x = torch.randn(2, length, first.in_features, generator=g, dtype=dtype)
+        x = torch.randn(samples, length, first.in_features, generator=g, dtype=dtype)
     else:
         raise PlanError(
             f"it is not known how to call {type(module).__name__}",
             {"forward takes": ", ".join(names)},
             "give its step, too: let the function return (module, step), with step(module, sample) -> loss",
         )
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    x, given = x.to(device), {key: value.to(device) for key, value in given.items()}
     name = next((n for n in (*_IDS, *_IMAGES) if n in names), None)
     output = module(**{name: x}, **given) if name else module(x, **given)
     return _loss(output)

@@ -14,8 +14,7 @@ from torch import nn
 
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
-from shardtensor.parallel.expert_places import place
-from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, stacked
+from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, place, stacked
 from shardtensor.parallel.moe import chosen
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import Site, Use, register_hook

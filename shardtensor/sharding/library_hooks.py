@@ -30,7 +30,7 @@ UNCOMPILED = (
 
 @register_hook("cross_entropy")
 def cross_entropy(site: Site) -> Use:
-    """Let logits leave as one ShardedTensor of all classes, each rank holding the columns that its head made.
+    """Make one ShardedTensor of the logits, of which each rank holds the columns that its head computed.
 
     So whatever computes the loss sees logits of the dense shape, in the model's own forward or outside of it: views,
     slices and casts of them stay cut, and `F.cross_entropy` and `nn.CrossEntropyLoss` give the dense loss and gradient.
@@ -40,7 +40,7 @@ def cross_entropy(site: Site) -> Use:
     along the last dim, where no other module takes such.
     """
     here = unwrapped(site.path)
-    heads = [path for path in site.flows.givers.logits if path == here or is_inside(path, here)]
+    heads = [path for path in site.flows.takers.logits if path == here or is_inside(path, here)]
 
     def apply() -> list[Any]:
         return [site.modules[path].register_forward_hook(_logits(site, path)) for path in heads]

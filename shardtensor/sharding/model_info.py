@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtensor.parallel.dim_names import dim_names
 from shardtensor.parallel.layers import layer_class
+from shardtensor.parallel.parameter import dim_names
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_named
 

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from shardtensor.parallel.layers import LayerFlow, ParallelLinear
+from shardtensor.parallel.layers import ChunkedProduct, LayerFlow, ParallelLinear
 from shardtensor.parallel.moves import Sum
-from shardtensor.parallel.products import ChunkedProduct
 
 
 def choose_overlap(

@@ -15,7 +15,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.ops.fused_linear import is_large
+from shardtensor.ops.linear import is_large
 from shardtensor.parallel.layers import LinearFlow, local, refuse_shell
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.plan.flows.flow import cuts
@@ -52,7 +52,7 @@ class Entering:
         wraps: by the name of the argument, for modules that work on ShardedTensors.
         sums: what comes back is an addend.
         siblings: names of the children whose products may read an argument as it comes in, and share its sum: see
-            `shardtensor.ops.siblings`.
+            `shardtensor.ops.linear`.
     """
 
     moves: Mapping[str, Move]

@@ -106,7 +106,7 @@ class Work:
         if self.flows is None:
             return []
         taken = {unwrapped(path) for use in self.uses for path in use.takes}
-        left = [finding for path, finding in self.flows.givers.to_hooks.items() if path not in taken]
+        left = [finding for path, finding in self.flows.takers.to_hooks.items() if path not in taken]
         if left:
             raise PlanError(text_report(left))
         return settle(self._modules, self.flows, self._sharded, binder, self.lone)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.base_group import BaseGroup
-from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup, check_reduction
 from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -18,7 +17,7 @@ Count = Callable[[str, Ranks, int, int], None]
 """Called with a collective's name, its group, and the bytes that this rank sends and receives."""
 
 
-class CountingGroup(BaseGroup):
+class CountingGroup(Group):
     """One rank of a group whose other members do not exist.
 
     A gather returns zeros for them, and a reduction returns this rank's values. Shapes and dtypes are right; meta
@@ -39,9 +38,6 @@ class CountingGroup(BaseGroup):
         moved = -(-2 * _bytes(t) * (self.size - 1) // self.size)
         self.count("all_reduce", self.ranks, moved, moved)
         return t
-
-    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
-        return Done(self.all_reduce(t, op))
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         counts = [t.numel()] * self.size if counts is None else counts

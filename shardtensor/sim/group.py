@@ -11,7 +11,6 @@ import attrs
 import torch
 
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.base_group import BaseGroup
 from shardtensor.comm.group import Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.group_pickling import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
@@ -31,7 +30,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class SimGroup(BaseGroup):
+class SimGroup(Group):
     """Two or more ranks of a simulated world; inside `simulate`, `as_group()` returns it.
 
     It behaves as a `TorchGroup`: results are new tensors, and the version counter of a tensor that is reduced in place

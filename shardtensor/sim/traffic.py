@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -122,14 +123,21 @@ def count_bytes(
         group = CountingGroup(rank, axes.ranks, tally.count, device_type)
     if len(axes.axes) > 1:
         group = group.on_mesh(axes, {})
+    with counting_world(group):
+        result = fn(*args, **kwargs)
+    return Traffic(axes, rank, tally.lines(), result)
+
+
+@contextmanager
+def counting_world(group: Group) -> Iterator[None]:
+    """Make a group that only counts the default one; what code changes of the process is as before afterwards."""
     before = ProcessState.capture()
     token = process_group.simulated.set(group)
     try:
-        result = fn(*args, **kwargs)
+        yield
     finally:
         process_group.simulated.reset(token)
         before.restore()
-    return Traffic(axes, rank, tally.lines(), result)
 
 
 class _Tally:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step
 from shardtensor.layout.transfer import transfer
 from shardtensor.tensor.memory import follow_one_another, see
 from shardtensor.tensor.staging import staging

@@ -10,7 +10,7 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.steps import Step
+from shardtensor.layout.route import Step
 from shardtensor.layout.transfer import Region, transfer
 from shardtensor.mesh import Ranks
 from shardtensor.tensor.exchange import exchange

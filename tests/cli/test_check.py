@@ -49,10 +49,6 @@ bytes of a rank      least   most
 
 process groups along  ranks  groups
   tp                      4       1
-
-a step of 4,096 tokens a data rank, float32  calls   received
-  forward all_reduce over tp=4                   1  192.0 KiB
-  backward all_reduce over tp=4                  1  192.0 KiB
 """
 
 

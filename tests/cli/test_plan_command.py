@@ -1,4 +1,4 @@
-"""``shardtensor plan``: what it prints is what the parts say; it needs no torch and no time; faults are told."""
+"""``shardtensor plan``: what it prints is what the parts say; bytes need no torch and no time; faults are told."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from plan.recorded_models import config_path
 from shardtensor.cli.main import main
 from shardtensor.cli.plan_tables import say_seconds
 from shardtensor.cost.profile import read_profile
+
+pytestmark = pytest.mark.usefixtures("families")
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_the_report_adds_up(capsys, config):
         "--set",
         "tp=3",
         "--seq",
-        "64",
+        "63",
         "--rank",
         "5",
     )
@@ -60,9 +62,54 @@ def test_the_report_adds_up(capsys, config):
     assert sum(row["seconds"] for row in inside) == pytest.approx(step["inside_s"])
     spent = max(step["compute_s"], step["beside_s"]) + step["inside_s"] + step["optimizer_s"]
     assert step["seconds"] == pytest.approx(spent)
-    assert step["tokens_per_s"] == pytest.approx(4 * 64 / spent)
-    assert told["passing"]["tp"] == [1, 3, 6]
+    assert step["tokens_per_s"] == pytest.approx(4 * 63 / spent)
     assert told["parameters"] == 2 * 96 * 1152 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
+
+
+def test_without_a_step_there_are_bytes_and_the_way_to_the_rest(capsys, config):
+    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3", "--no-step")
+    found = report(capsys, *args)
+    assert found["memory"]["most"]["total"] > found["memory"]["most"]["activations"] == 0
+    assert not {"step", "collectives", "flops"} & found.keys() and "--no-step" in found["not_counted"]
+    assert main(["plan", *args]) == 0
+    assert "the step is not counted: " in capsys.readouterr().out
+
+
+def test_a_step_that_does_not_run_is_said_with_its_reason(capsys, config):
+    args = ("llama_2d", "--model", config(SMALL), "--world", "12", "--set", "tp=3")
+    found = report(capsys, *args, "--seq", "64")
+    assert "--seq 64" in found["not_counted"] and "cannot be cut evenly over 3 ranks" in found["not_counted"]
+    assert report(capsys, *args, "--seq", "63")["collectives"]
+
+
+def test_a_plan_that_cannot_be_applied_has_no_step(capsys, tmp_path):
+    path = tmp_path / "wrong.shard"
+    path.write_text(
+        "shard 1\nmesh (tp = world)\nfc1 {\n weight: [tp, -]\n in: replicate\n out: [..., tp]\n}\n"
+        "fc2 {\n weight: [-, tp]\n in: [..., tp]\n out: replicate\n}\n**.bias: replicate\n"
+        "dims fc1.weight (out = 12, in = 8)\ndims fc2.weight (out = 8, in = 12)\n"
+    )
+    assert "error[E402]: `out: replicate` contradicts" in report(capsys, str(path), "--world", "4")["not_counted"]
+
+
+def test_a_module_of_ones_own_is_traced_with_its_step(capsys, tmp_path, monkeypatch):
+    (tmp_path / "two_layers.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Two(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)\n\n"
+        "    def forward(self, x, scale):\n        return self.down(self.up(x) * scale)\n\n\n"
+        "def step(module, sample):\n    return module(torch.ones(3, 8, device='meta'), 2.0).sum()\n\n\n"
+        "def with_step():\n    return Two(), step\n\n\ndef alone():\n    return Two()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "two.shard"
+    path.write_text(
+        'shard 1\ninclude "std/styles.shard"\nmesh (tp = world)\nup: colwise(tp)\ndown {\n bias: replicate\n'
+        " weight: [-, tp]\n in: [..., tp]\n out: partial(tp) -> replicate\n}\n"
+    )
+    args = (str(path), "--world", "4", "--module")
+    (row,) = report(capsys, *args, "two_layers:with_step")["collectives"]
+    assert (row["kind"], row["where"], row["received_bytes"]) == ("all_reduce", "down", 2 * 3 * 3 * 8 * 4 // 4)
+    assert "scale" in report(capsys, *args, "two_layers:alone")["not_counted"]
 
 
 def test_layers_are_told_once(capsys, config):
@@ -76,7 +123,7 @@ def test_layers_are_told_once(capsys, config):
 
 
 def test_a_search_prints_the_meshes_and_why_others_are_none(capsys, config):
-    assert main(["plan", "llama", "--model", config(SMALL), "--world", "12", "--search", "--seq", "64"]) == 0
+    assert main(["plan", "llama", "--model", config(SMALL), "--world", "12", "--search", "--seq", "66"]) == 0
     out = capsys.readouterr().out
     assert "meshes, the shortest step first" in out
     assert "tp=3, sp=true" in out
@@ -88,7 +135,7 @@ def test_a_search_prints_the_meshes_and_why_others_are_none(capsys, config):
 def test_text_shows_the_tables(capsys, config):
     assert main(["plan", "llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3"]) == 0
     out = capsys.readouterr().out
-    for words in ("bytes of a rank", "collectives of a step", "a step", "tokens a second", "tp that pass for 6 ranks"):
+    for words in ("bytes of a rank", "collectives of a step", "a step", "tokens a second"):
         assert words in out
 
 
@@ -120,11 +167,12 @@ def test_faults_are_told(capsys, config, args, status, words):
     assert words in capsys.readouterr().err
 
 
-def test_405b_on_16384_ranks_takes_less_than_two_seconds_and_no_torch(config):
+def test_bytes_of_405b_on_16384_ranks_take_less_than_two_seconds_and_no_torch(config):
     program = (
         "import sys, time\n"
         "from shardtensor.cli.main import main\n"
-        f"main(['plan', 'llama_2d', '--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000'])\n"
+        f"options = ['--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000', '--no-step']\n"
+        "main(['plan', 'llama_2d', *options])\n"
         "print('torch' in sys.modules, time.process_time())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

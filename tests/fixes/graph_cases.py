@@ -12,7 +12,7 @@ from harness.recorded_ops import RecordedOps
 
 import shardtensor as st
 from fixes.case import Act, Case, mlp
-from shardtensor.optim import cuda_graph, graphs
+from shardtensor.optim import graphs
 
 X = torch.ones(2, 4)
 ADAM = sys.modules["torch.optim.adam"]
@@ -39,7 +39,7 @@ def played(act: Act) -> Act:
     def run() -> Any:
         with (
             mock.patch.object(graphs, "_recorder_on", side_effect=lambda device: RecordedOps()),
-            mock.patch.object(cuda_graph, "_live", set()),
+            mock.patch.object(graphs, "_live", set()),
             mock.patch.object(
                 sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", return_value=["cpu"]
             ),

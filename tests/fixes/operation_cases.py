@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import shardtensor as st
-from fixes.case import Case, grid, mlp, strictly, weight
-from shardtensor.parallel import products
+from fixes.case import Case, grid, strictly, weight
 
 CASES: dict[str, Case] = {
     "strict, and an operand must move": Case(
@@ -62,14 +59,6 @@ CASES: dict[str, Case] = {
         lambda: fused(8),
         {"load a state dict of this model; whole tensors have the global shape": lambda: fused(4)},
     ),
-    "second derivatives of large inputs": Case(
-        lambda: large(penalty, "[tp, ...]"),
-        {
-            "let the stream be `replicate` in the plan": lambda: large(penalty, "replicate"),
-            "give each rank less than 16 MiB at a time": lambda: st.simulate("tp=2", penalty, "[tp, ...]"),
-        },
-        mesh="",
-    ),
     "forward mode": Case(
         lambda: jvp(weight("[-, tp]")),
         {
@@ -115,18 +104,3 @@ def fused(rows: int) -> None:
         optimizers[-1].step()
     optimizers[0].load_state_dict(optimizers[1].state_dict())
     optimizers[0].step()
-
-
-def penalty(stream: str) -> None:
-    """The norm of a gradient, differentiated again."""
-    first = {**st.colwise("tp"), "in": f"{stream} -> replicate"}
-    model = st.shard_module(mlp(), {"0": first, "2": st.rowwise("tp", to=stream)})
-    x = torch.ones(2, 4, requires_grad=True)
-    [grad] = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    grad.square().sum().backward()
-
-
-def large(act: Callable[..., Any], *args: Any) -> None:
-    """Run with every input as large as those that are sent piece by piece."""
-    with mock.patch.object(products, "is_large", return_value=True):
-        st.simulate("tp=2", act, *args)

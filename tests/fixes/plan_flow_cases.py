@@ -65,46 +65,17 @@ WAYS: dict[str, dict[str, str]] = {
     "norms of a stream are forgotten": {
         "write `along([-, tp, ...])` if values come cut so": "{input,post_attention}_layernorm: along([-, tp, ...])"
     },
-    "norms of a stream take copies": {
-        "take them as they come: `along([-, tp, ...])`": "{input,post_attention}_layernorm: along([-, tp, ...])"
-    },
     "the last norm of a stream is forgotten": {
         "write `along([-, tp, ...])` if values come cut so": "    norm: along([-, tp, ...])"
     },
-    "a stream is not gathered": {"here or on the module around": f"in: [-, tp, ...] -> replicate\n            {GATE}"},
-    "the attention does not say how values enter": {
-        "say how values enter `model.layers.0.self_attn`: `in: replicate` there": "in: replicate\n q_proj"
-    },
-    "a stream enters products as it is": {
-        "`in: [-, tp, ...] -> replicate` gathers them": f"in: [-, tp, ...] -> replicate\n{GATE}"
-    },
-    "a sum is not dealt out": {
-        "write `out: partial(tp) -> [-, tp, ...]`": row("o_proj", out="partial(tp) -> [-, tp, ...]")
-    },
-    "the head does not gather": {"say who takes it: `in: [-, tp, ...]` there": "from=[-, tp, ...]"},
     "a head multiplies a stream": {
         "gather the input: `in: [-, tp, ...] -> replicate`": column(
             "lm_head", "tp pad(64)", **{"in": "[-, tp, ...] -> replicate"}
         )
     },
-    "inputs of a row product stay whole": {"cut those that feed it (`colwise(tp)`)": GATE},
-    "a row product is cut along its outputs": {"cut it along its inputs: `rowwise(tp)`": "down_proj: rowwise(tp)"},
-    "logits leave cut, and no loss takes them": {"for logits: `use cross_entropy()`": "use cross_entropy()\n"},
-    "inputs of a row product are gathered": {"cut those that feed it (`colwise(tp)`)": GATE},
     "the head is a row product": {"cut the head, `vocab_head(tp)`": "lm_head: vocab_head(tp)"},
     "a loss has no cut head": {"cut the head, `vocab_head(tp)`": "optional lm_head: vocab_head(tp, pad=64)"},
-    "a stream is gathered along another dim": {
-        "take them as `model.layers.0.self_attn.o_proj` leaves them, cut as `[-, tp, ...]`": f"{STREAM}q_proj"
-    },
-    "norms are cut among plain values": {"keep it whole: `replicate`": "ln_{1,2}: replicate"},
-    "a table of positions passes a ShardedTensor": {
-        "or `in` and `out` in its block": MUTATIONS["a table of positions passes a ShardedTensor"].was
-    },
     "an in sums copies": {"drop `partial(tp)` here": "mlp {\n            in: replicate"},
-    "the last norm cuts what comes cut": {
-        "take them as they come: `along([-, tp, ...])`": "    norm: along([-, tp, ...])\n    layers.0"
-    },
-    "the last norm gathers what the head gathers": {},
     "a cut table beside a stream": {
         "or a style such as `colwise(...)` or `vocab_embedding(...)`": "embed_tokens: vocab_embedding(tp, pad=64)"
     },

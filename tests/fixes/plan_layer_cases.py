@@ -63,6 +63,7 @@ def row(**said: str) -> str:
 
 
 FUSED = {"weight": "[tp blocks(2), -]", "bias": "[tp blocks(2)]"}
+COPIES = of("fc2", "**: replicate", "in: replicate", "out: replicate")
 PASSED = norm("in: replicate", "out: replicate")
 PLACES = 'chunk(dim=0, placements=["rank:0-3"])'
 # what is wrong, and words of the way out with the text that they make
@@ -70,6 +71,13 @@ SLIPS: dict[str, tuple[str, dict[str, str]]] = {
     "a layer that names devices": (
         mlp(column(weight=PLACES, bias="replicate", out="replicate"), "fc2: replicate"),
         {"write the layout in axes, such as `[tp, -]`": mlp(column(out="[..., tp] -> replicate"), "fc2: replicate")},
+    ),
+    "slices that nobody takes": (
+        mlp(fc2=COPIES),
+        {
+            "say who takes it: `in: [..., tp]` there": mlp(),
+            "or gather it: `out: [..., tp] -> replicate`": mlp(column(out="[..., tp] -> replicate"), COPIES),
+        },
     ),
     "another stream than came": (
         mlp(column(in_="replicate", out="[-, pp, ..., tp]")), {"cut both sides alike": mlp(column(in_="replicate"))},

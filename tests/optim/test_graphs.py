@@ -15,7 +15,7 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor.errors import CaptureError
-from shardtensor.optim import cuda_graph, graphs
+from shardtensor.optim import graphs
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[RecordedOps]:
         return made[-1]
 
     monkeypatch.setattr(graphs, "_recorder_on", make)
-    monkeypatch.setattr(cuda_graph, "_live", set())
+    monkeypatch.setattr(graphs, "_live", set())
     return made
 
 

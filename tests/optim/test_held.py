@@ -15,7 +15,8 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CaptureError, StaleParameterError
 from shardtensor.mesh import Mesh
-from shardtensor.optim.graphed_optimizers import GraphedOptimizer
+from shardtensor.optim.graphed_optimizers import GraphedOptimizers
+from shardtensor.optim.graphs import StaticInputs
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
@@ -26,7 +27,6 @@ from shardtensor.optim.named_params import (
     read_groups,
     read_pairs,
 )
-from shardtensor.optim.static_inputs import StaticInputs
 
 CPU = torch.device("cpu")
 
@@ -171,11 +171,12 @@ def test_what_was_replaced_is_named_and_nothing_else():
 def test_of_many_names_eight_are_shown():
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(10)))
     watch = StalenessCheck(model, [ParamRecord.of(*pair) for pair in model.named_parameters()])
+    weights = list(model.parameters())
     for layer in model:
         layer.weight = nn.Parameter(torch.ones(1, 1))
     assert stale(model, watch)[-1] == "7.weightand2more"
-    model[8].weight = model[9].weight = watch._places[8][2]
-    watch._places.pop()
+    for layer, weight in zip(model[8:], weights[8:], strict=True):
+        layer.weight = weight
     assert stale(model, watch)[-1] == "7.weight"
 
 
@@ -255,6 +256,21 @@ def test_another_structure_is_refused_before_anything_is_copied():
     assert torch.equal(a, x + 1) and torch.equal(b, x + 2), "the same memory"
 
 
+def test_the_copy_of_an_input_is_outside_of_its_graph():
+    x = torch.ones(2, requires_grad=True)
+    inputs = StaticInputs((x,), {}, CPU)
+    inputs.fill((x * 2,), {})
+    [memory] = inputs._memory
+    assert memory.grad_fn is None and torch.equal(memory, torch.full((2,), 2.0))
+
+
+def test_plain_tensors_of_the_cpu_are_copied_to_the_device_of_the_step():
+    x = torch.ones(4)
+    sharded = st.distribute(x, "[tp]")
+    (plain, kept, there), _ = StaticInputs((x, sharded, x.to("meta")), {}, torch.device("meta")).arguments()
+    assert plain.is_meta and there.is_meta and kept._local.is_cpu
+
+
 def test_inputs_on_another_mesh_are_others():
     def body() -> None:
         x = torch.arange(4.0)
@@ -279,29 +295,43 @@ def test_a_rate_is_sent_when_it_changed_and_seen_as_it_was_given():
     optimizer = torch.optim.SGD(
         [{"params": [weight], "lr": 0.25}, {"params": [nn.Parameter(torch.ones(1))]}], lr=rate, fused=True
     )
-    graphed = GraphedOptimizer(optimizer, CPU)
-    graphed.enter()
+    graphed = GraphedOptimizers(CPU)
+    graphed.add(optimizer)
+    graphed.enter(optimizer)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.5]
     assert all(
-        group["lr"] is own and own.dim() == 0 for group, own in zip(optimizer.param_groups, graphed._rates, strict=True)
+        group["lr"] is own and own.dim() == 0
+        for group, own in zip(optimizer.param_groups, graphed._rates.values(), strict=True)
     )
     assert all("capturable" not in group for group in optimizer.param_groups)
-    graphed.leave()
-    graphed.leave()
+    graphed.leave(optimizer)
+    graphed.leave(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[1]["lr"] is rate
-    graphed._rates[0].fill_(9.0)
+    first = graphed._rates[id(optimizer), 0]
+    first.fill_(9.0)
     graphed.refresh()
-    assert float(graphed._rates[0]) == 9.0, "nothing changed, nothing is sent"
+    assert float(first) == 9.0, "nothing changed, nothing is sent"
     optimizer.param_groups[0]["lr"] = 0.125
     rate.fill_(0.75)
     graphed.refresh()
-    assert [float(x) for x in graphed._rates] == [0.125, 0.75]
+    assert [float(x) for x in graphed._rates.values()] == [0.125, 0.75]
+
+
+def test_adam_takes_a_fused_step_in_a_graph_for_a_capturable_one():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], fused=True)
+    graphed = GraphedOptimizers(CPU)
+    graphed.add(optimizer)
+    graphed.enter(optimizer)
+    assert optimizer.param_groups[0]["capturable"] is True
+    graphed.leave(optimizer)
+    assert optimizer.param_groups[0]["capturable"] is False
 
 
 def test_what_is_baked_in_is_all_but_rates_and_notes():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], fused=True)
-    graphed = GraphedOptimizer(optimizer, CPU)
+    graphed = GraphedOptimizers(CPU)
+    graphed.add(optimizer)
     before = graphed.host_values()
     optimizer.param_groups[0] |= {"lr": 9.0, "initial_lr": 1.0, "max_lr": 2.0, "min_lr": 0.0, "swa_lr": 1.0}
     assert graphed.host_values() == before
@@ -317,31 +347,33 @@ def test_what_is_baked_in_is_all_but_rates_and_notes():
         lambda w: st.ShardedOptimizer({"w": w}, torch.optim.AdamW, fused=True),
         lambda w: st.ShardedOptimizer(nn.ParameterDict({"w": w}), torch.optim.AdamW, fused=True),
     ):
-        own = GraphedOptimizer(make(nn.Parameter(torch.ones(2))), CPU)
-        assert own.host_values() == own.host_values() and own.state_count() == 0
-        assert own.was_loaded() is False
-        own._optimizer.load_state_dict(own._optimizer.state_dict())
-        assert (own.was_loaded(), own.was_loaded()) == (True, False)
+        own, optimizer = GraphedOptimizers(CPU), make(nn.Parameter(torch.ones(2)))
+        own.add(optimizer)
+        assert own.host_values() == own.host_values() and own._state_counts() == {id(optimizer): 0}
+        before = own.host_values()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert before != own.host_values() == own.host_values()
 
 
 def test_each_pair_of_options_that_a_graph_cannot_hold():
     for cls, options in combinations((torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.LBFGS), 2):
         for make in (cls, options):
             with pytest.raises(CaptureError):
-                GraphedOptimizer(make([nn.Parameter(torch.ones(2))]), CPU)
+                GraphedOptimizers(CPU).add(make([nn.Parameter(torch.ones(2))]))
 
     class Own(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"rate": 1.0})
 
-    own = GraphedOptimizer(Own([nn.Parameter(torch.ones(2))]), CPU)
-    own.enter()
-    assert "lr" not in own.groups[0]
-    own.leave()
+    own, optimizer = GraphedOptimizers(CPU), Own([nn.Parameter(torch.ones(2))])
+    own.add(optimizer)
+    own.enter(optimizer)
+    assert "lr" not in optimizer.param_groups[0]
+    own.leave(optimizer)
     for kind, fits in ((torch.float32, True), (torch.float64, True), (torch.bfloat16, False)):
         optimizer = torch.optim.NAdam([nn.Parameter(torch.ones(2, dtype=kind))], capturable=True)
         if fits:
-            GraphedOptimizer(optimizer, CPU)
+            GraphedOptimizers(CPU).add(optimizer)
         else:
             with pytest.raises(CaptureError, match="would round the learning rate"):
-                GraphedOptimizer(optimizer, CPU)
+                GraphedOptimizers(CPU).add(optimizer)

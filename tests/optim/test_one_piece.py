@@ -13,6 +13,8 @@ from torch import optim
 
 import shardtensor as st
 from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroup, FlatGroups, find_flat_groups
+from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.state import ParamState
 from shardtensor.tensor.pieces import Pieces
 
 SHAPES = ((2, 3), (4,), (1, 5), (3,), (2, 2))
@@ -221,7 +223,6 @@ def test_what_lies_together_is_stepped_as_one():
         ["b0", "b1"],
         ["b3", "b4"],
     ]
-    assert all(run.is_merged and not run.is_split for run in runs)
     assert {run.tensor.numel() for run in runs} == {LENGTH, 12, 8}
     inner = twins.optimizers[0]._inner
     assert sum(len(group["params"]) for group in inner.param_groups) == 11, "people see their parameters"
@@ -284,8 +285,7 @@ def test_states_that_differ_in_more_than_elements_are_not_joined():
         optimizer.state[own["a1"]]["step"] = torch.tensor(9.0)
     step(twins, draw, "one")
     twins.same(**CLOSE)
-    (run,) = [run for run in runs_of(twins.optimizers[0]) if len(run.leaves) == 5]
-    assert run.is_split and not run.is_merged
+    assert sorted(len(run.leaves) for run in runs_of(twins.optimizers[0])) == [2, 2]
     twins.optimizers[0].load_state_dict(twins.optimizers[0].state_dict())
     step(twins, draw, "one")
     twins.same(**CLOSE)
@@ -320,7 +320,7 @@ def test_pickles_hold_the_state_of_each_leaf():
     assert torch.equal(copied, weight)
     twins = Twins("momentum", groups=False)
     step(twins, random.Random(0), "one")
-    assert all(run.is_merged for run in runs_of(twins.optimizers[0]))
+    assert sorted(len(run.leaves) for run in runs_of(twins.optimizers[0])) == [2, 2, 5]
     own = twins.optimizers[0]
     own.__getstate__()
     assert own._flat_groups._groups is None and all(
@@ -338,12 +338,15 @@ def test_a_differentiable_step_sees_the_leaves():
     assert len(seen) == 5 and all(x is leaf for x, leaf in zip(seen, leaves, strict=True))
 
 
-def test_state_of_a_leaf_that_is_unknown_is_made_by_the_optimizer():
+@pytest.mark.parametrize("is_known", [True, False])
+def test_state_of_a_leaf_that_is_unknown_is_made_by_the_optimizer(is_known):
     _, (leaf, other, *_) = laid_end_to_end(0)
-    runs = FlatGroups(optim.SGD([leaf, other]))
-    assert leaf not in runs and len(runs) == 0 and list(runs) == []
-    assert runs[leaf] == {} and leaf in runs
-    runs[other] = {"a": 1}
-    assert runs[other]["a"] == 1 and repr(runs[other]) == "{'a': 1}" and list(runs) == [leaf, other]
-    del runs[leaf]
-    assert list(runs) == [other]
+    records = {id(x): ParamRecord.of(name, x) for name, x in (("a", leaf), ("b", other))} if is_known else {}
+    state = ParamState(FlatGroups(optim.SGD([leaf, other])), records)
+    assert leaf not in state and len(state) == 0 and list(state) == []
+    assert dict(state[leaf]) == {} and leaf in state
+    state[other] = {"a": 1}
+    assert state[other]["a"] == 1 and repr(state[other]) == "{'a': 1}" and list(state) == [leaf, other]
+    del state[leaf]
+    assert list(state) == [other] and leaf not in state
+    assert not is_known or repr(state) == "{'b': {'a': 1}}"

@@ -16,8 +16,8 @@ from shardtensor.comm import collectives
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
 from shardtensor.parallel import cut_cross_entropy
-from shardtensor.parallel.classes import classes_of
 from shardtensor.parallel.cross_entropy import ParallelCrossEntropy, parallel_cross_entropy
+from shardtensor.parallel.cut_cross_entropy import classes_of
 
 CUTS = [
     (12, "[..., tp]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.gradients import check_flows, flows_of, parameter_sums
+from shardtensor.plan.flows.gradients import check_flows, flows_of
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model, TensorInfo
@@ -79,7 +79,15 @@ TP = ("kvg", "kvr")
 def sums(text: str, tensors: Model, world: int, **params) -> dict[str, tuple[str, ...]]:
     resolved = resolve(load_plan(text, world=world, **params), tensors)
     assert not resolved.errors and not check_flows(resolved), (*resolved.errors, *check_flows(resolved))
-    return {name: tuple(sorted(axes)) for name, axes in parameter_sums(resolved).items()}
+    flows, found = flows_of(resolved), {}
+    for name, placed in resolved.tensors.items():
+        path, _, last = name.rpartition(".")
+        work = flows.works.get(path)
+        axes = {*flows.modules.data, *(work.sums.get(last, ()) if work is not None else ())}
+        names = resolved.plan.axes.mesh.names
+        cut = {names[axis] for axis in placed.layout.parting_axes}
+        found[name] = tuple(sorted(axes - cut))
+    return found
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -230,14 +238,6 @@ GOLDENS = {
   why: what meets it next would take one rank's part for the whole
   fix: say who takes it: `in: [..., tp]` there, or such an `out` on the module around; or gather it: \
 `out: [..., tp] -> replicate`; for logits: `use cross_entropy()`""",
-    ),
-    "parts that nobody gives": (
-        mlp(fc1="fc1: replicate"),
-        """<plan>:10:6: error[E403]: `mlp.fc2` takes values cut along tp, and no module leaves them so
-   10 |  in: [..., tp]
-      |      ^^^^^^^^^
-  why: it wants `[..., tp]`; what it can hear from leaves whole values, or says nothing of its results
-  fix: cut those that feed it (`colwise(tp)`), or take whole values: `in: replicate -> [..., tp]`""",
     ),
 }
 

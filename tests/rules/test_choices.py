@@ -12,9 +12,8 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
 from shardtensor.layout.pieces import chunked, listed
 from shardtensor.rules.assign import MOST, assignments, base_of
-from shardtensor.rules.propagate import cost, propagate, recipe_of
+from shardtensor.rules.propagate import cost, propagate, received, recipe_of
 from shardtensor.rules.rule import Rule, parse_rule
-from shardtensor.rules.traffic import received
 from shardtensor.spec.parse import parse_spec
 
 Operand = Layout | tuple[int, ...]

@@ -16,10 +16,8 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.mesh import Mesh
-from shardtensor.rules.attention import heads_fit
 from shardtensor.rules.indexing import indexing, normalize
-from shardtensor.rules.reduction import reduction
-from shardtensor.rules.views import expanded, on_diagonal, permuted, repeated, reshaped, windows
+from shardtensor.rules.views import expanded, heads_fit, on_diagonal, permuted, reduction, repeated, reshaped, windows
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.parse import parse_spec
 

@@ -15,11 +15,10 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, ListedLayout
 from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import Recipe, follow, propagate
+from shardtensor.rules.propagate import EVERY, Recipe, follow, propagate, received
 from shardtensor.rules.propagate import recipe_of as recipe_for
 from shardtensor.rules.rule import Rule, parse_rule
 from shardtensor.rules.table import rule_of
-from shardtensor.rules.traffic import EVERY, received
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 

@@ -28,6 +28,33 @@ from shardtensor.plan.plan import Plan
 
 SPECS = Path(shardtensor.__file__).parent.parent / "specs"
 
+STORED = """shard 1
+let hd = config.n_embd / config.n_head
+mesh (dp = 2, tp = 2)
+data dp
+embed.weight: [tp sizes(5, 3), -]
+h.* {
+    attn {
+        in: replicate
+        {q,k,v} {
+            weight: [tp unit(hd) balanced, -]
+            out: [..., tp unit(hd) balanced]
+        }
+        o {
+            weight: [-, tp unit(hd) balanced]
+            in:  [..., tp unit(hd) balanced]
+            out: partial(tp) -> replicate
+        }
+    }
+    mlp.up.weight:   [tp sizes(18, 0), -]
+    mlp.down.weight: [-, tp sizes(18, 0)]
+    gate.weight:     replicate
+}
+{big,odd}.weight: replicate
+store **: flat(dp) by h.*
+"""
+"""A plan for `Uneven`: stored parts of different sizes."""
+
 
 @attrs.frozen
 class Family:

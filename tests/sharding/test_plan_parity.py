@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_plans import FAMILIES, plan_for
+from family_plans import FAMILIES, STORED, plan_for
 from harness import FULL, device
 
 import shardtensor as st
@@ -105,31 +105,6 @@ MORE: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-STORED = """shard 1
-let hd = config.n_embd / config.n_head
-mesh (dp = 2, tp = 2)
-data dp
-embed.weight: [tp sizes(5, 3), -]
-h.* {
-    attn {
-        in: replicate
-        {q,k,v} {
-            weight: [tp unit(hd) balanced, -]
-            out: [..., tp unit(hd) balanced]
-        }
-        o {
-            weight: [-, tp unit(hd) balanced]
-            in:  [..., tp unit(hd) balanced]
-            out: partial(tp) -> replicate
-        }
-    }
-    mlp.up.weight:   [tp sizes(18, 0), -]
-    mlp.down.weight: [-, tp sizes(18, 0)]
-    gate.weight:     replicate
-}
-{big,odd}.weight: replicate
-store **: flat(dp) by h.*
-"""
 """Heads of no equal number for two ranks, one of which has nothing of the MLP."""
 
 

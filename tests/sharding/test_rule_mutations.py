@@ -1,4 +1,5 @@
-"""Rules of which one is taken out: refused, or an error of the first call, or the dense numbers; never other ones."""
+"""Rules of which one is taken out, or is wrong: refused, or an error of the first call, or a result of another shape,
+or the dense numbers; never other ones of the same shape."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def with_flow(stream: str, entry: tuple[str, ...], flow: str) -> dict[str, Any]:
 
 
 def comes_to(plan: dict[str, Any]) -> str:
-    """What a plan for the decoder comes to: ``refused``, ``raises``, ``right``, or what is other than the dense."""
+    """What a plan for the decoder comes to: ``refused``, ``raises``, ``right``, ``another shape`` than the dense result
+    has, or what else is other than the dense."""
     torch.manual_seed(0)
     dense = Decoder().double()
     module, ids = copy.deepcopy(dense), torch.arange(16).view(2, 8)
@@ -56,7 +58,9 @@ def comes_to(plan: dict[str, Any]) -> str:
     except (RuntimeError, ValueError):
         return "raises"
     wanted.square().sum().backward()
-    if found.shape != wanted.shape or not torch.allclose(found, wanted):
+    if found.shape != wanted.shape:
+        return "another shape"
+    if not torch.allclose(found, wanted):
         return "other values"
     for (name, p), q in zip(module.named_parameters(), dense.named_parameters(), strict=True):
         if not torch.allclose(whole(p.grad), q[1].grad):
@@ -80,6 +84,8 @@ WRONG = {
     "a table leaves addends": ("replicate", ("embed", "out"), "partial(tp)"),
     "a product leaves addends": ("replicate", ("layers.*", "mlp", "down", "out"), "partial(tp)"),
     "tokens meet a weight that is cut alike": ("replicate", ("head", "in"), "replicate -> [-, tp, ...]"),
+}
+MISFITS = {
     "a head that leaves its logits cut": ("replicate", ("head", "out"), "[..., tp balanced]"),
     "a table beside a stream": ("[-, tp, ...]", ("embed", "out"), "partial(tp) -> replicate"),
     "layers that gather nothing": ("[-, tp, ...]", ("layers.*", "mlp", "in"), "replicate"),
@@ -93,6 +99,12 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_flow_that_would_give_other_numbers_is_refused(name):
     assert set(st.simulate(2, comes_to, with_flow(*WRONG[name]))) == {"refused"}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_parts_that_reach_the_wrong_module_do_not_fit(name):
+    """Which module calls which only its own code says, so nothing is said when the module is sharded."""
+    assert set(st.simulate(2, comes_to, with_flow(*MISFITS[name]))) <= {"raises", "another shape"}
 
 
 @pytest.mark.parametrize("stream", STREAMS)

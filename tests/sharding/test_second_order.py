@@ -11,7 +11,7 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
-from shardtensor.parallel import products
+from shardtensor.parallel import layers
 
 PLANS = {
     "whole": {"0": st.colwise(balanced=True), "2": st.rowwise(balanced=True)},
@@ -53,20 +53,9 @@ def test_they_are_the_dense_ones(world, size, stream):
     world(both, size, stream=stream)
 
 
-def large() -> str:
-    module = st.shard_module(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(device()), PLANS["cut"])
-    x = torch.ones(2, 3, device=device(), requires_grad=True)
-    with pytest.raises(st.RuleError) as told:
-        penalty(module, x)
-    return str(told.value)
-
-
 @pytest.mark.worlds("sim")
-def test_large_inputs_of_a_cut_stream_are_told_the_ways_out(world, monkeypatch):
-    monkeypatch.setattr(products, "is_large", lambda x: True)
-    assert world(large, 2) == 2 * [
-        "gradients of gradients through a stream that is cut are not recorded for large inputs\n"
-        "  input   2 x 3\n"
-        "  either  let the stream be `replicate` in the plan: its layers record them\n"
-        "  or      give each rank less than 16 MiB at a time: such inputs record them"
-    ]
+@pytest.mark.parametrize("size", [2, 3])
+def test_those_of_large_inputs_of_a_stream_are_the_dense_ones_too(world, size, monkeypatch):
+    """Their sums run beside the gradients of weights."""
+    monkeypatch.setattr(layers, "is_large", lambda x: True)
+    world(both, size, stream="cut")

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import shardtensor as st
 from shardtensor.comm.group import Pending
 from shardtensor.comm.process_group import as_group
-from shardtensor.ops import fused_linear, siblings
+from shardtensor.ops import linear
+from shardtensor.parallel import moves
 from shardtensor.sim.counting_group import CountingGroup
 
 WIDTH, TOKENS = 5, 12
@@ -26,7 +27,7 @@ WIDTH, TOKENS = 5, 12
 
 @pytest.fixture(autouse=True)
 def every_sum_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_linear, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(linear, "BESIDE_BYTES", 0)
 
 
 class Mixer(nn.Module):
@@ -119,7 +120,7 @@ def test_numbers_are_the_dense_ones(world, size, hidden, stream, bias):
 
 
 def over_processes() -> None:
-    with mock.patch.object(fused_linear, "BESIDE_BYTES", 0):  # of this process
+    with mock.patch.object(linear, "BESIDE_BYTES", 0):  # of this process
         for stream in ("replicate", "[-, tp, ...]", "[-, tp balanced, ...]"):
             same(backward, Mixer(7), stream)
 
@@ -375,8 +376,8 @@ def test_the_sum_starts_before_the_gradients_of_the_weights_and_is_met_after_the
 
 def test_the_products_of_a_small_input_are_ordinary_ones(monkeypatch):
     """To share costs the host more than it hides there."""
-    monkeypatch.setattr(fused_linear, "BESIDE_BYTES", 1 << 20)
-    monkeypatch.delattr(siblings, "share")
+    monkeypatch.setattr(linear, "BESIDE_BYTES", 1 << 20)
+    monkeypatch.delattr(moves, "share")
     events: list[str] = []
     module = st.shard_module(whole_numbers(Mixer()), plan_of("replicate"), process_group=Told(events))
     x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64, device=device(), requires_grad=True)

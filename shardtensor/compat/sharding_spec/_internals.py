@@ -1,7 +1,12 @@
 """The names of ``torch.distributed._shard.sharding_spec._internals``."""
 
-from shardtensor.layout.chunks import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
-from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
+from shardtensor.layout.tiling import (
+    check_tensor,
+    get_chunk_sharding_params,
+    get_chunked_dim_size,
+    get_split_size,
+    validate_non_overlapping_shards_metadata,
+)
 
 __all__ = [
     "check_tensor",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import attrs
+
 from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import origin_of, style_note
@@ -11,10 +13,36 @@ from shardtensor.plan.flows.flow import Flow, as_written, partial_axes
 from shardtensor.plan.flows.modules import Modules, Names, Stated
 from shardtensor.plan.line import Line
 from shardtensor.plan.resolved import Placed
-from shardtensor.plan.traffic.expert_traffic import Dealing, dealings
 
 TOKENS, WEIGHTS = "", "top_k_weights"
 """The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
+
+
+@attrs.frozen
+class Dealing:
+    """How the tokens of a module reach its experts.
+
+    Attributes:
+        axes: along which the experts lie.
+        is_list: each is a module; else all are stacked in two tensors.
+    """
+
+    axes: Names
+    is_list: bool
+
+
+def _dealings(modules: Modules) -> Iterator[tuple[str, Dealing]]:
+    """The modules that send tokens to experts, by path."""
+    for path, stated in modules.stated.items():
+        for hook, _ in stated.passing.uses:
+            if hook.name != "dispatch" or not hook.args:
+                continue
+            own = [placed.tensor for placed in modules.owned.get(path, {}).values()]
+            is_stacked = bool(own) and len(own[0].shape) > 2
+            names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
+            axes = modules.leaves(name for said in names for name in said.split("*"))
+            if axes and (is_stacked or modules.below(f"{path}.experts" if path else "experts")):
+                yield path, Dealing(axes, not is_stacked)
 
 
 def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
@@ -23,8 +51,7 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
     Args:
         is_whole: the plan says along which axes samples differ.
     """
-    found = dealings(modules)
-    for path, dealing in found.items():
+    for path, dealing in _dealings(modules):
         if is_whole:
             yield from _same_samples(path, dealing, modules)
         if not dealing.is_list:

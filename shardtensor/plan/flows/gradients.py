@@ -10,20 +10,17 @@ from functools import cached_property
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, FlatLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
-from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes, union
+from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.fused_flows import fused_findings
-from shardtensor.plan.flows.givers import Givers
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import Layer, Modules, Names
-from shardtensor.plan.flows.streams import Streams
+from shardtensor.plan.flows.modules import Layer, Modules
 from shardtensor.plan.flows.sums import Sums
-from shardtensor.plan.flows.unsaid import Unsaid
-from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.plan.flows.takers import Takers
+from shardtensor.plan.resolved import Resolved
 
 
 @attrs.frozen(eq=False)
@@ -48,19 +45,18 @@ class Flows:
         return Meetings(self.modules, frozenset(self.contradictions))
 
     @cached_property
-    def givers(self) -> Givers:
-        """Who gives parts of values, and who takes them."""
-        return Givers(self.modules, self.meetings, self.works, self.is_whole)
+    def takers(self) -> Takers:
+        """Which parts of values modules leave, and which they take."""
+        return Takers(self.modules, self.works, frozenset(self.contradictions), self.is_whole)
 
     def findings(self) -> Iterator[Finding]:
         """E401 to E404, and E206 for blocks that are cut as one."""
         for path, contradiction in self.contradictions.items():
             yield _finding(self.modules.layers[path], contradiction)
         yield from _containers(self.modules, self.meetings)
-        yield from Sums(self.meetings).findings(self.is_whole)
-        yield from Unsaid(self.meetings, self.givers.to_hooks).findings(self.is_whole)
-        yield from self.givers.findings()
-        yield from Streams(self.modules, self.meetings, self.works).findings()
+        to_hooks = {*self.takers.to_hooks, *self.takers.logits}
+        yield from Sums(self.meetings).findings(to_hooks, self.is_whole)
+        yield from self.takers.findings()
         yield from expert_findings(self.modules, self.is_whole)
         yield from fused_findings(self.modules)
 
@@ -105,54 +101,6 @@ def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
         a finding for each module concerned, at the line of the plan that is at fault.
     """
     return tuple(flows_of(resolved).findings())
-
-
-def parameter_sums(resolved: Resolved) -> Mapping[str, Names]:
-    """The axes along which the gradient of each parameter is an addend: it is summed over them once, and no others.
-
-    Axes of the mesh, those that are made of others spelled out; axes of size 1 are left out. Design: an axis that does
-    not cut the parameter, and is one of the data's, or cuts the value that the parameter is applied to, or along which
-    the gradient of the output is an addend.
-
-    Example:
-        >>> from shardtensor.mesh import read_mesh
-        >>> from shardtensor.plan.axes import Axes
-        >>> from shardtensor.plan.flows.flow import read_flow
-        >>> from shardtensor.plan.line import Line
-        >>> from shardtensor.plan.models.model import Model, TensorInfo
-        >>> from shardtensor.plan.plan import Plan
-        >>> from shardtensor.plan.match.resolve import resolve
-        >>> from shardtensor.spec.nodes import Replicate
-        >>> stream = read_flow("[-, tp, ...]")
-        >>> lines = (Line("norm.weight", value=Replicate()), Line("norm", "in", stream), Line("norm", "out", stream))
-        >>> plan = Plan(Axes(read_mesh("dp=2, tp=2"), data=("dp",)), lines)
-        >>> parameter_sums(resolve(plan, Model((TensorInfo("norm.weight", (8,), ("embed",)),))))
-        {'norm.weight': ('dp', 'tp')}
-    """
-    flows = flows_of(resolved)
-    found: dict[str, Names] = {}
-    for path, params in flows.modules.owned.items():
-        work = flows.works.get(path)
-        for name, placed in params.items():
-            if placed.tensor.requires_grad:
-                own = work.sums.get(name, ()) if work is not None else ()
-                axes = union(flows.modules.data, own)
-                cut = _cut_axes(placed, flows.modules)
-                full = f"{path}.{name}" if path else name
-                found[full] = tuple(axis for axis in axes if axis not in cut)
-    return {name: found[name] for name in resolved.tensors if name in found}
-
-
-def _cut_axes(placed: Placed, modules: Modules) -> set[str]:
-    """The axes along which ranks hold different parts of a parameter while it computes."""
-    layout = placed.layout
-    if not isinstance(layout, CutLayout | FlatLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
-        return set(modules.axes.mesh.names)
-    sizes = modules.axes.mesh.sizes
-    return {
-        name for i, name in enumerate(modules.axes.mesh.names)
-        if i in layout.parting_axes or layout.grid[i] != sizes[i]
-    }  # fmt: skip
 
 
 def _finding(layer: Layer, found: Contradiction) -> Finding:

@@ -45,32 +45,31 @@ class Meetings:
             found[path] = max(each, key=len, default=())
         return found
 
-    @cached_property
-    def streams(self) -> dict[str, str]:
-        """Axes along which some `out` deals values out on a dim that is not the last, with the path of the first."""
-        found: dict[str, str] = {}
-        for (axis, _), path in self.dealt.items():
-            found.setdefault(axis, path)
-        return found
+    def around(self, path: str) -> tuple[str, Names]:
+        """The module around a path whose `in` serves it, and the axes along which that `in` sums gradients."""
+        nearest = self.modules.nearest_in(path)
+        return nearest or "", self.addends.get(nearest, ()) if nearest is not None else ()
 
     @cached_property
-    def dealt(self) -> dict[tuple[str, int], str]:
-        """Axes and dims along which some `out` deals values out, dims that are not the last, with the path of the
-        first."""
-        found: dict[tuple[str, int], str] = {}
+    def streams(self) -> dict[str, str]:
+        """Axes over which some `out` cuts values on a dim that is not the last, with the path of the first."""
+        found: dict[str, str] = {}
         for path, stated in self.modules.stated.items():
             for flow in stated.outs.values():
                 before = set(cut_axes(flow.before))
                 for dim, cut in cuts(flow.after).items():
                     for axis in cut.axes if dim != -1 else ():
                         if axis not in before:
-                            found.setdefault((axis, dim), path)
+                            found.setdefault(axis, path)
         return found
 
-    def gathers(self, path: str) -> set[str]:
-        """The axes along which some module around a path gathers the values that enter it."""
+    def streams_into(self, path: str) -> list[str]:
+        """Of these, the axes along which no module around a path gathers what enters it."""
+        if not self.streams:
+            return []
         parent = path.rpartition(".")[0] if path else None
-        return self._gathered(parent) if parent is not None else set()
+        gathered = self._gathered(parent) if parent is not None else set()
+        return [axis for axis in self.streams if axis not in gathered]
 
     def _gathered(self, path: str) -> set[str]:
         """The axes along which a module, or one around it, gathers what enters it."""

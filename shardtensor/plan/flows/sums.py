@@ -1,18 +1,24 @@
-"""Sums of gradients at the `in` of modules: what would be counted several times, or may be no addend (E401)."""
+"""Gradients that would be summed several times, or not at all (E401). No run fails of that: losses fall all the same.
+
+Looked at are the `in` of one module that sums gradients, with what stands inside of it; modules of which the plan says
+nothing, where values pass in parts; and outputs that are cut over a part of an axis.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
-from shardtensor.plan.flows.flow import cut_axes, partial_axes
+from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.places import origin_of, pattern_place, style_note
+from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import addends_of
 from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import Layer, Names, Stated, around
+from shardtensor.plan.flows.modules import Layer, Modules, Names, around
 from shardtensor.plan.line import Line
+from shardtensor.plan.resolved import Placed
 
 
 class Sums:
@@ -21,43 +27,55 @@ class Sums:
     def __init__(self, meetings: Meetings) -> None:
         self._meetings, self._modules = meetings, meetings.modules
 
-    def findings(self, is_whole: bool = True) -> Iterator[Finding]:
-        """E401.
+    def findings(self, to_hooks: Container[str], is_whole: bool) -> Iterator[Finding]:
+        """E401, and E403 for cut modules without flows where plain values pass in parts.
 
         Args:
-            is_whole: what is not said of a module can be told by what is said of others alike.
+            to_hooks: modules whose result a hook takes.
+            is_whole: the plan speaks of the whole model.
         """
+        beside = self._cut_beside(to_hooks) if is_whole else {}
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
-        if is_whole:
-            yield from self._summed_otherwise()
+        for path, params in self._modules.owned.items():
+            stated = self._modules.stated.get(path)
+            if stated is not None and (stated.ins or stated.outs):
+                continue
+            cut = next((placed for placed in params.values() if not placed.layout.is_replicated), None)
+            trained = next((placed for placed in params.values() if placed.tensor.requires_grad), None)
+            if cut is not None:
+                yield from self._cut_without_flows(path, cut)
+            elif trained is not None:
+                yield from self._whole_without_flows(path, trained, beside.get(path.rpartition(".")[0], {}))
+
+    # -- one output ---------------------------------------------------------------------------------------------------
 
     def _siblings_inside_an_axis(self) -> Iterator[Finding]:
         """Outputs that are cut along a factor and copied along another of the same axis."""
-        modules = self._modules
-        for path, stated in modules.stated.items():
+        for path, stated in self._modules.stated.items():
+            if path in self._meetings.broken:
+                continue
             for name, flow in stated.outs.items():
-                if flow.says_grad or path in self._meetings.broken:
-                    continue
-                cut, left = cut_axes(flow.after), partial_axes(flow.after)
-                for whole in modules.axes.made_of:
-                    factors = modules.leaves((whole,))
-                    copies = [axis for axis in factors if axis not in (*cut, *left)]
-                    inside = [axis for axis in cut if axis in factors]
+                for whole in self._modules.axes.made_of if not flow.says_grad else ():
+                    factors = self._modules.leaves((whole,))
+                    copies = [
+                        axis for axis in factors if axis not in (*cut_axes(flow.after), *partial_axes(flow.after))
+                    ]
+                    inside = [axis for axis in cut_axes(flow.after) if axis in factors]
                     if copies and inside:
                         line = stated.line("out", name)
-                        yield _unknown_siblings(path, modules.nearest_in(path), whole, inside, copies, line)
+                        yield _unknown_siblings(path, self._modules.nearest_in(path), whole, inside, copies, line)
+
+    # -- one `in` that sums, and what stands inside of it -------------------------------------------------------------
 
     def _copies_among_addends(self) -> Iterator[Finding]:
         modules = self._modules
         for path, layers in self._meetings.served.items():
             addends = self._meetings.addends.get(path, ())
-            if not addends:
-                continue
-            for layer in layers:
+            for layer in layers if addends else ():
                 own = addends_of(layer) if layer.has_flow else ()
-                if set(own) == set(addends) or (layer.has_flow and self._is_told(layer)):
+                if set(own) == set(addends) or (layer.has_flow and self._has_unknown_siblings(layer)):
                     continue
                 what = f"addends along {modules.named(own)}" if own else "copies"
                 how = "passes ShardedTensors, whose gradients are complete" if not layer.has_flow else f"brings {what}"
@@ -73,8 +91,8 @@ class Sums:
                     style_note(origin_of(line), "flow") if layer.has_flow else (), layer.path,
                 )  # fmt: skip
 
-    def _is_told(self, layer: Layer) -> bool:
-        """Whether it is told already that the gradient of its output is not known."""
+    def _has_unknown_siblings(self, layer: Layer) -> bool:
+        """Whether `_siblings_inside_an_axis` reports it."""
         flow = layer.stated.out
         cut = cut_axes(flow.after) if flow is not None else ()
         return flow is not None and not flow.says_grad and any(
@@ -89,28 +107,25 @@ class Sums:
             flow = stated.ins.get("")
             if flow is None or flow.says_grad or path in self._meetings.broken:
                 continue
-            above = modules.nearest_in(path)
-            addends = self._meetings.addends.get(above, ()) if above is not None else ()
-            if above is None or not addends or set(cut_axes(flow.before)) & set(addends):
-                continue
+            above, addends = self._meetings.around(path)
             layer = modules.layers.get(path)
-            if layer is not None and layer.kind.name == "embedding":
+            kind = layer.kind.name if layer is not None else ""
+            if not addends or set(cut_axes(flow.before)) & set(addends) or kind == "embedding":
                 continue
             if self._has_copies_before(path, above, addends):
                 continue
-            line = stated.line("in")
-            of = f"the `in` of {above or 'the module'}"
-            if layer is not None and layer.kind.name == "norm":
+            line, of, named = stated.line("in"), f"the `in` of {above or 'the module'}", modules.named(addends)
+            if kind == "norm":
                 out = stated.out
                 if out is not None and (out.says_grad or set(cut_axes(out.after)) & set(addends)):
                     continue
                 line = stated.line("out") or line
                 yield Finding(
-                    "E401", f"addends along {modules.named(addends)} come back to this norm", origin_of(line),
-                    f"it stands between {of} and products that are cut along {modules.named(addends)}, which leave "
-                    "their addends to that `in`: the gradients of its parameters would stay one rank's addend",
-                    f"write `grad partial({modules.named(addends)})` after its `out`, or put `in` after it, on the "
-                    "module that holds the products",
+                    "E401", f"addends along {named} come back to this norm", origin_of(line),
+                    f"it stands between {of} and products that are cut along {named}, which leave their addends to "
+                    "that `in`: the gradients of its parameters would stay one rank's addend",
+                    f"write `grad partial({named})` after its `out`, or put `in` after it, on the module that holds "
+                    "the products",
                     style_note(origin_of(line), "flow"), path,
                 )  # fmt: skip
                 continue
@@ -119,44 +134,19 @@ class Sums:
                 yield Finding(
                     "E401", f"this gradient is summed along {modules.named(own)} here and again around",
                     origin_of(line),
-                    f"{of} sums what comes back along {modules.named(addends)}; {path} sums its part before: "
+                    f"{of} sums what comes back along {named}; {path} sums its part before: "
                     f"it would be counted {modules.times(addends)} times",
                     f"drop `in` here, or {of}", style_note(origin_of(line), "flow"), path,
                 )  # fmt: skip
 
-    def _summed_otherwise(self) -> Iterator[Finding]:
-        """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
-        modules = self._modules
-        for path, addends in self._meetings.addends.items():
-            parent, _, number = path.rpartition(".")
-            if not addends or not number.isdecimal():
-                continue
-            other = f"{parent}.{int(number) + 1}".lstrip(".")
-            if other not in modules.places:
-                other = f"{parent}.{int(number) - 1}".lstrip(".")
-            if other not in modules.places or modules.stated.get(other, Stated()).ins:
-                continue
-            line = modules.stated[path].line("in")
-            first = self._meetings.served[path][0]
-            holder = first.path.rpartition(".")[0]
-            yield Finding(
-                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(addends)}",
-                origin_of(line),
-                f"{first.path} leaves its own to it; in {other}, which has no `in`, the same layer sums for itself: "
-                "what stands between them, a norm or a residual, would get one rank's addend here",
-                f"say how values enter `{holder if holder != path else first.path}`: `in: replicate` there",
-                style_note(origin_of(line), "flow"), path,
-            )  # fmt: skip
-
     def _has_copies_before(self, path: str, above: str, axes: Names) -> bool:
         """Whether a module in `above` that stands before `path` leaves copies, which it may take."""
-        places = self._modules.places
-        here = places.get(path, 0)
+        places, stated = self._modules.places, self._modules.stated
         for other in self._copying.get(above, ()):
-            flow = self._modules.stated[other].out
+            flow = stated[other].out
             assert flow is not None
             left = {*cut_axes(flow.after), *partial_axes(flow.after)}
-            if other != path and places.get(other, 0) < here and not left & set(axes):
+            if other != path and places.get(other, 0) < places.get(path, 0) and not left & set(axes):
                 return True
         return False
 
@@ -171,6 +161,72 @@ class Sums:
             for above in around(path):
                 found.setdefault(above, []).append(path)
         return found
+
+    # -- modules without flows where values pass in parts -------------------------------------------------------------
+
+    def _whole_without_flows(self, path: str, placed: Placed, beside: Mapping[str, str]) -> Iterator[Finding]:
+        """Parameters that are copied, and would get the gradient of one rank's part of the values.
+
+        Args:
+            beside: the axes along which a module of the same parent leaves values cut, and which one.
+        """
+        modules, (above, addends) = self._modules, self._meetings.around(path)
+        streams = self._meetings.streams_into(path)
+        axes = addends or tuple(beside) or tuple(streams)
+        if not axes:
+            return
+        shown = modules.named(axes)
+        if addends:
+            first = self._meetings.served[above][0].path
+            why = f"the `in` of {above or 'the module'} sums what comes back along {shown}, for {first} is cut: the "
+            why += "gradients here may be addends, or copies"
+        elif beside:
+            why = f"{beside[axes[0]]} beside it leaves values cut along {modules.named(axes[:1])}: met by such values, "
+            why += "its gradients are addends; met by copies, they are copies"
+        else:
+            why = f"{self._meetings.streams[streams[0]]} leaves values cut along {shown}: if it meets such values, its "
+            why += "gradients are addends, and one rank's would be taken for the sum"
+        quote = "" if modules.resolved.plan.sources else '"'  # rules in Python
+        cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
+        fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
+        if addends and not beside:
+            fix += "; or move `in` to the modules that are cut, so that this one is not inside"
+        name = placed.tensor.name
+        place = _place(placed.line, modules)
+        yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
+
+    def _cut_beside(self, to_hooks: Container[str]) -> dict[str, dict[str, str]]:
+        """By each module, the axes along which one directly in it leaves values cut, and which one."""
+        found: dict[str, dict[str, str]] = {}
+        for path, stated in self._modules.stated.items():
+            outside = self._meetings.streams_into(path)  # where each parameter without flows is reported already
+            for flow in stated.outs.values() if path and path not in to_hooks else ():
+                for dim, cut in cuts(flow.after).items():
+                    for axis in cut.axes:
+                        if dim == -1 or axis not in outside:
+                            found.setdefault(path.rpartition(".")[0], {}).setdefault(axis, path)
+        return found
+
+    def _cut_without_flows(self, path: str, placed: Placed) -> Iterator[Finding]:
+        """A cut module of which nothing is said, so that it takes and gives ShardedTensors, where plain values pass."""
+        modules, (above, addends) = self._modules, self._meetings.around(path)
+        stated, streams = modules.stated.get(path), self._meetings.streams_into(path)
+        addends = addends if path not in modules.layers else ()
+        if not (addends or streams) or (stated is not None and stated.passing.uses):
+            return
+        why = f"{placed.tensor.name} is `{placed.spec}`, so it takes and gives ShardedTensors; "
+        if addends:
+            why += f"their gradients are complete, and the `in` of {above or 'the module'} sums what comes back "
+            why += f"along {modules.named(addends)}: they would be counted {modules.times(addends)} times"
+        else:
+            why += f"{self._meetings.streams[streams[0]]} leaves plain values cut along {modules.named(streams)}, and "
+            why += "it would take a part for the whole, or leave a whole among parts"
+        origin = origin_of(placed.line)
+        yield Finding(
+            "E401" if addends else "E403", f"`{path}` is cut, and the plan does not say how values pass it", origin,
+            why, "say it: `in` and `out` in its block, or a style such as `colwise(...)` or `vocab_embedding(...)`",
+            style_note(origin, "layout"), path,
+        )  # fmt: skip
 
 
 def _unknown_siblings(
@@ -190,3 +246,10 @@ def _unknown_siblings(
         f"{sums}; if every copy gets the same gradient, write the flow with `grad replicate`{alone}",
         style_note(origin, "flow"), path,
     )  # fmt: skip
+
+
+def _place(line: Line | None, modules: Modules) -> Origin | None:
+    if line is not None:
+        return pattern_place(line)
+    unmatched = modules.resolved.plan.unmatched
+    return unmatched.origin if unmatched is not None else None

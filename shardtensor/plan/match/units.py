@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from shardtensor.layout.layout import Layout, has_equal_parts
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, together
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, parameter_groups
 from shardtensor.plan.resolved import Placed, Resolved
 
 
@@ -90,35 +90,29 @@ def own_tensors(resolved: Resolved) -> list[Placed]:
 
 
 def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: bool) -> GatherUnit:
-    alike: dict[tuple[object, ...], list[Placed]] = {}
-    for placed in sorted(group, key=lambda placed: name_order(placed.tensor.name)):
-        assert placed.stored is not None
-        alone = "" if has_equal_parts(placed.layout) else placed.tensor.name
-        key = (placed.tensor.dtype, placed.tensor.requires_grad, placed.stored.axes, alone)
-        alike.setdefault(key, []).append(placed)
-    flats, names = [], []
-    for each in alike.values():
-        for flat, own in _flats(resolved, each):
-            flats.append(flat)
-            names.append(own)
-    return GatherUnit(path, tuple(flats), tuple(names), holds_units)
-
-
-def _flats(resolved: Resolved, placed: Sequence[Placed]) -> Iterable[tuple[Flat, tuple[str, ...]]]:
-    """Parameters alike in dtype and axes, as one; apart where their grains do not go together."""
-    mesh, first = resolved.plan.axes.mesh, placed[0]
-    assert first.stored is not None
-    axes = tuple(mesh.names.index(leaf) for leaf in resolved.plan.axes.leaves(first.stored.axes))
-    ranks = math.prod(mesh.sizes[axis] for axis in axes)
-    layouts = tuple(each.layout for each in placed)
-    units = tuple(_grain(each) for each in placed)
-    rank = mesh.ranks[0]
-    for group in together([x.numel(rank) for x in layouts], _grains(layouts, units, rank), ranks):
-        flat = Flat(
-            tuple(layouts[i] for i in group), tuple(units[i] for i in group), axes, ranks,
-            first.tensor.dtype, first.tensor.requires_grad,
-        )  # fmt: skip
-        yield flat, tuple(placed[i].tensor.name for i in group)
+    mesh, axes_of = resolved.plan.axes.mesh, resolved.plan.axes.leaves
+    placed = sorted(group, key=lambda placed: name_order(placed.tensor.name))
+    stored = [each.stored.axes for each in placed if each.stored is not None]
+    alone = ["" if has_equal_parts(each.layout) else each.tensor.name for each in placed]
+    axes = tuple(mesh.names.index(leaf) for leaf in axes_of(stored[0]))
+    ranks, rank = math.prod(mesh.sizes[axis] for axis in axes), mesh.ranks[0]
+    units = [_grain(each) for each in placed]
+    layouts = [each.layout for each in placed]
+    groups = parameter_groups(
+        [(each.tensor.dtype, each.tensor.requires_grad, name) for each, name in zip(placed, alone, strict=True)],
+        [layout.numel(rank) for layout in layouts],
+        _grains(layouts, units, rank),
+        ranks,
+    )
+    flats = [
+        Flat(
+            tuple(layouts[i] for i in members), tuple(units[i] for i in members), axes, ranks,
+            placed[members[0]].tensor.dtype, placed[members[0]].tensor.requires_grad,
+        )
+        for members in groups
+    ]  # fmt: skip
+    names = tuple(tuple(placed[i].tensor.name for i in members) for members in groups)
+    return GatherUnit(path, tuple(flats), names, holds_units)
 
 
 def _grain(placed: Placed) -> int:

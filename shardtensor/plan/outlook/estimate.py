@@ -1,22 +1,77 @@
-"""How long a training step of a plan takes on a machine, as far as can be told before it runs.
+"""How long a training step of a plan takes on a machine, from what a rank sends and computes in it.
 
-Arithmetic is FLOPs by the rate that products reach; the optimizer is bound by memory. Collectives in modules stop the
-arithmetic around them. Those along data axes alone, which gather and reduce parameters, run beside it, and only what
-is longer than the arithmetic shows.
+What that is says a run of one rank on meta tensors (`shardtensor.trace`); here it is priced. Arithmetic is FLOPs by the
+rate that products reach; the optimizer is bound by memory. Collectives in modules stop the arithmetic around them.
+Those along data axes alone, which gather and reduce parameters, run beside it, and only what is longer than the
+arithmetic shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from typing import Literal
 
 import attrs
 
 from shardtensor.cost.profile import Profile
 from shardtensor.cost.seconds import ranks_in_node, seconds
-from shardtensor.plan.outlook.memory import RankBytes, rank_bytes
-from shardtensor.plan.outlook.work import Batch, data_ranks, step_flops
+from shardtensor.plan.outlook.memory import RankBytes
 from shardtensor.plan.resolved import Resolved
-from shardtensor.plan.traffic.collectives import Collective, step_collectives
+
+
+@attrs.frozen
+class Batch:
+    """What one step is of.
+
+    Attributes:
+        samples: of all ranks together.
+        seq: tokens of a sample.
+        dtype: that modules compute in.
+    """
+
+    samples: int
+    seq: int
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks together."""
+        return self.samples * self.seq
+
+
+@attrs.frozen
+class Collective:
+    """A collective that a rank takes part in, as often as it is called alike.
+
+    Attributes:
+        axes: of the plan's mesh, along which the ranks of its group lie.
+        sent_bytes, received_bytes: by this rank in one call, when reductions and gathers run as rings.
+        where: the path of the module that calls it, or whose backward does; numbers of layers as ``*``.
+        calls: how often it is called in a step.
+    """
+
+    phase: Literal["forward", "backward"]
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    sent_bytes: int
+    received_bytes: int
+    where: str
+    calls: int = 1
+
+
+@attrs.frozen
+class TracedStep:
+    """What one rank does in a training step.
+
+    Attributes:
+        flops: of forward and backward; products, attention and convolutions count.
+        activation_bytes: that autograd keeps from forward to backward, parameters left out.
+    """
+
+    collectives: tuple[Collective, ...]
+    flops: float
+    activation_bytes: int
 
 
 @attrs.frozen
@@ -41,47 +96,39 @@ class StepSeconds:
         return max(self.compute, self.beside) + self.inside + self.optimizer
 
 
+def data_ranks(resolved: Resolved) -> int:
+    """The number of parts into which a batch is split."""
+    axes = resolved.plan.axes
+    return math.prod(axes.size(name) for name in axes.data)
+
+
 def collective_seconds(resolved: Resolved, collective: Collective, profile: Profile) -> float:
     """Estimate one call of a collective of a step."""
-    axes = resolved.plan.axes
-    leaves = axes.leaves(collective.axes)
-    if not set(leaves) <= {*axes.mesh.names}:  # of a layout with a grid of its own, its ranks are anywhere
-        leaves = axes.mesh.names
-    numbers = tuple(axes.mesh.names.index(leaf) for leaf in leaves)
-    near = ranks_in_node(axes.mesh.sizes, numbers, profile.ranks_per_node)
+    mesh = resolved.plan.axes.mesh
+    leaves = resolved.plan.axes.leaves(collective.axes) or mesh.names  # of a group along no axes, anywhere
+    numbers = tuple(mesh.names.index(leaf) for leaf in leaves)
+    near = ranks_in_node(mesh.sizes, numbers, profile.ranks_per_node)
     return seconds(collective.kind, collective.received_bytes, collective.group_size, profile, near)
 
 
-def step_seconds(
-    resolved: Resolved,
-    batch: Batch,
-    profile: Profile,
-    *,
-    optimizer: str = "adamw",
-    collectives: Iterable[Collective] | None = None,
-    held: RankBytes | None = None,
-) -> StepSeconds:
+def step_seconds(resolved: Resolved, step: TracedStep, profile: Profile, dtype: str, held: RankBytes) -> StepSeconds:
     """Estimate a training step.
 
     Args:
-        collectives, held: what `step_collectives` and `rank_bytes` said, where it is known already.
+        dtype: that modules compute in.
+        held: by the rank, as `rank_bytes` says.
     """
-    if collectives is None:
-        each = batch.samples // data_ranks(resolved)
-        collectives = step_collectives(resolved, batch=each, seq=batch.seq, dtype=batch.dtype)
-    if held is None:
-        held = rank_bytes(resolved, resolved.plan.axes.mesh.ranks[0], optimizer=optimizer)
     axes = resolved.plan.axes
     data = set(axes.leaves(axes.data))
     inside = beside = 0.0
-    for collective in collectives:
-        spent = collective.count * collective_seconds(resolved, collective, profile)
+    for collective in step.collectives:
+        spent = collective.calls * collective_seconds(resolved, collective, profile)
         if data.issuperset(axes.leaves(collective.axes)):
             beside += spent
         else:
             inside += spent
     return StepSeconds(
-        compute=step_flops(resolved, batch) / profile.flops(batch.dtype),
+        compute=step.flops / profile.flops(dtype),
         optimizer=(2 * held.parameters + held.gradients + 2 * held.optimizer) / profile.memory_bytes_per_s,
         inside=inside,
         beside=beside,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,10 @@ import attrs
 from shardtensor.cost.profile import Profile
 from shardtensor.errors import PlanError, SpecError
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model, TensorInfo
-from shardtensor.plan.outlook.estimate import StepSeconds, step_seconds
+from shardtensor.plan.outlook.estimate import Batch, StepSeconds, TracedStep, data_ranks, step_seconds
 from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
-from shardtensor.plan.outlook.work import Batch, data_ranks, kept_bytes
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import PlanReader, read_plan
 from shardtensor.plan.text.scope import Scope
@@ -34,21 +32,21 @@ class Choice:
         mesh: as text.
         fault: why it is none: a requirement, an error of the plan, memory; empty for one that passes.
         held: of the rank that holds the most; None where the plan did not come so far.
-        kept_bytes: of activations.
-        seconds: of a step; None where it does not pass.
+        activation_bytes: that autograd keeps; 0 where no step was counted.
+        seconds: of a step; None where it does not pass, or no step was counted.
     """
 
     params: Mapping[str, int | bool]
     mesh: str = ""
     fault: str = ""
     held: RankBytes | None = None
-    kept_bytes: int = 0
+    activation_bytes: int = 0
     seconds: StepSeconds | None = None
 
     @property
     def bytes(self) -> int:
         """That the fullest rank needs in a step."""
-        return 0 if self.held is None else self.held.total + self.kept_bytes
+        return 0 if self.held is None else self.held.total + self.activation_bytes
 
 
 def search(
@@ -62,17 +60,20 @@ def search(
     profile: Profile,
     params: Mapping[str, Any] = {},
     optimizer: str = "adamw",
+    trace: Callable[[Plan, int, int], TracedStep] | None = None,
 ) -> tuple[Choice, ...]:
-    """Rank the meshes of a plan by the estimated seconds of a step; those that do not pass come last, with the reason.
+    """Rank the meshes of a plan by the estimated seconds of a step, or by the bytes of a rank where no step is counted.
+    Those that do not pass come last, with the reason.
 
     Tried are, of the parameters that change the mesh, the divisors of the world whose product divides it, and of those
     that are true or false, both. To read a plan tells most that fail; one layer of each kind tells the rest. Only what
-    passes is resolved whole, and only what fits into memory is estimated.
+    passes is resolved whole, and only what fits into memory is traced.
 
     Args:
         path: of the plan, or its text.
         memory_bytes: of a rank.
         params: values that stay as they are given.
+        trace: counts a step of a plan, of so many samples of a data rank and tokens of a sample.
 
     Raises:
         PlanError: it has no parameter that changes the mesh.
@@ -87,19 +88,23 @@ def search(
         if fault:
             found.append(Choice(values, str(plan.axes.mesh), fault))
             continue
-        found.append(_costed(Choice(values, str(plan.axes.mesh)), plan, model, memory_bytes, batch, profile, optimizer))
-    return tuple(sorted(found, key=lambda c: (c.seconds is None, c.seconds.total if c.seconds else 0.0, c.bytes)))
+        resolved = resolve(plan, model)
+        held = plan_bytes(resolved, optimizer=optimizer).most
+        choice = _fitting(Choice(values, str(plan.axes.mesh), held=held), memory_bytes)
+        if trace is not None and not choice.fault:
+            step = trace(plan, batch.samples // data_ranks(resolved), batch.seq)
+            choice = _fitting(attrs.evolve(choice, activation_bytes=step.activation_bytes), memory_bytes)
+            if not choice.fault:
+                choice = attrs.evolve(choice, seconds=step_seconds(resolved, step, profile, batch.dtype, held))
+        found.append(choice)
+    return tuple(sorted(found, key=lambda c: (bool(c.fault), c.seconds.total if c.seconds else 0.0, c.bytes)))
 
 
-def _costed(
-    choice: Choice, plan: Plan, model: Model, memory_bytes: int, batch: Batch, profile: Profile, optimizer: str
-) -> Choice:
-    resolved = resolve(plan, model)
-    held = plan_bytes(resolved, optimizer=optimizer).most
-    choice = attrs.evolve(choice, held=held, kept_bytes=kept_bytes(resolved, batch))
-    if choice.bytes > memory_bytes:
-        return attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
-    return attrs.evolve(choice, seconds=step_seconds(resolved, batch, profile, held=held))
+def _fitting(choice: Choice, memory_bytes: int) -> Choice:
+    fits = choice.bytes <= memory_bytes
+    return (
+        choice if fits else attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
+    )
 
 
 def candidates(
@@ -136,22 +141,6 @@ def _tried(
     )
 
 
-def passing_values(
-    path: str | Path, model: Model, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}
-) -> dict[str, tuple[int, ...]]:
-    """For each parameter that changes the mesh, its values that pass, the others being as they are.
-
-    Layers that differ in their number alone are looked at once.
-    """
-    head = _head(path, config, world, {})
-    one, found = one_of_each(model), {}
-    for name in _mesh_params(head, world):
-        fit = (n for n in _divisors(world) if not _faults(head.again({**params, name: n})))
-        plans = ((n, _read(path, config, world, {**params, name: n})) for n in fit)
-        found[name] = tuple(n for n, plan in plans if isinstance(plan, Plan) and not _unfit(plan, one))
-    return found
-
-
 def one_of_each(model: Model) -> Model:
     """The model with one of those layers that differ in their number alone; experts, dealt by number, stay.
 
@@ -170,12 +159,12 @@ def one_of_each(model: Model) -> Model:
     return attrs.evolve(model, tensors=tuple(kept.values()), tied=tied)
 
 
-def _unfit(plan: Plan, one: Model, batch: Batch | None = None) -> str:
+def _unfit(plan: Plan, one: Model, batch: Batch) -> str:
     """Why a plan does not fit a model or a batch; empty where it does."""
     resolved = resolve(plan, one)
     if resolved.errors:
         return f"{resolved.errors[0].code}: {resolved.errors[0].fault}"
-    if batch is not None and batch.samples % data_ranks(resolved):
+    if batch.samples % data_ranks(resolved):
         return f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
     return ""
 
@@ -224,10 +213,6 @@ def _mesh(head: PlanReader) -> str:
     if any(finding.code in ("E105", "E107") for finding in head.findings):
         return ""
     return "" if head.axes is None else str(head.axes.mesh)
-
-
-def _faults(head: PlanReader) -> list[Finding]:
-    return [finding for finding in head.findings if finding.severity == "error"]
 
 
 def _read(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> Plan | str:

@@ -1,4 +1,4 @@
-"""What a plan without errors comes to: layouts, bytes of a rank, process groups, collectives of a step."""
+"""What a plan without errors comes to: layouts, bytes of a rank, process groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ import attrs
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.outlook.memory import plan_bytes
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.spec.nodes import Spec
 
 OPTIMIZER = "adamw"
-
-TOKENS = 4096
-"""Of a sample, where the model takes as many."""
-_LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 @attrs.frozen
@@ -45,23 +40,6 @@ class ProcessGroups:
     groups: int
 
 
-@attrs.frozen
-class TrafficShare:
-    """The collectives of one kind in a step, over the same axes.
-
-    Attributes:
-        phase: ``forward``, ``backward`` or ``optimizer``.
-        calls: how many there are.
-        received_bytes: by one rank, in all of them.
-    """
-
-    phase: str
-    kind: str
-    over: str
-    calls: int
-    received_bytes: int
-
-
 @attrs.frozen(eq=False)
 class Summary:
     """Of a plan for one model and world.
@@ -73,10 +51,6 @@ class Summary:
         layouts: the largest first.
         rank_bytes: parameters, gradients, optimizer and buffers: of the rank with the least and the one with the most.
         groups: the process groups that are made.
-        tokens: of the one sample of each data rank, for which `traffic` is counted.
-        dtype: that values are taken to have there.
-        traffic: what the collectives of a training step bring to a rank.
-        uncounted: the modules that may send more than that, and why it is not known.
         fallbacks: where an ``else`` side was taken, and which.
     """
 
@@ -89,10 +63,6 @@ class Summary:
     layouts: tuple[LayoutShare, ...]
     rank_bytes: Mapping[str, tuple[int, int]]
     groups: tuple[ProcessGroups, ...]
-    tokens: int
-    dtype: str
-    traffic: tuple[TrafficShare, ...]
-    uncounted: tuple[str, ...]
     fallbacks: tuple[tuple[str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,7 +73,6 @@ class Summary:
 def summarize(resolved: Resolved, path: str | Path) -> Summary:
     """Sum up a plan without errors; `path` is what messages call it."""
     plan, own = resolved.plan, own_tensors(resolved)
-    tokens = min([TOKENS, *(n for key in _LENGTHS if type(n := plan.config.get(key)) is int and n > 0)])
     held = plan_bytes(resolved, optimizer=OPTIMIZER)
     fallbacks = {str(finding.origin): finding.fault for finding in resolved.findings if finding.code == "N001"}
     return Summary(
@@ -119,10 +88,6 @@ def summarize(resolved: Resolved, path: str | Path) -> Summary:
             for name in ("parameters", "gradients", "optimizer", "buffers")
         },
         _groups(resolved, own),
-        tokens,
-        resolved.model.dtype,
-        _traffic(resolved, tokens),
-        tuple(map(str, uncounted(resolved))),
         tuple(fallbacks.items()),
     )
 
@@ -135,16 +100,6 @@ def _layouts(own: list[Placed]) -> tuple[LayoutShare, ...]:
         count[1] += placed.tensor.bytes
     shares = [LayoutShare(text, *counts) for text, counts in found.items()]
     return tuple(sorted(shares, key=lambda share: -share.bytes))
-
-
-def _traffic(resolved: Resolved, tokens: int) -> tuple[TrafficShare, ...]:
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for each in step_collectives(resolved, batch=1, seq=tokens, dtype=resolved.model.dtype):
-        over = f"{'*'.join(each.axes)}={each.group_size}"
-        counts = found.setdefault((each.phase, each.kind, over), [0, 0])
-        counts[0] += each.count
-        counts[1] += each.count * each.received_bytes
-    return tuple(TrafficShare(*key, *counts) for key, counts in found.items())
 
 
 def _layout_text(placed: Placed) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """(batch, heads, tokens, d) each, to (batch, tokens, heads * d)."""
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    if bias is not None and causal:  # which are one argument of the kernel
+        ahead = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        bias, causal = bias.masked_fill(ahead, float("-inf")), False
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 def heads_of(x: torch.Tensor, width: int) -> torch.Tensor:

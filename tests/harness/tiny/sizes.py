@@ -6,6 +6,8 @@ import math
 
 import attrs
 
+from shardtensor.plan.models.model import Model
+
 PAD = 128
 """Rows to whose multiples plans pad vocabularies."""
 
@@ -65,3 +67,26 @@ class Sizes:
 
 def _congruent(real: int, modulus: int) -> int:
     return min(real, real % modulus + modulus)
+
+
+@attrs.frozen
+class RealSizes(Sizes):
+    """The sizes of the real model, for one that has no memory."""
+
+    @classmethod
+    def of(cls, model: Model) -> RealSizes:
+        """Those of a model.
+
+        Example:
+            >>> from shardtensor.plan.models.model import TensorInfo
+            >>> RealSizes.of(Model((TensorInfo("layers.11.weight", (8,)),))).layers
+            12
+        """
+        numbers = [int(segment) for t in model.tensors for segment in t.name.split(".")[:-1] if segment.isdecimal()]
+        return cls(1, 1 << 62, 1 + max(numbers, default=0))
+
+    def width(self, real: int, unlike: int = 0) -> int:
+        return real
+
+    def vocab(self, real: int) -> int:
+        return real

@@ -1,4 +1,4 @@
-"""What `step_collectives` lists is what runs: small models are sharded by plans, and every call of a step is noted."""
+"""What `trace_step` counts on meta tensors is what runs: small models take real steps, each call of which is noted."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import family_plans
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from decoder import Decoder
 from harness.tiny import mixtral
-from test_plan_parity import STORED
+from sharding import family_plans
+from sharding.decoder import Decoder
 from torch import nn
 
 import shardtensor as st
 from shardtensor.comm import primitives, process_group
 from shardtensor.mesh import read_mesh
-from shardtensor.plan.flows.gradients import check_flows
 from shardtensor.plan.loading import load_plan
-from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.traffic.collectives import step_collectives, uncounted
 from shardtensor.sharding import expert_dispatch
-from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState
+from shardtensor.trace import layers
+from shardtensor.trace.step import trace_step
 
 BATCH, SEQ = 2, 8
 
@@ -80,32 +77,30 @@ def noted(world: int, step) -> list[tuple[str, int, int, int]]:
     return calls
 
 
-def listed(plan, module, clipping=False) -> list[tuple[str, int, int, int]]:
-    resolved = resolve(plan, model_info(module))
-    assert not resolved.errors, resolved.errors[0]
-    return calls_of(step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32", clipping=clipping))
+def traced(plan, module, step, rank=0) -> Counter[tuple[str, int, int, int]]:
+    """The calls that a trace counts."""
+    found: Counter[tuple[str, int, int, int]] = Counter()
+    for each in trace_step(module, plan, step, rank=rank).collectives:
+        found[each.kind, each.group_size, each.sent_bytes, each.received_bytes] += each.calls
+    return found
 
 
-def calls_of(collectives) -> list[tuple[str, int, int, int]]:
-    return [
-        (each.kind, each.group_size, each.sent_bytes, each.received_bytes)
-        for each in collectives
-        for _ in range(each.count)
-    ]
+def loss_of(module) -> torch.Tensor:
+    """A forward of ids on the device of the module, and the loss."""
+    device = next(module.parameters()).device
+    ids = (torch.arange(BATCH * SEQ).view(BATCH, SEQ) % 16).to(device)
+    return F.cross_entropy(module(ids).flatten(0, 1), ids.flatten())
 
 
-def train(plan, make):
-    """Shard a model by a plan; a step is a forward of ids, the loss, backward, and clipping by the global norm."""
+def train(plan, make, loss=loss_of):
+    """Shard a model by a plan; a step is a forward, the loss, and backward."""
 
     def start():
         torch.manual_seed(0)
         model = st.shard_module(make(), plan)
-        ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ) % 16
 
         def step():
-            logits = model(ids)
-            F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
-            st.clip_grad_norm_(model.parameters(), 1.0)
+            loss(model).backward()
             for param in model.parameters():
                 param.grad = None
 
@@ -131,10 +126,8 @@ CASES = {
 def test_every_call_of_a_step_is_listed(name):
     world, params, sizes = CASES[name]
     plan = load_plan(DECODER, world=world, **params)
-    module = Decoder(**sizes)
     ran = noted(world, train(plan, lambda: Decoder(**sizes)))
-    said = listed(plan, module, clipping=True)
-    assert Counter(said) == Counter(ran)
+    assert traced(plan, Decoder(**sizes), loss_of) == Counter(ran)
 
 
 SHIPPED = {
@@ -153,93 +146,39 @@ SHIPPED = {
     "fsdp": (4, "llama", "fsdp", {}, (2, 4)),
     "hsdp": (4, "llama", "fsdp", {"copies": 2}, (2, 4)),
     "fsdp in grains": (4, "llama", "fsdp", {"grain": 8}, (2, 4)),
-    "stored parts of different sizes": (4, "uneven", STORED, {}, (2, 4)),
+    "uneven": (4, "uneven", "uneven", {}, (2, 4)),
+    "stored parts of different sizes": (4, "uneven", family_plans.STORED, {}, (2, 4)),
 }
 
 
-def _loss_of_all(model, ids):
-    """Of all tokens, where the model's own loss leaves one out."""
-    return F.cross_entropy(model(ids)["logits"].flatten(0, 1), ids.flatten())
-
-
-def _stepping(plan, family, batch):
-    """Shard a model of a family by a plan; a forward of some samples, the loss, and backward."""
+def of_family(family, batch):
+    """The loss of some samples of a family."""
     each = family_plans.FAMILIES[family]
-    torch.manual_seed(0)
-    model = st.shard_module(each.make(), plan)
-    samples = each.batch(batch, torch.Generator().manual_seed(0))
-    if samples.is_floating_point() and samples.dim() == 3:
-        samples.requires_grad_()
 
-    def step():
-        is_shifted = "llama" in family or "mixtral" in family
-        loss = _loss_of_all(model, samples) if is_shifted else each.loss(model, samples)
-        loss.backward()
-        for param in model.parameters():
-            param.grad = None
+    def loss(model) -> torch.Tensor:
+        device = next(model.parameters()).device
+        samples = each.batch(batch, torch.Generator().manual_seed(0)).to(device)
+        if samples.is_floating_point() and samples.dim() == 3:
+            samples.requires_grad_()
+        return each.loss(model, samples)
 
-    return step
+    return loss
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_call_of_a_shipped_plan_is_listed(name):
-    world, family, spec, params, (batch, seq) = SHIPPED[name]
-    plan = family_plans.plan_for(spec, family, world, **params)
-    ran = noted(world, lambda: _stepping(plan, family, batch))
-    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
-    said = calls_of(step_collectives(resolved, batch=batch, seq=seq, dtype="float32"))
-    assert not check_flows(resolved)
-    assert Counter(said) == Counter(ran)
+def test_every_call_of_a_shipped_plan_is_counted(name):
+    world, family, _, _, (batch, _) = SHIPPED[name]
+    plan, make, loss = plan_for(name), family_plans.FAMILIES[family].make, of_family(family, batch)
+    ran = noted(world, train(plan, make, loss))
+    assert traced(plan, make(), loss) == Counter(ran)
+
+
+def plan_for(name):
+    world, family, spec, params, _ = SHIPPED[name]
+    return family_plans.plan_for(spec, family, world, **params)
 
 
 EXPERTS = ["mixtral", "mixtral_stacked"]
-
-
-@pytest.mark.parametrize("params", [{"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}])
-def test_experts_send_what_is_listed_but_for_whom_tokens_choose(params):
-    plan = family_plans.plan_for("mixtral", "mixtral_stacked", 4, **params)
-    ran = Counter(noted(4, lambda: _stepping(plan, "mixtral_stacked", 2)))
-    resolved = resolve(plan, model_info(family_plans.FAMILIES["mixtral_stacked"].make()))
-    said = Counter(calls_of(step_collectives(resolved, batch=2, seq=4, dtype="float32")))
-
-    def chosen(calls):  # rows go where the router says; the plan takes them to be dealt evenly
-        return sum(count for (kind, *_), count in calls.items() if kind == "all_to_all")
-
-    def fixed(calls):  # ranks that are not there bring no counts, so each layer asks once who is right: an exchange
-        return {call: count for call, count in calls.items() if call[0] not in ("all_to_all", "exchange")}
-
-    assert chosen(said) == chosen(ran) and fixed(said) == fixed(ran)
-
-
-OWN_CODE = [
-    *[("all_reduce", 4, 48, 48)] * 2,  # what h.*.gate gives is averaged over its columns
-    ("all_to_all", 4, 80, 80),  # odd takes four columns of what big gives; its weight lies otherwise
-    ("all_to_all", 4, 0, 0),
-    ("all_reduce", 2, 320, 320),
-]
-"""What operators of the model's own code send of `uneven`, on ShardedTensors."""
-
-
-def _uneven():
-    plan = family_plans.plan_for("uneven", "uneven", 4)
-    return plan, resolve(plan, model_info(family_plans.FAMILIES["uneven"].make()))
-
-
-def test_sharded_tensors_send_what_is_listed_and_where_it_is_not_known_that_is_said():
-    plan, resolved = _uneven()
-    ran = Counter(noted(4, lambda: _stepping(plan, "uneven", 2)))
-    said = Counter(calls_of(step_collectives(resolved, batch=2, seq=4, dtype="float32")))
-    assert [each.where for each in uncounted(resolved)] == ["big", "odd", "h.*.gate"]
-    assert said == ran - Counter(OWN_CODE) and not said - ran
-
-
-def test_of_other_shipped_plans_all_is_known():
-    for world, family, spec, params, _ in [
-        *SHIPPED.values(),
-        *((4, each, "mixtral", {"ep": 2}, ()) for each in EXPERTS),
-    ]:
-        plan = family_plans.plan_for(spec, family, world, **params)
-        assert not uncounted(resolve(plan, model_info(family_plans.FAMILIES[family].make()))), spec
 
 
 def _elements(size: int, sent: torch.Tensor) -> dict[str, tuple[float, float]]:
@@ -288,20 +227,18 @@ def handed_over() -> Iterator[list[tuple[str, int, int, int]]]:
 
 
 def _on_gloo(name: str) -> None:
-    world, family, spec, params, (batch, seq) = SHIPPED[name]
-    plan = family_plans.plan_for(spec, family, world, **params)
-    step = _stepping(plan, family, batch)
+    _, family, _, _, (batch, _) = SHIPPED[name]
+    plan, make, loss = plan_for(name), family_plans.FAMILIES[family].make, of_family(family, batch)
+    step = train(plan, make, loss)()
     step()
     with handed_over() as ran:
         step()
-    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
-    said = step_collectives(resolved, batch=batch, seq=seq, dtype="float32", rank=dist.get_rank())
-    assert Counter(calls_of(said)) == Counter(ran)
+    assert traced(plan, make(), loss, dist.get_rank()) == Counter(ran)
 
 
 @pytest.mark.worlds("gloo")
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_is_listed_is_what_processes_hand_over(world, name):
+def test_what_is_counted_is_what_processes_hand_over(world, name):
     world(_on_gloo, SHIPPED[name][0], name=name)
 
 
@@ -313,42 +250,22 @@ def _in_turn(scores: torch.Tensor, top_k: int, *_: object) -> tuple[torch.Tensor
 
 def _experts_on_gloo(family: str, params: dict[str, int]) -> None:
     plan = family_plans.plan_for("mixtral", family, 4, **params)
+    make, loss = family_plans.FAMILIES[family].make, of_family(family, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixtral, "routed", _in_turn)
         patch.setattr(expert_dispatch, "chosen", _in_turn)
-        step = _stepping(plan, family, 2)
+        step = train(plan, make, loss)()
         step()
         with handed_over() as ran:
             step()
-    resolved = resolve(plan, model_info(family_plans.FAMILIES[family].make()))
-    said = step_collectives(resolved, batch=2, seq=4, dtype="float32", rank=dist.get_rank())
     assert any(kind == "all_to_all" for kind, *_ in ran)
-    assert Counter(calls_of(said)) == Counter(ran)
-
-
-def _uneven_on_gloo() -> None:
-    plan, resolved = _uneven()
-    step = _stepping(plan, "uneven", 2)
-    step()
-    with handed_over() as ran:
-        step()
-    said = Counter(calls_of(step_collectives(resolved, batch=2, seq=4, dtype="float32", rank=dist.get_rank())))
-    more = Counter(ran) - said
-    assert not said - Counter(ran)
-    assert Counter((kind, size) for kind, size, *_ in more.elements()) == Counter(
-        (kind, size) for kind, size, *_ in OWN_CODE
-    )
-
-
-@pytest.mark.worlds("gloo")
-def test_sharded_tensors_of_processes_send_what_is_listed(world):
-    world(_uneven_on_gloo, 4)
+    assert traced(plan, make(), loss, dist.get_rank()) == Counter(ran)
 
 
 @pytest.mark.worlds("gloo")
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("params", [{"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}, {"tp": 1, "ep": 4}])
-def test_experts_that_are_chosen_evenly_send_what_is_listed(world, family, params):
+def test_experts_count_as_if_they_were_chosen_evenly(world, family, params):
     world(_experts_on_gloo, 4, family=family, params=params)
 
 
@@ -397,11 +314,11 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_every_call_of_stored_units_is_listed(name):
+def test_every_call_of_stored_units_is_counted(name):
     world, params, sizes = STACKS[name]
     plan = load_plan(STORED, world=world, **params)
     ran = noted(world, train(plan, lambda: Stack(**sizes)))
-    assert Counter(listed(plan, Stack(**sizes), clipping=True)) == Counter(ran)
+    assert traced(plan, Stack(**sizes), loss_of) == Counter(ran)
 
 
 LOOSE = """shard 1
@@ -433,16 +350,75 @@ head: replicate
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_products_that_sum_for_themselves_are_listed(whole):
+def test_products_that_sum_for_themselves_are_counted(whole):
     plan = load_plan(LOOSE, world=4, whole=whole)
     ran = noted(4, train(plan, Decoder))
-    assert Counter(listed(plan, Decoder(), clipping=True)) == Counter(ran)
+    assert traced(plan, Decoder(), loss_of) == Counter(ran)
 
 
-def test_the_order_is_that_of_the_run_where_the_model_is_in_order():
-    plan = load_plan(STORED.replace("store **", "# store **"), world=4, tp=4)
-    ran = noted(4, train(plan, Stack))
-    resolved = resolve(plan, model_info(Stack()))
-    found = step_collectives(resolved, batch=BATCH, seq=SEQ, dtype="float32", clipping=True)
-    assert [each.phase for each in found] == ["forward", "backward", "optimizer"]
-    assert calls_of(found) == ran
+DEEP = ["tensor parallel", "sequence parallel", "data and tensor parallel"]
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_layers_that_are_alike_count_as_often_as_there_are(name, monkeypatch):
+    world, params, sizes = CASES[name]
+    plan, module = load_plan(DECODER, world=world, **params), Decoder(**sizes, layers=20)
+    few = trace_step(module, plan, loss_of)
+    monkeypatch.setattr(layers, "DEEP", 100)
+    assert few == trace_step(module, plan, loss_of)
+
+
+@pytest.mark.parametrize("name", ["stored", "stored and tensor parallel"])
+def test_stored_layers_that_are_alike_count_as_often_as_there_are(name, monkeypatch):
+    world, params, sizes = STACKS[name]
+    plan, module = load_plan(STORED, world=world, **params), Stack(**sizes, blocks=20)
+    few = trace_step(module, plan, loss_of)
+    monkeypatch.setattr(layers, "DEEP", 100)
+    assert few == trace_step(module, plan, loss_of)
+
+
+def test_a_module_is_left_as_it_is():
+    module = Decoder(layers=20)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trace_step(module, load_plan(DECODER, world=2), loss_of)
+    assert len(module.layers) == 20 and type(module.head) is nn.Linear
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_ranks_share_the_work_and_what_autograd_keeps():
+    steps = {
+        world: trace_step(Decoder(hidden=64), load_plan(DECODER, world=world, tp=world, sp=True), loss_of)
+        for world in (1, 2, 4)
+    }
+    for world in (2, 4):
+        assert steps[world].flops == steps[1].flops / world
+        assert steps[world].activation_bytes < steps[1].activation_bytes
+    assert not steps[1].collectives
+
+
+def test_a_product_counts_six_flops_for_each_weight_and_token():
+    linear = nn.Linear(8, 4, bias=False)
+    x = torch.ones(2, 3, 8, device="meta", requires_grad=True)
+    step = trace_step(linear, load_plan("shard 1\nmesh (tp = 1)\n**: replicate\n", world=1), lambda m: m(x).sum())
+    assert step.flops == 6 * 8 * 4 * 6
+    assert step.activation_bytes == x.nbytes
+
+
+def test_each_call_says_which_module_makes_it():
+    step = trace_step(Decoder(), load_plan(DECODER, world=2, sp=True), loss_of)
+    where = {(each.phase, each.kind, each.where) for each in step.collectives}
+    assert {
+        ("forward", "all_gather", "layers.*.attn"), ("forward", "reduce_scatter", "layers.*.attn.o"),
+        ("backward", "all_gather", "layers.*.attn.o"), ("backward", "all_reduce", "norm"),
+        ("forward", "all_gather", "head"),
+    } <= where  # fmt: skip
+
+
+def test_code_that_reads_values_says_so():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    plan = load_plan("shard 1\nmesh (tp = 1)\n**: replicate\n", world=1)
+    with pytest.raises(RuntimeError, match="meta"):
+        trace_step(Reads(4, 4), plan, lambda module: module(torch.ones(2, 4, device="meta")).sum())

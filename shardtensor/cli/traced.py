@@ -1,0 +1,82 @@
+"""The module whose training step ``shardtensor plan`` runs on meta tensors, to count what a rank sends and computes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from shardtensor.plan.models.model import Model
+from shardtensor.plan.outlook.estimate import TracedStep
+from shardtensor.plan.plan import Plan
+
+Tracer = Callable[[Plan, int, int], TracedStep]
+"""What counts a step of a plan, of so many samples of a data rank, of so many tokens."""
+
+_GIVE = "give --module PKG:FN; FN() returns the model, or (model, step) with step(model, sample) -> loss"
+
+
+class NotTraced(Exception):
+    """A step cannot be counted; the text says why, and what to give."""
+
+
+def tracer_of(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) -> Tracer:
+    """Return what counts the steps of the model that a command's options name. Imports torch.
+
+    The module is that of ``--module``, else the one that transformers makes of the config.json, where it is installed.
+
+    Raises:
+        NotTraced: there is no such module.
+    """
+    if options.no_step:
+        raise NotTraced("without --no-step its collectives, FLOPs and seconds")
+    if find_spec("torch") is None:
+        raise NotTraced("install torch to count its collectives, FLOPs and seconds")
+    import torch
+
+    from shardtensor.sharding.example_step import example_step
+    from shardtensor.trace.step import trace_step
+
+    module, step = _made(options, model, config)
+    if options.dtype is not None:
+        module = module.to(getattr(torch, options.dtype))
+
+    def trace(plan: Plan, samples: int, seq: int) -> TracedStep:
+        def run(of: Any) -> torch.Tensor:
+            try:
+                return step(of, 0) if step is not None else example_step(of, 0, seq, samples)
+            except Exception as error:
+                raise _not_run(error, seq) from error
+
+        try:
+            return trace_step(module, plan, run, rank=plan.axes.mesh.ranks[0])
+        except NotTraced:
+            raise
+        except Exception as error:
+            raise _not_run(error, seq) from error
+
+    return trace
+
+
+def _not_run(error: Exception, seq: int) -> NotTraced:
+    fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return NotTraced(f"it does not run with --seq {seq} on tensors without memory ({fault}); {_GIVE}")
+
+
+def _made(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The module on the meta device, and its step where one is given."""
+    if options.module is not None:
+        from shardtensor.cli.model_source import builder_of
+
+        made = builder_of(options.module)()
+        module, step = made if isinstance(made, tuple) else (made, None)
+        return module, step
+    from shardtensor.cli.transformers_model import transformers_model
+
+    try:
+        return transformers_model(config), None
+    except ImportError:
+        raise NotTraced(f"transformers, which makes the model of a config.json, is not installed; {_GIVE}") from None
+    except ValueError:  # the configuration does not say which model
+        raise NotTraced(f"no module of this model is known; {_GIVE}") from None

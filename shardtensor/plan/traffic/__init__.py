@@ -1,1 +1,0 @@
-"""What a training step of a plan sends."""
