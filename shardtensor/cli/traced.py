@@ -72,7 +72,7 @@ def _made(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) 
         made = builder_of(options.module)()
         module, step = made if isinstance(made, tuple) else (made, None)
         return module, step
-    from shardtensor.cli.transformers_model import transformers_model
+    from shardtensor.cli.model_source import transformers_model
 
     try:
         return transformers_model(config), None

@@ -10,8 +10,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 
-from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.origin import Origin
+from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.findings.places import origin_of, pattern_place, style_note
 from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import addends_of
