@@ -56,7 +56,7 @@ _HOME = {
     "ShardTensorError": "errors",
     "ShardedOptimizer": "optim.sharded_optimizer",
     "ShardedTensor": "tensor.sharded_tensor",
-    "ShardedTensorMetadata": "tensor.metadata",
+    "ShardedTensorMetadata": "tensor.shard",
     "Sharder": "sharding.plan",
     "ShardingPlan": "sharding.plan",
     "ShardingPlanner": "sharding.plan",
@@ -64,7 +64,7 @@ _HOME = {
     "Spec": "spec.nodes",
     "SpecError": "errors",
     "StaleParameterError": "errors",
-    "TensorProperties": "tensor.metadata",
+    "TensorProperties": "tensor.shard",
     "UnshardHandle": "fsdp.module",
     "WrappedTwiceError": "errors",
     "along": "sharding.styles",
@@ -76,17 +76,17 @@ _HOME = {
     "colwise": "sharding.styles",
     "colwise_shared": "sharding.styles",
     "count_bytes": "sim.traffic",
-    "custom_sharded_op_impl": "tensor.dispatch",
-    "custom_sharding_spec_op": "tensor.dispatch",
+    "custom_sharded_op_impl": "compat.custom_ops",
+    "custom_sharding_spec_op": "compat.custom_ops",
     "data_parallel": "parallel.data_parallel",
     "dispatch_tokens": "parallel.tokens",
     "distribute": "tensor.factories",
     "empty": "tensor.factories",
     "explain_reshard": "layout.explain",
     "from_dtensor": "tensor.dtensor",
-    "from_torch_sharded_tensor": "tensor.torch_sharded",
+    "from_torch_sharded_tensor": "tensor.from_metadata",
     "full": "tensor.factories",
-    "full_state_dict": "tensor.full_state",
+    "full_state_dict": "tensor.state",
     "fully_shard": "fsdp.api",
     "graphed_step": "optim.graphs",
     "init_from_local_shards": "tensor.init_local",
@@ -161,7 +161,7 @@ def __getattr__(name: str) -> Any:
 def _rebuild(*state: Any) -> Any:
     """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
     importlib.import_module("shardtensor.ops")
-    return importlib.import_module("shardtensor.tensor.pickling").rebuild(*state)
+    return importlib.import_module("shardtensor.tensor.copying").rebuild(*state)
 
 
 when_imported("torch.serialization", lambda module: module.add_safe_globals([_rebuild]))

@@ -20,12 +20,15 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 49_259
-IN_CIRCLES = {"tensor": 12}
-DEFINED_TWICE = 50
-LATE_IMPORTS = 25
-OF_ONE_IMPORTER = 76
+LINES = 48_305
+IN_CIRCLES: dict[str, int] = {}
+DEFINED_TWICE = 44
+LATE_IMPORTS = 19
+OF_ONE_IMPORTER = 69
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
+
+OWN_CODE = {"custom_ops", "ported", "rrefs"}
+"""Modules of ``compat`` under no name of torch's: the code behind its names that nothing else needs."""
 
 
 def _place(path: Path) -> str:
@@ -155,6 +158,8 @@ def test_no_public_function_shares_its_name_with_a_module():
 
 def test_upstream_modules_only_re_export():
     for path in REEXPORTS.rglob("*.py"):
+        if path.stem in OWN_CODE:
+            continue
         kinds = {type(node) for node in ast.parse(path.read_text()).body}
         assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign}, path
 

@@ -43,7 +43,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     batch = Batch(options.batch * data_ranks(resolved), _seq(options, plan.config), options.dtype or model.dtype)
     step, why_not = None, ""
     try:
-        step = tracer_of(options, model, plan.config)(plan, options.batch, batch.seq)
+        step = tracer_of(options, plan.config)(plan, options.batch, batch.seq)
     except NotTraced as error:
         why_not = str(error)
     kept = step.activation_bytes if step is not None else 0
@@ -100,7 +100,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": options.memory or profile.memory_bytes, "optimizer": options.optimizer,
     }  # fmt: skip
     try:
-        choices = search(options.plan, model, **said, trace=tracer_of(options, model, config))
+        choices = search(options.plan, model, **said, trace=tracer_of(options, config))
     except NotTraced as error:
         why_not = str(error)
         choices = search(options.plan, model, **said)

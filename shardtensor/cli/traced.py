@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from shardtensor.plan.models.model import Model
 from shardtensor.plan.outlook.estimate import TracedStep
 from shardtensor.plan.plan import Plan
 
@@ -21,8 +21,8 @@ class NotTraced(Exception):
     """A step cannot be counted; the text says why, and what to give."""
 
 
-def tracer_of(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) -> Tracer:
-    """Return what counts the steps of the model that a command's options name. Imports torch.
+def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
+    """Return what counts the steps of the model that a command's options name. Imports torch where there is one.
 
     The module is that of ``--module``, else the one that transformers makes of the config.json, where it is installed.
 
@@ -30,15 +30,15 @@ def tracer_of(options: argparse.Namespace, model: Model, config: Mapping[str, An
         NotTraced: there is no such module.
     """
     if options.no_step:
-        raise NotTraced("without --no-step its collectives, FLOPs and seconds")
-    if find_spec("torch") is None:
+        raise NotTraced("leave out --no-step for its collectives, FLOPs and seconds")
+    if not _is_installed("torch"):
         raise NotTraced("install torch to count its collectives, FLOPs and seconds")
+    module, step = _made(options, config)
     import torch
 
     from shardtensor.sharding.example_step import example_step
     from shardtensor.trace.step import trace_step
 
-    module, step = _made(options, model, config)
     if options.dtype is not None:
         module = module.to(getattr(torch, options.dtype))
 
@@ -64,7 +64,7 @@ def _not_run(error: Exception, seq: int) -> NotTraced:
     return NotTraced(f"it does not run with --seq {seq} on tensors without memory ({fault}); {_GIVE}")
 
 
-def _made(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) -> tuple[Any, Any]:
+def _made(options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The module on the meta device, and its step where one is given."""
     if options.module is not None:
         from shardtensor.cli.model_source import builder_of
@@ -72,11 +72,15 @@ def _made(options: argparse.Namespace, model: Model, config: Mapping[str, Any]) 
         made = builder_of(options.module)()
         module, step = made if isinstance(made, tuple) else (made, None)
         return module, step
+    if not _is_installed("transformers"):
+        raise NotTraced(f"{_GIVE}; or install transformers, which makes it of a config.json")
     from shardtensor.cli.model_source import transformers_model
 
     try:
         return transformers_model(config), None
-    except ImportError:
-        raise NotTraced(f"transformers, which makes the model of a config.json, is not installed; {_GIVE}") from None
-    except ValueError:  # the configuration does not say which model
-        raise NotTraced(f"no module of this model is known; {_GIVE}") from None
+    except ValueError as error:
+        raise NotTraced(f"{error}; {_GIVE}") from None
+
+
+def _is_installed(package: str) -> bool:
+    return sys.modules[package] is not None if package in sys.modules else find_spec(package) is not None

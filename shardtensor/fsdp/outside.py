@@ -22,7 +22,6 @@ from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.ops.local_call import SHARDED
-from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.custom_functions import SHELLS
 from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
 from shardtensor.tensor.fallback import is_in_place
@@ -90,13 +89,8 @@ class FSDPParameter(ShardedTensor):
         return _computed(super().full_tensor(), self._unit)
 
 
-class _FSDPView(FSDPParameter, CopiedView):  # type: ignore[override, misc]
-    """A view of a parameter that had to be a copy."""
-
-
 SHARDED.add(FSDPParameter)
-SHELLS.update((FSDPParameter, _FSDPView))
-_OF_UNITS: dict[type, type] = {ShardedTensor: FSDPParameter, CopiedView: _FSDPView}
+SHELLS.add(FSDPParameter)
 
 
 def join(sharded: ShardedTensor, group: Any, number: int) -> None:
@@ -145,8 +139,8 @@ def _source(operands: Iterable[Any]) -> Source | None:
 
 def _computed(x: Any, source: Source | None) -> Any:
     """What was computed from a parameter, with its gradient averaged over data ranks where each has the whole of it."""
-    if type(x) in _OF_UNITS:  # also where the unit is gone: detach() of a tensor has its class
-        x.__class__ = _OF_UNITS[type(x)]
+    if type(x) is ShardedTensor:  # also where the unit is gone: detach() of a tensor has its class
+        x.__class__ = FSDPParameter
         x._unit = source
         return x
     unit = _unit_of(source)

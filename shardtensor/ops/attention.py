@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention``: ``b h !l !e, b h !s !e, b h !s !f, b h !l !s -> b h l f``.
+"""``scaled_dot_product_attention``: ``b h !l !e, b h !s !e, b h !s !f, b h !l !s -> b h l f``; multi-head attention.
 
 Batches and heads may be cut; sequences and features are whole. Grouped queries keep cut heads where a rank's query
 heads belong to its key heads. Dropout gathers, so that the mask is the dense one.
@@ -6,6 +6,8 @@ heads belong to its key heads. Dropout gathers, so that the mask is the dense on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,8 +20,30 @@ from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remember
 from shardtensor.rules.propagate import propagate, with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.rules.views import heads_fit
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+# -- functions of torch that are Python all through --------------------------------------------------------------------
+
+
+ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def own_body(func: Any) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not hand its call over."""
+    names = {**func.__globals__, **dict.fromkeys(ASKS, lambda *_: False)}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+for _func in (F.multi_head_attention_forward, F.triplet_margin_with_distance_loss):
+    HANDLERS[_func] = own_body(_func)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
 
 # Torch's kernels divide by the number of heads.
 attend = takes_empty(F.scaled_dot_product_attention, "scaled_dot_product_attention")

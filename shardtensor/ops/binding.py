@@ -122,12 +122,6 @@ def spelled(key: str, signature: Signature) -> str:
     return signature.names[0] if alias == "input" else alias if alias in signature.names else key
 
 
-def argument(signature: Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call gives for an argument of its row; None where it gives nothing."""
-    place = signature.place(name)
-    return args[place] if place < len(args) else kwargs.get(name)
-
-
 def _option(signature: Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place = signature.place(name)
     if signature.spread and name == signature.naming and place < len(args):

@@ -6,6 +6,7 @@ function of its own: then that is registered here under the name the row gives i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,19 +16,19 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout, Shape
+from shardtensor.layout.layout import CutLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
-from shardtensor.ops.engine import Prepared, computed, finish, prepare
+from shardtensor.ops.engine import HALF, Prepared, computed, finish, prepare, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.ops.out import write_out
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, resolve
-from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.teams import along
+from shardtensor.tensor.dispatch import HANDLERS, resolve
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
 
 JOINS: dict[str, tuple[Callable[..., Any], bool]] = {}
 """The functions that rows name as ``@name``, and whether they take dims cut in blocks."""
@@ -50,26 +51,12 @@ def joins(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], 
     return register
 
 
-OWN_JOINS: dict[str, Callable[..., Any]] = {}
-"""The functions that rows name as ``@name`` and that the handlers of these operations call themselves."""
-
-
-def joins_itself(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say that a function is what a row names as ``@name``, where the operation has a handler that calls it."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        OWN_JOINS[name] = function
-        return function
-
-    return register
-
-
 @attrs.frozen
 class Cut:
     """One call whose letter with a join of its own is cut.
 
     Attributes:
-        name: of the operation.
+        func: the operation, and `name` its name.
         names: of the operands, as the row has them.
         locals: the operands' local tensors, in order; one that the call does without is left out.
         compute: the operation on such local tensors.
@@ -81,6 +68,7 @@ class Cut:
         settled: the layout of the result.
     """
 
+    func: Any
     name: str
     names: tuple[str, ...]
     locals: list[torch.Tensor]
@@ -92,6 +80,16 @@ class Cut:
     group: Group
     options: dict[str, Any]
     settled: CutLayout
+
+    @property
+    def count(self) -> int:
+        """The number of elements along the letter, in all ranks."""
+        return math.prod(self.layouts[0].shape[d] for d in self.dims)
+
+    @property
+    def keepdim(self) -> bool:
+        """Whether a reduction keeps the reduced dims, with size 1."""
+        return bool(self.options.get("keepdim"))
 
 
 def by_rule(func: Any, name: str) -> Callable[..., Any]:
@@ -141,7 +139,7 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
-    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, wide=name in ("sum", "nansum"))
+    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, wide=name in SUMS)
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
@@ -151,6 +149,9 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     return found._replace(sized=sized)
 
+
+SUMS = ("sum", "nansum")
+"""Operations that take ``dtype=``: addends of half precision are summed in float32 and rounded once."""
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
 """What functions written in Python call with the very arguments that they get."""
@@ -182,6 +183,10 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     pattern, name = row.pattern, call.name
     assert pattern is not None
     present = call.present
+    if pattern.reduces and pattern.joins:
+        found = _of_all_elements(call, pattern)
+        if found is not NotImplemented:
+            return found
     layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in present)
     recipe = propagate(rule, layouts)
     if recipe is None:
@@ -205,11 +210,38 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     if ready is None:
         return None
     if letter is None:
+        want = call.kwargs.get("dtype") or ready.locals[0].dtype
+        if name in SUMS and ready.recipe.output.partial and want in HALF:
+            call = attrs.evolve(call, kwargs={**call.kwargs, "dtype": torch.float32})
+            return finish(computed(call.compute, ready.locals), ready.recipe.output, ready.group).to(want)
         return _given(computed(call.compute, ready.locals), ready.recipe.output, ready.group, pattern)
     result = join(_cut(call, rule, ready, letter[0]))
     if result is NotImplemented:
         return _computed(call, whole_in(rule, letter[0]), row)
     return _given(result, ready.recipe.output, ready.group, pattern)
+
+
+def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
+    """A reduction over all dims of a tensor that lies in boxes or ranges, where they lie; NotImplemented for others."""
+    x = call.present[0]
+    if not isinstance(x, ShardedTensor) or isinstance(x._layout, CutLayout) or not 0 < x.dim() == len(call.dims):
+        return NotImplemented
+    x = settled(x)
+    layout, group = x._layout, x._group
+    if isinstance(layout, CutLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
+        return NotImplemented  # ranks outside of the tensor cannot say which copy they would have
+    ((_, join),) = pattern.joins
+    flat = replicated((x.numel(),), layout.ranks, layout.grid)
+    team = along(group, layout, layout.parting_axes)
+    given = Cut(call.func, call.name, tuple(call.present_names), [x._local.reshape(-1)], call.func, (flat,), (0,),
+                layout.parting_axes, team, group, call.options, flat)  # fmt: skip
+    result = JOINS[join[1:] if join.startswith("@") else "total"][0](given)
+    if result is NotImplemented:
+        return result
+    shape = (1,) * x.dim() if given.keepdim else ()
+    results = [result] if isinstance(result, torch.Tensor) else result
+    found = tuple(y if y.shape == shape else y.reshape(shape) for y in results)  # a view would hide the collective
+    return found[0] if isinstance(result, torch.Tensor) else found
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------
@@ -260,6 +292,7 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
     )
     team = along(ready.group, layouts[first], axes)
     return Cut(
+        call.func,
         call.name,
         tuple(call.present_names),
         ready.locals,

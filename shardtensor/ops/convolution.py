@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from shardtensor.ops.by_rule import by_rule, leaves_addends
 from shardtensor.ops.empty_parts import at_least_one, takes_empty
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, spellings
+from shardtensor.tensor.dispatch import HANDLERS, implements, spellings
+from shardtensor.tensor.fallback import fall_back
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.tensor.copied import wrote_each
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_partial_write
+from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_partial_write
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, wrap
 
@@ -54,8 +54,6 @@ def on_lists(func: Any) -> Callable[..., Any]:
                 torch._C._increment_version(locals_[0])
                 for i, tensors in zip(places, locals_, strict=True) if columns else ():
                     _write_back((*args, *kwargs.values())[i], tensors, args[0])
-            for tensors in args if is_step else args[:1]:
-                wrote_each(tensors if isinstance(tensors, list | tuple) else ())
             return args[0] if out is not None and args else out
         return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
 
@@ -331,7 +329,6 @@ def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
     locals_ = list(map(local_of, self))
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    wrote_each(self)
     for group in groups_of(self):
         group.all_reduce(found_inf, "max")
 

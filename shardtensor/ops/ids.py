@@ -8,7 +8,6 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.reducing import places
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
 
 
@@ -68,3 +67,13 @@ def held(ids: torch.Tensor, layout: CutLayout, rank: int, dim: int) -> tuple[tor
         here = ids - layout.start(rank, dim)
     mine = (here >= 0) & (here < count)
     return here.masked_fill(~mine, 0), mine
+
+
+def places(layout: CutLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
+    """The global indices along `dim` of the elements that `rank` holds, in local order."""
+    boxes = layout.boxes(rank)
+    if not boxes:
+        return torch.arange(0, device=device)
+    spans = dict.fromkeys((box.offsets[dim], box.sizes[dim]) for box in boxes)
+    pieces = [torch.arange(start, start + size, device=device) for start, size in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,32 +1,139 @@
-"""Indexing by integers, slices, None and ``...``, and what is made of it: narrow, select, split, unbind.
+"""Indexing by integers, slices, None and ``...``, by tensors, lists and masks, and what is made of it.
 
 A slice is a view that stays where it lies (nothing moves; pieces become uneven). An integer in a cut dim is held by one
-rank, which tells the others (one all-reduce): that result is a copy. Indices that are tensors: `advanced`.
+rank, which sends it to the others (one all-reduce): that result is a copy. As in torch, integers, slices and None come
+first, and tensors index what they give. A mask of leading dims selects from the rows that each rank has; one of other
+dims becomes the indices where it is true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.advanced import Advanced, advanced, read
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
-from shardtensor.ops.masks import put
+from shardtensor.ops.lookup import index_of
+from shardtensor.ops.masks import put, select_rows
 from shardtensor.ops.pointwise import written_through
 from shardtensor.ops.scattering import put_at
-from shardtensor.ops.views import copied, local_view, mark_part, to_view, view
+from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
-from shardtensor.rules.views import on_diagonal, windows
-from shardtensor.tensor.copied import mark
-from shardtensor.tensor.dispatch import fall_back, implements, refuse_lost_write, refuse_partial_write
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-from shardtensor.tensor.teams import along
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import implements, refuse_partial_write
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
+from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
+
+# -- by tensors --------------------------------------------------------------------------------------------------------
+
+
+class Advanced(NamedTuple):
+    """An index, apart in two.
+
+    Attributes:
+        basic: integers, slices and None, with a whole slice wherever a tensor stood.
+        tensors: integer tensors and masks, and None, for the dims of what `basic` gives; a mask has several dims.
+    """
+
+    basic: tuple[Any, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `basic` takes all there is."""
+        return all(isinstance(item, slice) and item == slice(None) for item in self.basic)
+
+    @property
+    def leading_mask(self) -> torch.Tensor | None:
+        """The mask of the first dims, where it is all there is."""
+        first = self.tensors[0]
+        alone = all(t is None for t in self.tensors[1:])
+        return first if first is not None and first.dtype == torch.bool and alone else None
+
+    def indices(self) -> list[torch.Tensor | None]:
+        """One integer tensor, or None, for each dim: a mask tells where it is true."""
+        found: list[torch.Tensor | None] = []
+        for item in self.tensors:
+            if item is None or item.dtype != torch.bool:
+                found.append(item)
+            else:
+                mask = item.full_tensor() if isinstance(item, ShardedTensor) else item
+                found += mask.nonzero(as_tuple=True)
+        return found
+
+
+def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanced | None:
+    """Read an index that has tensors in it; None for what torch shall judge (floats, True and False, ragged lists)."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for i, item in enumerate(items):
+        if isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim()):
+            return None
+        if isinstance(item, list | range) or type(item).__module__ == "numpy":
+            try:
+                items[i] = item = torch.as_tensor(list(item) if isinstance(item, range) else item)
+            except (TypeError, ValueError, RuntimeError):
+                return None
+            if not item.numel():
+                items[i] = item = item.to(torch.int64)
+        if isinstance(item, torch.Tensor):
+            if item.dtype == torch.uint8 or item.is_floating_point() or item.is_complex():
+                return None
+            if item.device != device:  # torch takes indices from the CPU for a tensor elsewhere
+                items[i] = item = item.to(device)
+            if not item.dim():
+                items[i] = int(item)
+    if sum(item is Ellipsis for item in items) > 1:
+        return None
+    taking = sum(_taken(item) for item in items)
+    if taking > len(shape):
+        return None
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - taking)
+    basic: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    dim = 0
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            count = _taken(item)
+            if item.dtype == torch.bool and tuple(item.shape) != shape[dim : dim + count]:
+                return None
+            basic += [slice(None)] * count
+            tensors.append(item)
+        else:
+            basic.append(item)
+            if item is None or isinstance(item, slice):
+                tensors.append(None)
+        dim += _taken(item)
+    return Advanced(tuple(basic), tuple(tensors)) if any(t is not None for t in tensors) else None
+
+
+def _taken(item: Any) -> int:
+    """How many dims an item indexes."""
+    if isinstance(item, torch.Tensor):
+        return item.dim() if item.dtype == torch.bool else 1
+    return int(item is not None and item is not Ellipsis)
+
+
+def read(x: torch.Tensor, found: Advanced) -> torch.Tensor | None:
+    """What an index gives of `x`, a copy; None where it must be gathered."""
+    if not found.is_plain:
+        x = x[found.basic]
+    mask = found.leading_mask
+    if mask is not None:
+        if not isinstance(x, ShardedTensor) and not isinstance(mask, ShardedTensor):
+            return x[mask]
+        return select_rows(x, mask)
+    return index_of(x, found.indices())
+
+
+# -- by place ----------------------------------------------------------------------------------------------------------
 
 
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
@@ -54,8 +161,9 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     result = take(input, items)  # type: ignore[arg-type]
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
-    if isinstance(result, ShardedTensor) and result._origin is not None:
-        result._source = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
+    if isinstance(result, ShardedTensor) and result._copied is not None:
+        again = (lambda: input[index], lambda changed: input.__setitem__(index, changed))
+        result._copied = result._copied._replace(again=again)
     return result
 
 
@@ -72,12 +180,10 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     if not plan.to_sum:
         return view(x, x._local[plan.local], plan.layout)
 
-    def make(x: ShardedTensor) -> torch.Tensor:
-        local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, which keep the graph
-        local = collectives.all_reduce(local, along(group, layout, plan.axes))
-        return local if plan.layout.is_replicated else wrap(local, plan.layout, None, group)
-
-    return mark(make(x), x, "indexing a cut dim", make)
+    local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, which keep the graph
+    local = collectives.all_reduce(local, along(group, layout, plan.axes))
+    found = local if plan.layout.is_replicated else wrap(local, plan.layout, None, group)
+    return copy_of(found, x, "indexing a cut dim")
 
 
 @implements(torch.Tensor.__setitem__)
@@ -221,36 +327,7 @@ def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
         assert isinstance(input, ShardedTensor)
         there = on_grid("unbind", input, (dim,))
         if there is not None:
-            make = _unbind_elsewhere(dim)
-            return tuple(mark_part(make, i, part, input, "unbind") for i, part in enumerate(there.unbind(dim)))
+            return tuple(copy_of(part.clone(), input, "unbind") for part in there.unbind(dim))
     if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
-
-
-def _unbind_elsewhere(dim: int) -> Callable[[ShardedTensor], Any]:
-    return lambda x: there.unbind(dim) if (there := on_grid("unbind", x, (dim,))) is not None else x.unbind(dim)
-
-
-@implements(torch.Tensor.unfold)
-def unfold(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Windows along a dim, a view where that dim is whole."""
-    d = one_dim(input.dim(), dimension)
-    shape = torch.empty(input.shape, device="meta").unfold(d, size, step).shape
-    x = to_view(input) if isinstance(input, ShardedTensor) and input.dim() else None
-    layout = None if x is None or not isinstance(x._layout, CutLayout) else windows(x._layout, d, shape[d], size)
-    if x is None or layout is None:
-        return copied(torch.Tensor.unfold, (input, dimension, size, step), {})
-    return view(x, x._local.unfold(d, size, step), layout)
-
-
-@implements(torch.diagonal, torch.Tensor.diagonal)
-def diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """The diagonal of two dims, a view where both are whole."""
-    count = torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape[-1]
-    x = to_view(input) if isinstance(input, ShardedTensor) else None
-    dims = (one_dim(input.dim(), dim1), one_dim(input.dim(), dim2))
-    layout = None if x is None or not isinstance(x._layout, CutLayout) else on_diagonal(x._layout, dims, count)
-    if x is None or layout is None:
-        return copied(torch.diagonal, (input, offset, dim1, dim2), {})
-    return view(x, x._local.diagonal(offset, dim1, dim2), layout)

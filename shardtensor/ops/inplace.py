@@ -17,19 +17,12 @@ from shardtensor.ops.pointwise import apart, refuse_expanded, written_through
 from shardtensor.ops.random import refuse_leaf
 from shardtensor.ops.views import order_of
 from shardtensor.rules.views import permuted
-from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.dispatch import (
-    HANDLERS,
-    fall_back,
-    implements,
-    name_of,
-    refuse_lost_write,
-    refuse_partial_write,
-    warn_of_gather,
-)
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_partial_write, warn_of_gather
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
-from shardtensor.tensor.teams import along
-from shardtensor.tensor.torch_sharded import from_torch_sharded_tensor, is_torch_sharded
 
 
 @implements(torch.Tensor.copy_)
@@ -65,7 +58,6 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     else:  # zeros that stay in the graph, for its backward is collective
         local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
     input._local.copy_(local, non_blocking)
-    wrote(input)
     return input
 
 
@@ -81,7 +73,6 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return copy_(input, value.to(input.dtype))
     input._local.fill_(value if input._layout.brings_value(input._group.rank) else 0)
-    wrote(input)
     return input
 
 
@@ -92,7 +83,6 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
         return input
     refuse_lost_write(input, "zero_")
     input._local.zero_()
-    wrote(input)
     return input
 
 
@@ -119,7 +109,7 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
 
 
 COMPOSED = """
-scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put masked_scatter cumsum cumprod
+scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put cumsum cumprod
 addmm addmv addbmm baddbmm addr tril triu
 """
 """Methods whose form in place is the other form and a copy of its result."""

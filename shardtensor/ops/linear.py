@@ -36,8 +36,8 @@ from shardtensor.ops.by_rule import by_rule, decided
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.teams import along
 
 
 def cast(
@@ -341,7 +341,7 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
     assert isinstance(layout, CutLayout)
     cut = layout.dims[-1]
     found = decided(F.linear, "linear", (x, weight), {})
-    if found is None or cut is None:
+    if found is None or found.moves or cut is None:
         return None
     if bias is not None and (found.layout is not None or bias.shape != weight.shape[:1]):
         return None

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import Layout
+from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.engine import HALF, computed
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.table import ROWS
-from shardtensor.tensor.copied import memory_of
+from shardtensor.tensor.dispatch import is_strict
+from shardtensor.tensor.move import along, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-from shardtensor.tensor.teams import along
 
 MOST = 4096
 """Forms kept for one group; when there are more, all are forgotten."""
@@ -46,6 +46,8 @@ class LocalCall(NamedTuple):
         layout: of the result, or of each result; None where every rank has the whole, which is a plain tensor.
         sums: arguments (a position or a name) that are copies and meet cut values, and the ranks along which their
             gradients are summed; None stands for the group itself.
+        moves: arguments that are redistributed first, from one layout to another; None under `strict`, and where
+            operands differ in dtype, by which the cheapest moves are chosen.
         is_view: the result is a view of the first argument.
         sized: tells the layout from the first result, where sizes of whole dims are known only then.
     """
@@ -53,6 +55,7 @@ class LocalCall(NamedTuple):
     call: Callable[..., Any]
     layout: Layout | None
     sums: tuple[tuple[int | str, Group | None], ...] = ()
+    moves: tuple[tuple[int | str, Layout, Layout], ...] = ()
     is_view: bool = False
     sized: Callable[[Any], Layout | None] | None = None
 
@@ -123,7 +126,15 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
             found = known[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
         if found[0] is None:
             return handler(*args, **kwargs)
-        function, layout, sums, is_view, sized = found[0]
+        function, layout, sums, moves, is_view, sized = found[0]
+        if is_view and args[0]._copied is not None:  # a view of a copy is one
+            return handler(*args, **kwargs)
+        if moves:
+            if is_strict() or len({x.dtype for x in (*given, *named.values()) if isinstance(x, torch.Tensor)}) > 1:
+                return handler(*args, **kwargs)
+            for place, source, target in moves:
+                values: Any = given if isinstance(place, int) else named
+                values[place] = moved(values[place], source, target, group)
         for place, team in sums:
             if isinstance(place, int):
                 given[place] = collectives.sum_gradient(given[place], group if team is None else team)
@@ -136,10 +147,7 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if layout is None:
             return result
         if isinstance(result, torch.Tensor):
-            shell = wrap(result, layout, None, group)
-            if is_view:
-                shell._memory = memory_of(args[0])
-            return shell
+            return wrap(result, layout, None, group)
         parts = [wrap(part, layout, None, group) for part in result]
         return type(result)(parts) if isinstance(result, tuple) else parts
 
@@ -158,7 +166,7 @@ def local_by(
     places: Sequence[int | str | None],
     wide: bool = False,
 ) -> LocalCall | None:
-    """How to do a call on operands that have the layouts of `recipe`; None where one has to move.
+    """How to do a call on operands of the layouts of `recipe`, redistributed where they have others.
 
     Addends are summed by the call itself; None where they are joined in another way.
 
@@ -183,10 +191,13 @@ def local_by(
     else:
         call = getattr(call, "on_elements", call)  # see `takes_empty`: it need not look
     sums: list[tuple[int | str, Group | None]] = []
+    moves: list[tuple[int | str, Layout, Layout]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
             if x._layout != need.layout:
-                return None
+                if place is None or not isinstance(x._layout, CutLayout):
+                    return None  # what lies in boxes or ranges may have a way of its own
+                moves.append((place, x._layout, need.layout))
         elif need.layout.cut_dims:
             return None
         if need.addend_axes:
@@ -198,7 +209,7 @@ def local_by(
     if output.partial:
         call = (summed_wide if wide else summed)(call, along(group, output, output.partial_axes))
         output = recipe.settled
-    return LocalCall(call, None if output.is_replicated else output, tuple(sums))
+    return LocalCall(call, None if output.is_replicated else output, tuple(sums), tuple(moves))
 
 
 def summed(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Reading by indices: gather, take_along_dim, index_select, take, ``x[i, :, j]``.
+"""Reading by indices: gather, index_select, ``x[i, :, j]``.
 
 ``b from, b at -> b at``: where the dim that is read is cut, each rank reads what it holds and the results are summed,
 or, where the result is larger than the source, the source is laid out anew.
@@ -15,13 +15,13 @@ import torch
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import whole_in
-from shardtensor.ops.engine import finish, on_grid, prepare
+from shardtensor.ops.engine import finish, prepare, write_out
 from shardtensor.ops.ids import check_ids, held
-from shardtensor.ops.out import write_out
 from shardtensor.rules.advanced import first_of, reading
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.table import rule_of
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Indices = Sequence[torch.Tensor | None]
@@ -79,33 +79,6 @@ def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return zeros + local.sum() * 0 if local.requires_grad else zeros
 
 
-@implements(torch.take_along_dim, torch.Tensor.take_along_dim)
-def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None, *, out: Any = None) -> Any:
-    """``gather`` with the other dims broadcast; without `dim` of the flat tensor."""
-    if out is not None:
-        return write_out(lambda f, a, k: take_along_dim(*a), torch.take_along_dim, (input, indices, dim), {"out": out})
-    if dim is None:
-        return gather(input.reshape(-1), 0, indices.reshape(-1))
-    if indices.dim() != input.dim() or not input.dim():
-        return fall_back(torch.take_along_dim, (input, indices, dim), {})
-    d = one_dim(input.dim(), dim)
-    others = torch.broadcast_shapes(
-        *(tuple(1 if k == d else n for k, n in enumerate(t.shape)) for t in (input, indices))
-    )
-    wide = [tuple(t.shape[d] if k == d else n for k, n in enumerate(others)) for t in (input, indices)]
-    indices = torch.where(indices < 0, indices + input.shape[d], indices)
-    return gather(_widened(input, wide[0]), d, _widened(indices, wide[1]))
-
-
-def _widened(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`x` expanded; what is cut along a dim of one element is first cut along another."""
-    wider = [k for k, n in enumerate(shape) if x.shape[k] != n]
-    if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and {*wider} & {*x._layout.cut_dims}:
-        moved = on_grid("take_along_dim", x, wider)
-        x = x if moved is None else moved
-    return x.expand(shape) if wider else x
-
-
 @implements(torch.index_select, torch.Tensor.index_select)
 def index_select(input: torch.Tensor, dim: int, index: torch.Tensor, *, out: Any = None) -> torch.Tensor:
     """The slices of a dim that a vector of indices names: ``b from c, at -> b at c``."""
@@ -116,25 +89,6 @@ def index_select(input: torch.Tensor, dim: int, index: torch.Tensor, *, out: Any
     d = one_dim(input.dim(), dim)
     check_ids(index, 0, input.shape[d], lambda _: IndexError("index out of range in self"))
     return index_of(input, [*(None,) * d, index.reshape(-1)])
-
-
-@implements(torch.take, torch.Tensor.take)
-def take(input: torch.Tensor, index: torch.Tensor, *, out: Any = None) -> torch.Tensor:
-    """The elements of the flat tensor at `index`, in its shape."""
-    if out is not None:
-        return write_out(lambda f, a, k: take(*a), torch.take, (input, index), {"out": out})
-    n = input.numel()
-    check_ids(
-        index, -n, n, lambda i: IndexError(f"out of range: tried to access index {i} on a tensor of {n} elements")
-    )
-    if not input.dim() or not n:
-        return fall_back(torch.take, (input, index), {})
-    index = torch.where(index < 0, index + n, index)
-    places = []
-    for size in reversed(input.shape):
-        places.append(index % size)
-        index = index // size
-    return index_of(input, places[::-1])
 
 
 # -- several dims ------------------------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.along_dim import shifted
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.ids import check_ids, strays_of, widest
+from shardtensor.ops.ids import check_ids, places, strays_of, widest
 from shardtensor.ops.pointwise import spread
-from shardtensor.ops.reducing import places
-from shardtensor.ops.softmax import shifted
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-from shardtensor.tensor.teams import along
 
 
 @implements(F.cross_entropy)

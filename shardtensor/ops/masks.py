@@ -13,13 +13,13 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, DimCut, replicated
 from shardtensor.layout.pieces import listed
-from shardtensor.ops.engine import prepare
-from shardtensor.ops.out import write_out
-from shardtensor.ops.scans import pieces_of
+from shardtensor.ops.along_dim import pieces_of
+from shardtensor.ops.engine import prepare, write_out
 from shardtensor.rules.advanced import selecting
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.tensor.dispatch import implements
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
-from shardtensor.tensor.teams import along
 
 
 class Rows(NamedTuple):
@@ -64,7 +64,7 @@ def rows_of(name: str, x: torch.Tensor, mask: torch.Tensor) -> Rows | None:
     return Rows(local, chosen, recipe.needs[0].layout, group)
 
 
-def select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+def select_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
     """``x[mask]`` for a mask of the first dims of `x`: ``(selected, rest...)``; None where it must be gathered."""
     if not isinstance(x, ShardedTensor) and not isinstance(mask, ShardedTensor):
         return x[mask]
@@ -103,20 +103,8 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
-    found = select(input.expand(shape), mask.expand(shape)) if shape else None
+    found = select_rows(input.expand(shape), mask.expand(shape)) if shape else None
     return fall_back(torch.masked_select, (input, mask), {}) if found is None else found
-
-
-@implements(torch.masked_scatter, torch.Tensor.masked_scatter)
-def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`input` with the elements where `mask` is true taken from `source`, one after the other."""
-    shape = torch.broadcast_shapes(input.shape, mask.shape)
-    wide = mask.expand(shape)
-    count = int(wide.sum())
-    if not shape or source.dtype != input.dtype or count > source.numel():
-        return fall_back(torch.masked_scatter, (input, mask, source), {})
-    found = put(input.expand(shape), wide, source.reshape(-1)[:count])
-    return fall_back(torch.masked_scatter, (input, mask, source), {}) if found is None else found
 
 
 @implements(torch.nonzero, torch.Tensor.nonzero)
@@ -136,9 +124,3 @@ def nonzero(input: torch.Tensor, *, out: Any = None, as_tuple: bool = False) -> 
     layout = rows.selected(found.shape[0], (input.dim(),), (None,))
     result = found if layout.is_replicated else wrap(found, layout, None, rows.group)
     return tuple(result.unbind(1)) if as_tuple else result
-
-
-@implements(torch.argwhere, torch.Tensor.argwhere)
-def argwhere(input: torch.Tensor) -> torch.Tensor:
-    """``nonzero`` without the tuple."""
-    return nonzero(input)

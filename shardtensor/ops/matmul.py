@@ -1,6 +1,7 @@
-"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
+"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms; triangles and linear algebra.
 
-Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce).
+Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce). Linear
+algebra works on batches, which may be cut; a single matrix is gathered.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from typing import Any
 
 import torch
 
-from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
-from shardtensor.ops.engine import run
+from shardtensor.ops.by_rule import Cut, as_cast, by_rule, joins, leaves_addends
+from shardtensor.ops.empty_parts import takes_empty
+from shardtensor.ops.engine import run, write_out
+from shardtensor.ops.ids import places
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.ops.out import write_out
 from shardtensor.rules.einsum import einsum_rule, tensordot_rule
 from shardtensor.rules.propagate import propagate
-from shardtensor.tensor.dispatch import fall_back, implements
+from shardtensor.rules.table import rows
+from shardtensor.tensor.dispatch import HANDLERS, implements, resolve
+from shardtensor.tensor.fallback import fall_back
+
+# -- products ----------------------------------------------------------------------------------------------------------
 
 
 @implements(torch.Tensor.__rmatmul__)
@@ -118,3 +124,53 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
         return write_out(lambda f, x, k: tensordot(*x, **k), torch.tensordot, (a, b), {"dims": dims, "out": out})
     result = run("tensordot", rule, (a, b), lambda x, y: torch.tensordot(x, y, dims=(left, right)))
     return fall_back(torch.tensordot, (a, b), {"dims": dims}) if result is None else result
+
+
+@implements(torch.cross, torch.Tensor.cross)
+def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """``linalg.cross`` over `dim`, or over the first dim of size 3."""
+    if dim is None:
+        dim = next((d for d, n in enumerate(input.shape) if n == 3), None)
+        if dim is None:
+            raise RuntimeError("no dimension of size 3 in input")
+    return torch.linalg.cross(input, other, dim=dim)
+
+
+# -- matrices in batches -----------------------------------------------------------------------------------------------
+
+
+@joins("band", blocks=True)
+def band(cut: Cut) -> torch.Tensor:
+    """``tril`` and ``triu``: each rank keeps what lies on the right side of the diagonal. Sends nothing."""
+    local, layout, rank = cut.locals[0], cut.layouts[0], cut.group.rank
+    down, across = (
+        torch.arange(layout.shape[d], device=local.device)  # on ranks outside, too
+        if layout.dims[d] is None
+        else places(layout, rank, d, local.device)
+        for d in (local.dim() - 2, local.dim() - 1)
+    )
+    down = down[:, None]
+    k = cut.options["diagonal"]
+    kept = across - down <= k if cut.name == "tril" else across - down >= k
+    return local.masked_fill(~kept, 0)
+
+
+def _of_batches(func: Any, name: str) -> Callable[..., Any]:
+    of_batch = by_rule(func, name)
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(first, torch.Tensor) or first.dim() < 3:
+            return fall_back(func, args, kwargs)
+        return of_batch(*args, **kwargs)
+
+    return handler
+
+
+for _row in rows():
+    if _row.section.startswith("linear algebra") and _row.pattern is not None:
+        for _name in _row.names:
+            for _func in resolve(_name):
+                HANDLERS[_func] = _of_batches(_func, _name.rpartition(".")[2])
+
+HANDLERS[torch.nn.functional.bilinear] = by_rule(takes_empty(torch.nn.functional.bilinear, "bilinear"), "bilinear")

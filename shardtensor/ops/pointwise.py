@@ -15,24 +15,16 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import decided
-from shardtensor.ops.engine import bring, group_of, refuse_to_move, run
+from shardtensor.ops.engine import bring, group_of, refuse_to_move, run, write_out
 from shardtensor.ops.local_call import remembered
-from shardtensor.ops.out import write_out
 from shardtensor.rules.propagate import Need, follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
-from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.dispatch import (
-    HANDLERS,
-    fall_back,
-    name_of,
-    refuse_lost_write,
-    refuse_partial_write,
-    spellings,
-)
-from shardtensor.tensor.move import part
+from shardtensor.tensor.copied import refuse_lost_write, version_of
+from shardtensor.tensor.dispatch import HANDLERS, name_of, refuse_partial_write, spellings
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
-from shardtensor.tensor.teams import along
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -189,7 +181,6 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     refuse_partial_write(x, name_of(func))
     refuse_expanded(x)
     _write(func, x, args, kwargs)
-    wrote(x)
     return x
 
 
@@ -254,14 +245,18 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
     """Write into what `input` is a copy of; False where it is none, or no copy of indexed or transposed values.
 
     ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
-    the values are read anew, changed and written back. All ranks of the group call it.
+    the values are read again, changed and written back. All ranks of the group call it.
     """
-    if not isinstance(input, ShardedTensor) or input._origin is None or input._source is None:
+    copied = input._copied if isinstance(input, ShardedTensor) else None
+    if copied is None or copied.again is None:
         return False
-    read, write = input._source
+    read, write = copied.again
     changed = read().clone()
     change(changed)
     write(changed)
+    assert isinstance(input, ShardedTensor)
+    local = local_as(changed, input._layout, input._group)  # the written copy goes on to show what it wrote
+    input._copied = copied._replace(local=local, version=version_of(copied.source))
     return True
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, refuse_lost_write
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.drawing import draw, memory_order
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.random import Sample
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
@@ -76,7 +77,6 @@ def refuse_leaf(x: ShardedTensor) -> None:
 def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
     """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one addend takes them."""
     x._local.copy_(values if x._layout.brings_value(x._group.rank) else torch.zeros_like(values))
-    wrote(x)
     return x
 
 
@@ -189,7 +189,6 @@ def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
         input._local.mul_(torch.zeros((), dtype=input.dtype, device=input.device))
     else:
         input._local.mul_(draw_like(input, _noise(p)))
-    wrote(input)
     return input
 
 

@@ -1,179 +1,302 @@
-"""Sums and what is made of them: ``d0 d1 -> d1`` where d0 is cut leaves addends, which are summed at once.
+"""Reductions over cut dims, by their rows: what the ranks send each other, and how their results become one.
 
-Half-precision addends are summed in float32 and rounded once, as the dense sum is.
+Where the dims are whole the row is all there is. Half-precision addends are summed in float32 and rounded once. The
+ranks' extremes are gathered (one value for each element of the result and rank), because backends' max and min drop
+NaN. Gradients are torch's: amax and the full max share it among all ties, max over a dim gives it to the first.
 """
 
 from __future__ import annotations
 
-from math import inf
+import math
 from typing import Any
 
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.ops.by_rule import joins_itself
-from shardtensor.ops.empty_parts import at_least_one
+from shardtensor.comm.group import Group
+from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.reducing import Bound, bound, local_extreme, reduces
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.ops.ids import places
+from shardtensor.ops.pointwise import spread
+from shardtensor.tensor.dispatch import HANDLERS, spellings
+
+# -- sums and products -------------------------------------------------------------------------------------------------
 
 
-@reduces("sum")
-def sum_(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Sum over `dim`; one all-reduce of the result where it is cut."""
-    r = bound("sum", input, dim, keepdim)
-    return None if r is None else r.give(_total(r, dtype, keepdim))
+@joins("total", blocks=True)
+def total(cut: Cut) -> torch.Tensor:
+    """The sum of what an operation gives of all elements of each rank, for those whose row says ``sum``."""
+    local, options = cut.locals[0], {k: v for k, v in cut.options.items() if k == "dtype" and v is not None}
+    if cut.name != "count_nonzero" and options.get("dtype", local.dtype) in HALF:
+        return collectives.all_reduce(cut.func(local, dtype=torch.float32), cut.team).to(local.dtype)
+    return collectives.all_reduce(cut.func(local, **options), cut.team)
 
 
-def _total(r: Bound, dtype: torch.dtype | None, keepdim: bool) -> torch.Tensor:
-    want = dtype or r.local.dtype
-    if r.team is None or want not in HALF:
-        return r.joined(torch.sum(r.local, r.dims, keepdim, dtype=dtype))
-    return r.joined(torch.sum(r.local, r.dims, keepdim, dtype=torch.float32)).to(want)
+@joins("mean", blocks=True)
+def mean(cut: Cut) -> torch.Tensor:
+    """The mean of all elements, not of the ranks' means: one all-reduce of the result."""
+    local, dtype = cut.locals[0], cut.options.get("dtype")
+    want = dtype or local.dtype
+    if not (want.is_floating_point or want.is_complex):
+        return cut.compute(local)  # torch's error
+    found = torch.sum(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
+    return (collectives.all_reduce(found, cut.team) / cut.count).to(want)
 
 
-@reduces("nansum")
-def nansum(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """The sum of the elements that are numbers."""
-    r = bound("nansum", input, dim, keepdim)
-    return None if r is None else r.give(_total(r._replace(local=r.local.nan_to_num(0.0, inf, -inf)), dtype, keepdim))
-
-
-@reduces("mean")
-def mean(input: ShardedTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """The mean over `dim`, of all elements and not of the ranks' means."""
-    r = bound("mean", input, dim, keepdim)
-    if r is None:
-        return None
-    want = dtype or r.local.dtype
-    if r.team is None or not (want.is_floating_point or want.is_complex):  # the second is torch's error
-        return r.give(torch.mean(r.local, r.dims, keepdim, dtype=dtype))
-    local = torch.sum(r.local, r.dims, keepdim, dtype=torch.float32 if want in HALF else dtype)
-    return r.give(r.joined(local).to(want))
-
-
-@joins_itself("two_passes")
-def _moments(
-    x: ShardedTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
-) -> tuple[torch.Tensor, torch.Tensor, Bound] | None:
-    """The variance and the mean, local tensors of the result's layout."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    if correction is None:
-        correction = 1 if unbiased is None or unbiased else 0
-    r = bound("var", x, dim, keepdim)
-    if r is None:
-        return None
-    if r.team is None:
-        local = r.local  # of an empty one torch would warn
-        local = at_least_one(local, [d for d in range(local.dim()) if d not in r.dims])
-        held = tuple(slice(n) for n in r.plan.layout.local_shape(r.group.rank))
-        spread, average = torch.var_mean(local, r.dims, correction=correction, keepdim=keepdim)
-        return (spread, average, r) if local is r.local else (spread[held], average[held], r)
-    if not (r.local.is_floating_point() or r.local.is_complex()):
-        torch.var_mean(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # torch's error
-    local = r.local.float() if r.local.dtype in HALF else r.local
-    n = r.plan.count
-    average = collectives.all_reduce(local.sum(r.dims, keepdim=True), r.team) / n
-    away = local - collectives.sum_gradient(average, r.team)
-    squares = away.abs().square() if away.is_complex() else away.square()
-    variance = collectives.all_reduce(squares.sum(r.dims, keepdim=True), r.team) / max(n - correction, 0)
-    if not keepdim:
-        variance, average = variance.squeeze(r.dims), average.squeeze(r.dims)
-    dtype = r.local.dtype.to_real() if r.local.is_complex() else r.local.dtype
-    return variance.to(dtype), average.to(r.local.dtype), r
-
-
-@reduces("var")
-def var(
-    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Any:
-    """The variance, in two passes: two all-reduces of the result where `dim` is cut."""
-    found = _moments(input, dim, unbiased, keepdim, correction)
-    return None if found is None else found[2].give(found[0])
-
-
-@reduces("std")
-def std(
-    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Any:
-    """The standard deviation; its gradient is 0 where it is 0, as torch's."""
-    found = _moments(input, dim, unbiased, keepdim, correction)
-    return None if found is None else found[2].give(_root(found[0]))
-
-
-@reduces("var_mean")
-def var_mean(
-    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Any:
-    """The variance and the mean."""
-    found = _moments(input, dim, unbiased, keepdim, correction)
-    return None if found is None else (found[2].give(found[0]), found[2].give(found[1]))
-
-
-@reduces("std_mean")
-def std_mean(
-    input: ShardedTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Any:
-    """The standard deviation and the mean."""
-    found = _moments(input, dim, unbiased, keepdim, correction)
-    return None if found is None else (found[2].give(_root(found[0])), found[2].give(found[1]))
-
-
-def _root(variance: torch.Tensor) -> torch.Tensor:
-    zero = variance == 0
-    return variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
-
-
-@reduces("prod")
-def prod(
-    input: ShardedTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
+@joins("product", blocks=True)
+def product(cut: Cut) -> torch.Tensor:
     """The product: the ranks' products are gathered and multiplied, so that gradients at zeros come out right."""
-    r = bound("prod", input, dim, keepdim)
-    if r is None or (dim is not None and not isinstance(dim, int)):
-        return None
-    local = torch.prod(r.local, dtype=dtype) if dim is None else torch.prod(r.local, r.dims[0], keepdim, dtype=dtype)
-    return r.give(r.joined(local))
+    local, dtype = cut.locals[0], cut.options.get("dtype")
+    one = len(cut.dims) == 1
+    found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
+    return gathered(found, cut.team).prod(0, dtype=found.dtype)
 
 
-@reduces("logsumexp")
-def logsumexp(input: ShardedTensor, dim: Any, keepdim: bool = False) -> Any:
-    """The logarithm of the sum of exponentials: the maximum and the sum are joined, as softmax does."""
-    r = bound("logsumexp", input, dim, keepdim)
-    if r is None:
-        return None
-    if r.team is None:
-        return r.give(torch.logsumexp(r.local, r.dims, keepdim))
-    if r.local.is_complex():
-        return None
-    local = r.local if r.local.is_floating_point() else r.local.to(torch.get_default_dtype())
+@joins("truth", blocks=True)
+def truth(cut: Cut) -> torch.Tensor:
+    """``any`` and ``all``: bools add up as the one and multiply as the other; bytes have their maximum and minimum."""
+    found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
+    of_bools, of_bytes = ("sum", "max") if cut.name == "any" else ("prod", "min")
+    return cut.team.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
+
+
+@joins("exponents", blocks=True)
+def exponents(cut: Cut) -> torch.Tensor:
+    """``logsumexp``: the maximum and the sum are reduced, as in softmax."""
+    local = cut.locals[0]
+    if local.is_complex():
+        return NotImplemented
+    local = local if local.is_floating_point() else local.to(torch.get_default_dtype())
     dtype, local = local.dtype, local.float() if local.dtype in HALF else local
     with torch.no_grad():
-        top = r.team.all_reduce(local_extreme(local, r.dims, True), "max")
+        top = cut.team.all_reduce(local_extreme(local, cut.dims, True), "max")
         top = top.masked_fill(~top.isfinite(), 0)
-    total = collectives.all_reduce((local - top).exp().sum(r.dims, keepdim=True), r.team).log() + top
-    return r.give((total if keepdim else total.squeeze(r.dims)).to(dtype))
+    found = collectives.all_reduce((local - top).exp().sum(cut.dims, keepdim=True), cut.team).log() + top
+    return _shaped(found, cut).to(dtype)
 
 
-@reduces("count_nonzero")
-def count_nonzero(input: ShardedTensor, dim: Any = None) -> Any:
-    """The number of elements that are not zero, int64."""
-    r = bound("count_nonzero", input, dim)
-    return None if r is None else r.give(r.joined(torch.sum(r.local != 0, r.dims)))
+def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """A result that has the reduced dims, without them unless the call keeps them."""
+    return found if cut.keepdim else found.squeeze(cut.dims)
 
 
-def _truth(name: str) -> None:
-    func = getattr(torch, name)
-
-    @reduces(name)
-    def truth(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-        r = bound(name, input, dim, keepdim)
-        if r is None:
-            return None
-        is_full = len(r.dims) == r.local.dim()
-        return r.give(r.joined(func(r.local) if is_full else func(r.local, r.dims, keepdim)))
+# -- variance ----------------------------------------------------------------------------------------------------------
 
 
-_truth("any")
-_truth("all")
+@joins("two_passes", blocks=True)
+def two_passes(cut: Cut) -> Any:
+    """The variance, the standard deviation, and either with the mean: two all-reduces of the result."""
+    local = cut.locals[0]
+    if not (local.is_floating_point() or local.is_complex()):
+        return cut.compute(local)  # torch's error
+    dim, correction = cut.options.get("dim"), cut.options.get("correction")
+    correction = dim if isinstance(dim, bool) else cut.options.get("unbiased") if correction is None else correction
+    return _spread_of(cut.name, local, cut.dims, cut.keepdim, correction, cut.count, cut.team)
+
+
+def _spread_of(
+    name: str, local: torch.Tensor, dims: Any, keepdim: bool, correction: Any, count: int, team: Group | None
+) -> Any:
+    """The local result of ``var`` and its kin over a team, or on this rank alone."""
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        found = x.sum(dims, keepdim=True)
+        return found if team is None else collectives.all_reduce(found, team)
+
+    wide = local.float() if local.dtype in HALF else local
+    average = summed(wide) / count if count else summed(wide)
+    away = wide - (average if team is None else collectives.sum_gradient(average, team))
+    squares = away.abs().square() if away.is_complex() else away.square()
+    variance = summed(squares) / max(count - (1 if correction is None else correction), 0)
+    if not keepdim:
+        variance, average = variance.squeeze(dims), average.squeeze(dims)
+    if name.startswith("std"):  # its gradient is 0 where it is 0, as torch's
+        zero = variance == 0
+        variance = variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+    variance = variance.to(local.dtype.to_real() if local.is_complex() else local.dtype)
+    return (variance, average.to(local.dtype)) if name.endswith("mean") else variance
+
+
+def _of_parts(func: Any) -> Any:
+    """`func` of ``var`` and its kin on a local tensor; of an empty part torch would warn."""
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return (on_nothing if args and not args[0].numel() else func)(*args, **kwargs)
+
+    def on_nothing(
+        x: torch.Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
+    ) -> Any:
+        dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+        dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        return _spread_of(func.__name__, x, dims, keepdim, unbiased if correction is None else correction, 0, None)
+
+    compute.on_elements = func  # type: ignore[attr-defined]
+    return compute
+
+
+# -- extremes and their places -----------------------------------------------------------------------------------------
+
+
+class Extreme(torch.autograd.Function):
+    """The maximum (minimum) over `dims`, which stay with size 1; all ties in all ranks share its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, dims: tuple[int, ...], largest: bool, team: Group) -> torch.Tensor:
+        found = gathered(local_extreme(local, dims, largest), team)
+        out = found.amax(0) if largest else found.amin(0)
+        ctx.save_for_backward(local, out)
+        ctx.dims, ctx.team = dims, team
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        local, out = ctx.saved_tensors
+        reached = (local == out) | (local.isnan() & out.isnan())
+        ties = ctx.team.all_reduce(reached.sum(ctx.dims, keepdim=True, dtype=grad.dtype))
+        return reached * (grad / ties), None, None, None
+
+
+@joins("extreme", blocks=True)
+def extreme(cut: Cut) -> torch.Tensor:
+    """``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
+    if not cut.count:
+        torch.amax(torch.empty(cut.layouts[0].shape, device="meta"), cut.dims)  # torch's error
+        return NotImplemented
+    return _shaped(Extreme.apply(cut.locals[0], cut.dims, cut.name in ("amax", "max"), cut.team), cut)
+
+
+@joins("first_of_all", blocks=True)
+def first_of_all(cut: Cut) -> Any:
+    """``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
+    largest, wants_place = cut.name.endswith("max"), cut.name.startswith("arg")
+    if cut.options.get("dim") is None:
+        return _place_of_all(cut, largest) if wants_place else extreme(cut)
+    if cut.layouts[0].is_replicated:
+        return NotImplemented  # boxes and ranges, of which the places are not told here
+    (d,), layout, local = cut.dims, cut.layouts[0], cut.locals[0]
+    local = local.detach() if wants_place else local
+    if not cut.count:
+        cut.func(torch.empty(layout.shape, dtype=local.dtype), d)  # torch's error; on meta it has none
+    here = places(layout, cut.group.rank, d, local.device)
+    if local.shape[d]:
+        values, indices = (torch.max if largest else torch.min)(local, d, keepdim=True)
+        indices = here[indices]
+    else:  # an empty part loses to every other; the sum of nothing keeps it in the graph
+        values = local.sum(d, keepdim=True, dtype=local.dtype) + lowest(local.dtype, largest)
+        values = values.to(local.dtype)
+        indices = torch.full(values.shape, torch.iinfo(torch.int64).max, device=values.device)
+    all_values, all_indices = gathered(values, cut.team), gathered(indices, cut.team)
+    with torch.no_grad():
+        pick = _first_best(all_values, all_indices, largest).argmin(0, keepdim=True)
+    indices = _shaped(all_indices.gather(0, pick).squeeze(0), cut)
+    if wants_place:
+        return indices
+    kind: Any = torch.return_types.max if largest else torch.return_types.min
+    return kind((_shaped(all_values.gather(0, pick).squeeze(0), cut), indices))
+
+
+def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> torch.Tensor:
+    """The indices of the best of each rank's `values`, and more than any index for the others."""
+    best = values.amax(0) if largest else values.amin(0)
+    is_best = (values == best) | (values.isnan() & best.isnan())
+    return torch.where(is_best, indices, torch.iinfo(torch.int64).max)
+
+
+def _place_of_all(cut: Cut, largest: bool) -> torch.Tensor:
+    """The first index of the extreme among all elements, counted as in the flat tensor."""
+    layout, local = cut.layouts[0], cut.locals[0].detach()
+    if not cut.count:
+        return cut.func(local)  # torch's error
+    if layout.is_replicated:
+        return NotImplemented
+    if local.numel():
+        flat = cut.func(local)
+        value, place = local.reshape(-1)[flat], torch.unravel_index(flat, local.shape)
+        index = torch.zeros_like(flat)
+        for d, (size, at) in enumerate(zip(layout.shape, place, strict=True)):
+            index = index * size + places(layout, cut.group.rank, d, local.device)[at]
+    else:
+        value = local.new_full((), lowest(local.dtype, largest))
+        index = torch.full((), torch.iinfo(torch.int64).max, device=local.device)
+    index = _first_best(gathered(value, cut.team), gathered(index, cut.team), largest).amin()
+    return index.reshape(cut.settled.shape)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+@joins("norms", blocks=True)
+def norms(cut: Cut) -> torch.Tensor:
+    """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0. Matrix norms are not split."""
+    ord = cut.options.get("ord", cut.options.get("p", 2))
+    is_linalg = cut.func is torch.linalg.norm
+    if is_linalg and ord is not None and not (ord == "fro" and len(cut.dims) == 2):
+        if isinstance(ord, str) or len(cut.dims) != 1:
+            return NotImplemented
+    elif ord == "nuc":
+        return NotImplemented
+    ord = 2 if ord is None or ord == "fro" else ord
+    local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
+    if math.isinf(ord):
+        return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.team), cut)
+    if ord == 0:  # in the graph, as the norm of order 0 of each element
+        ones = torch.linalg.vector_norm(local.unsqueeze(-1), 0, -1)
+        return collectives.all_reduce(ones.sum(cut.dims, cut.keepdim), cut.team)
+    wide = torch.float32 if local.dtype in HALF else None
+    if ord < 0 and any(local.shape[d] == 0 for d in cut.dims):  # which torch refuses; infinity adds nothing
+        found = local.abs().sum(cut.dims, cut.keepdim, dtype=wide) + math.inf
+    else:
+        found = torch.linalg.vector_norm(local, ord, cut.dims, cut.keepdim, dtype=wide)
+    if ord == 1:
+        found = collectives.all_reduce(found, cut.team)
+    else:
+        found = torch.linalg.vector_norm(gathered(found, cut.team), ord, 0)
+    return found.to(local.dtype) if wide else found
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:
+    """The equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
+    return collectives.all_gather(t.contiguous(), [t.numel()] * team.size, team).view(team.size, *t.shape)
+
+
+def lowest(dtype: torch.dtype, largest: bool) -> Any:
+    """What leaves a maximum (or a minimum) as it is."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torch.Tensor:
+    """The maximum (minimum) over `dims`, which stay with size 1, also of a part that is empty there."""
+    if any(t.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else n for d, n in enumerate(t.shape)]
+        return t.new_full(shape, lowest(t.dtype, largest))
+    return t.amax(dims, keepdim=True) if largest else t.amin(dims, keepdim=True)
+
+
+# -- registered --------------------------------------------------------------------------------------------------------
+
+
+def _either(func: Any, name: str) -> Any:
+    """The handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
+    reduce = by_rule(func, name)
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
+            return spread(func, args, kwargs, f"{name}imum")
+        return reduce(*args, **kwargs)
+
+    return handler
+
+
+for _name in ("max", "min"):
+    for _func in spellings(_name):
+        HANDLERS[_func] = _either(_func, _name)
+for _name in ("var", "std", "var_mean", "std_mean"):
+    for _func in spellings(_name):
+        HANDLERS[_func] = by_rule(_of_parts(_func), _name)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.engine import finish, prepare
+from shardtensor.ops.engine import finish, prepare, write_out
 from shardtensor.ops.ids import check_ids, held
 from shardtensor.ops.lookup import in_range, out_of_bounds
 from shardtensor.ops.masks import put
-from shardtensor.ops.out import write_out
 from shardtensor.rules.advanced import first_of, writing
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.table import rule_of
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
 
 Write = Callable[..., torch.Tensor]

@@ -1,8 +1,7 @@
 """Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is seen in the other.
 
-Where elements would have to move, a view gathers (the safety net) and the result is a *copy*. It is marked as such: it
-is read anew when its source was written (`tensor.copied`), and refuses to be written into in place, because the dense
-program would have written into the source.
+Where elements would have to move, a view gathers (the safety net) and the result is a *copy* (`tensor.copied`): it
+refuses to be written into in place, because the dense program would have written into the source.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.views import expanded, permuted, reshaped
-from shardtensor.tensor.copied import detached, mark, over_memory_of
-from shardtensor.tensor.dispatch import HANDLERS, fall_back, implements, name_of, spellings
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, spellings
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, settled, view_of, wrap
 
 
 def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A view of `x`, over a view of its local tensor; plain when every rank has the whole."""
-    if layout.is_whole_on_all(x._group.size) and x._origin is None:
+    if layout.is_whole_on_all(x._group.size) and x._copied is None:
         return local
-    return over_memory_of(x, wrap(local, layout, None, x._group))
+    return view_of(x, local, layout)
 
 
 def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> LocalCall:
@@ -39,26 +38,16 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedTensor):
         return fall_back(func, args, kwargs)
 
-    def make(x: ShardedTensor) -> Any:
-        there = None if isinstance(x._layout, CutLayout) else on_grid(name_of(func), x)
-        return fall_back(func, (x, *args[1:]), kwargs) if there is None else func(there, *args[1:], **kwargs)
-
-    result = make(args[0])
-    if not isinstance(result, tuple | list):
-        return mark(result, args[0], name_of(func), make)
-    return type(result)(mark_part(make, i, x, args[0], name_of(func)) for i, x in enumerate(result))
-
-
-def mark_part(make: Callable[[ShardedTensor], Any], i: int, part: Any, source: ShardedTensor, name: str) -> Any:
-    """Mark the part `i` of what `make` makes of `source` as a copy, with memory of its own."""
-    return mark(part.clone() if isinstance(part, torch.Tensor) else part, source, name, lambda x: make(x)[i])
+    there = None if isinstance(args[0]._layout, CutLayout) else on_grid(name_of(func), args[0])
+    result = fall_back(func, args, kwargs) if there is None else func(there, *args[1:], **kwargs)
+    if isinstance(result, tuple | list):
+        return type(result)(copy_of(part.clone(), args[0], name_of(func)) for part in result)
+    return copy_of(result, args[0], name_of(func)) if isinstance(result, torch.Tensor) else result
 
 
 def to_view(x: ShardedTensor) -> ShardedTensor:
     """`x`, to take a view of; where it has to be reduced first, what is made of that is a copy."""
-    return (
-        x if not x._layout.partial else mark(settled(x), x, "a view of a tensor that is still to be reduced", settled)
-    )
+    return copy_of(settled(x), x, "a view of a tensor that is still to be reduced") if x._layout.partial else x
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------
@@ -85,10 +74,11 @@ def _permuting(func: Any) -> Callable[..., Any]:
         if not isinstance(x._layout, CutLayout):
             result = copied(func, (input, *args), kwargs)
             inverse = sorted(range(x.dim()), key=order.__getitem__)
-            result._source = (
+            again = (
                 lambda: func(input, *args, **kwargs),
                 lambda changed: input.copy_(changed.permute(inverse)),
             )
+            result._copied = result._copied._replace(again=again)
             return result
         return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
 
@@ -213,7 +203,10 @@ for _func in (torch.clone, torch.Tensor.clone):
     HANDLERS[_func] = _keeps_layout(_func)
 
 
-implements(torch.detach, torch.Tensor.detach)(detached)
+@implements(torch.detach, torch.Tensor.detach)
+def detach(input: ShardedTensor) -> ShardedTensor:
+    """The same memory, without the graph."""
+    return view_of(input, input._local.detach(), input._layout, input._spec)
 
 
 @implements(torch.Tensor.contiguous)
@@ -242,7 +235,7 @@ def _gathering(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: copied(func, args, kwargs)
 
 
-_OTHER_VIEWS = "view_as_real view_as_complex as_strided squeeze_copy"
+_OTHER_VIEWS = "view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
 for _name in _OTHER_VIEWS.split():
     for _func in spellings(_name):
         HANDLERS.setdefault(_func, _gathering(_func))

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from shardtensor.ops.foreach import global_norm
-from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import local_of
 
 
@@ -63,7 +62,6 @@ def clip_grad_norm_(
     scale.clamp_(max=1.0)
     for locals_ in _by_kind(grads):
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
-    wrote_each(grads)
     return total
 
 
@@ -83,7 +81,6 @@ def clip_grad_value_(
     for locals_ in _by_kind(grads):
         torch._foreach_clamp_min_(locals_, -clip_value)
         torch._foreach_clamp_max_(locals_, clip_value)
-    wrote_each(grads)
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

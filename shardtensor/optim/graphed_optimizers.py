@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardtensor.errors import CaptureError
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.tensor.copied import wrote_each
 from shardtensor.tensor.sharded_tensor import local_of
 
 _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr"})
@@ -178,11 +177,6 @@ class GraphedOptimizers:
         groups = self.groups().values()
         options = [[value for key, value in group.items() if key not in _NOT_CAPTURED] for group in groups]
         return options, [(id(leaf), leaf.data_ptr()) for leaf in self.leaves()], len(self._loads)
-
-    def wrote(self) -> None:
-        """Record that a replay wrote into the parameters."""
-        for group in self.groups().values():
-            wrote_each(group["params"])
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -122,7 +122,6 @@ class GraphedStep:
             self._inputs = self._capture(recorder, args, kwargs)
         self._optimizers.refresh()
         recorder.replay()
-        self._optimizers.wrote()
         outputs = self._outputs
         if self._clones:
             outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs]

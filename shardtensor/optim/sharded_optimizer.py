@@ -29,7 +29,6 @@ from shardtensor.optim.named_params import (
     stale_error,
 )
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
-from shardtensor.tensor.copied import stepped
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
@@ -212,7 +211,9 @@ class ShardedOptimizer(optim.Optimizer):
                 loss = closure()
         self._sync()
         self._flat_groups.step(self.param_groups, self._inner_step)
-        stepped(self._inner, (record.param for record in self._records.values()))
+        for group in self._inner.param_groups:
+            if group.get("fused"):  # its kernels count no version, which autograd and fully sharded modules go by
+                torch._C._increment_version(group["params"])
         return loss
 
     def _inner_step(self, *closure: Any) -> Any:

@@ -19,8 +19,8 @@ from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
 from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
+from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.teams import along
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

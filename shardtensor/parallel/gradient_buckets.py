@@ -9,8 +9,6 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.parallel.gradients import Gradient, sparse_error
-from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the wire is busy early."""
@@ -35,7 +33,6 @@ class Bucket:
         self.waiting = len(self.gradients)
         self.group = self.gradients[0].group
         self._dtype, self._device = self.gradients[0].dtype, self.gradients[0].leaf.device
-        self._shells = [g.param for g in self.gradients if isinstance(g.param, ShardedTensor)]
         self._has_empty = any(g.leaf.numel() == 0 for g in self.gradients)
         self._grads: list[Any] = []
         self._is_plain = self._is_packed = True
@@ -106,9 +103,6 @@ class Bucket:
             views = self._result[: sum(sizes)].split(sizes)
             for gradient, grad, view in zip(self.gradients, self._grads, views, strict=True):
                 self._give(gradient, grad, view, is_used)
-        for shell in self._shells:
-            if shell._grad_shell is not None:
-                wrote(shell.grad)
         self._grads, self._pending, self._result = [], None, None
 
     def _give(self, gradient: Gradient, grad: torch.Tensor | None, view: torch.Tensor, is_used: Any) -> None:

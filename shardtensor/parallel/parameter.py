@@ -20,10 +20,10 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.modules import drop_weak_references
+from shardtensor.tensor.move import take
 from shardtensor.tensor.placing import device_for, mesh_of
-from shardtensor.tensor.replacing import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-from shardtensor.tensor.steps import take
 
 
 def shard_parameter(

@@ -9,7 +9,6 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.parallel.data_axes import DataAxes
-from shardtensor.tensor.copied import wrote
 from shardtensor.tensor.sharded_tensor import local_of
 
 
@@ -25,7 +24,6 @@ def take_first_copies(named: Iterable[tuple[str, torch.Tensor]], axes: DataAxes)
         group, _ = axes.copies(name, tensor)
         if group.size > 1 and not local.is_meta:
             kinds.setdefault((id(group), local.dtype, local.device), (group, {}))[1].setdefault(id(local), local)
-            wrote(tensor)
     for group, found in kinds.values():
         locals_ = [local.detach() for local in found.values()]
         sizes = [local.numel() for local in locals_]

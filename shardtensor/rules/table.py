@@ -60,8 +60,6 @@ mode                                       | ... [!d] -> ...      |         | in
 roll                                       | ... [!d] -> ... [d]  |         | input, shifts=, dims=None
 flip                                       | ... [!d] -> ... [d]  |         | input, *dims
 glu                                        | ... [!d] -> ... [d'] |         | input, dim=-1
-fft.fft fft.ifft fft.rfft fft.irfft
-  fft.hfft fft.ihfft                       | ... [!d] -> ... [d'] |         | input, n=None, dim=-1
 msort                                      | !d ... -> d ...
 tril triu                                  | ... r c -> ... r c
                                            | r @band, c @band | input, diagonal=0
@@ -69,32 +67,27 @@ tril triu                                  | ... r c -> ... r c
 # reductions over the dims that the call selects, or all
 
 sum nansum                          | ... [d] -> ... | d sum           | input, dim=None, keepdim=False
-mean                                | ... [d] -> ... | d avg           | input, dim=None, keepdim=False
-prod                                | ... [d] -> ... | d prod          | input, dim=None, keepdim=False
-any                                 | ... [d] -> ... | d any           | input, dim=None, keepdim=False
-all                                 | ... [d] -> ... | d all           | input, dim=None, keepdim=False
-amax                                | ... [d] -> ... | d max           | input, dim=None, keepdim=False
-amin                                | ... [d] -> ... | d min           | input, dim=None, keepdim=False
+mean                                | ... [d] -> ... | d @mean         | input, dim=None, keepdim=False
+prod                                | ... [d] -> ... | d @product      | input, dim=None, keepdim=False
+any all                             | ... [d] -> ... | d @truth        | input, dim=None, keepdim=False
+amax amin                           | ... [d] -> ... | d @extreme      | input, dim=None, keepdim=False
 count_nonzero                       | ... [d] -> ... | d sum           | input, dim=None
 var std var_mean std_mean           | ... [d] -> ... | d @two_passes   | input, dim=None, correction=, keepdim=False
 max min argmax argmin               | ... [d] -> ... | d @first_of_all | input, dim=None, keepdim=False
-logsumexp                           | ... [d] -> ... | d @itself_again | input, dim=, keepdim=False
-linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @itself_again | input, ord=, dim=None, keepdim=False
+logsumexp                           | ... [d] -> ... | d @exponents    | input, dim=, keepdim=False
+linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @norms        | input, ord=, dim=None, keepdim=False
 
 # indexing by tensors, concatenation
 
 gather                                     | i... [d], i... [at] -> i... [at]  | d sum | input, dim=, index
-take_along_dim                             | i... [!d], i... [at] -> i... [at] |       | input, indices, dim=
 index_select                               | i... [d], at -> i... [at]         | d sum | input, dim=, index
 scatter scatter_add scatter_reduce         | i... [d], i... [!at], i... [!at] -> i... [d]
                                            | | input, dim=, index, src
 index_add index_copy index_reduce          | i... [d], !at, i... [!at] -> i... [d]
                                            | | input, dim=, index, source
 index_fill                                 | i... [d], !at, () -> i... [d]     |       | input, dim=, index, value
-take                                       | @advanced.reading
 index_put                                  | @advanced.writing
-masked_select masked_scatter nonzero
-  argwhere                                 | @advanced.selecting
+masked_select nonzero                      | @advanced.selecting
 cat concat concatenate                     | *(i... [!d]) -> i... [d']         |       | tensors, dim=0
 stack                                      | *(i...) -> i... [n']              |       | tensors, dim=0
 
@@ -178,10 +171,6 @@ padded                                     | ... [!d] -> ... [d']               
 
 # losses: before `reduction`
 
-F.multi_margin_loss                        | n? !c, n?, !c -> n?           |  | input, target, p=1, margin=1, weight
-F.multilabel_margin_loss                   | n? !c, n? !c -> n?            |  | input, target
-F.cosine_embedding_loss                    | n? !c, n? !c, n? -> n?        |  | input1, input2, target
-F.triplet_margin_loss                      | ... !c, ... !c, ... !c -> ... |  | anchor, positive, negative
 cross_entropy nll_loss                     | n? c s..., n? s..., c -> n? s...
                                            | c @classes | input, target, weight
 mse_loss l1_loss smooth_l1_loss huber_loss | ..., ..., ... -> ...          |  | input, target, weight
@@ -209,8 +198,6 @@ transpose swapaxes swapdims movedim
   moveaxis permute t adjoint T mT H mH     | @views.permuted
 expand broadcast_to expand_as              | @views.expanded
 repeat tile                                | @views.repeated
-diagonal                                   | @views.on_diagonal
-Tensor.unfold                              | @views.windows
 tensor_split hsplit vsplit dsplit          | @indexing.indexing
 Tensor.__getitem__ narrow select split
   split_with_sizes chunk unbind            | @indexing.indexing

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import attrs
-
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
+from shardtensor.layout.layout import CutLayout, DimCut, Shape
 from shardtensor.layout.pieces import Blocked, Pieces, Stepped, listed
 from shardtensor.rules.propagate import with_dims
 
@@ -135,70 +133,6 @@ def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
         return None
     shape = (*times[:new], *(n * size for n, size in zip(times[new:], layout.shape, strict=True)))
     return with_dims(layout, shape, (*(None,) * new, *layout.dims))
-
-
-@lru_cache(maxsize=4096)
-def windows(layout: CutLayout, dim: int, count: int, size: int) -> CutLayout | None:
-    """Return the layout of `count` windows along a dim, with a new last dim of `size`; None if the dim is sharded."""
-    if layout.dims[dim] is not None:
-        return None
-    shape = (*(count if d == dim else n for d, n in enumerate(layout.shape)), size)
-    return with_dims(layout, shape, (*layout.dims, None))
-
-
-@lru_cache(maxsize=4096)
-def on_diagonal(layout: CutLayout, dims: tuple[int, int], count: int) -> CutLayout | None:
-    """Return the layout of the diagonal of two dims, which is a new last dim; None if one of them is sharded."""
-    if any(layout.dims[d] is not None for d in dims):
-        return None
-    kept = [d for d in range(len(layout.shape)) if d not in dims]
-    shape = (*(layout.shape[d] for d in kept), count)
-    return with_dims(layout, shape, (*(layout.dims[d] for d in kept), None))
-
-
-@attrs.frozen
-class Reduction:
-    """How to run one reduction.
-
-    Attributes:
-        layout: of the result, once reduced over `axes`.
-        axes: along which the reduced dims are sharded; empty if the reduction is local.
-        count: the number of elements that are reduced to one.
-        dims: the dims of the local tensor to reduce; a packed one has one dim.
-    """
-
-    layout: CutLayout
-    axes: tuple[int, ...]
-    count: int
-    dims: tuple[int, ...]
-
-
-@lru_cache(maxsize=8192)
-def reduction(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Reduction | None:
-    """Return how to reduce `dims` (not negative, sorted); None if listed boxes must be gathered first.
-
-    Example:
-        >>> from shardtensor.layout.layout import DimCut
-        >>> from shardtensor.layout.pieces import chunked
-        >>> rows = CutLayout(shape=(5, 4), ranks=range(2), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
-        >>> reduction(rows, (0,), False).axes, reduction(rows, (1,), False).axes
-        ((0,), ())
-    """
-    ndim = len(layout.shape)
-    kept = tuple(d for d in range(ndim) if d not in dims)
-    shape = tuple(1 if d in dims else n for d, n in enumerate(layout.shape)) if keepdim else ()
-    shape = shape if keepdim else tuple(layout.shape[d] for d in kept)
-    count = 1
-    for d in dims:
-        count *= layout.shape[d]
-    if isinstance(layout, CutLayout):
-        cuts = tuple(layout.dims[d] if d in kept else None for d in (range(ndim) if keepdim else kept))
-        axes = tuple(sorted(axis for d in dims if (cut := layout.dims[d]) is not None for axis in cut.axes))
-        return Reduction(with_dims(layout, shape, cuts), axes, count, dims)
-    if kept:
-        return None
-    inner = (0,) if layout.packed else dims
-    return Reduction(replicated(shape, layout.ranks, layout.grid), layout.parting_axes, count, inner)
 
 
 def heads_fit(query: CutLayout, key: CutLayout, value: CutLayout, groups: int) -> bool:

@@ -30,8 +30,8 @@ from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sharding.stopped import Stopped, said_of, stopped_in
 from shardtensor.sim.simulate import simulate
+from shardtensor.tensor.move import take
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-from shardtensor.tensor.steps import take
 
 Step = Callable[[nn.Module, int], torch.Tensor]
 Progress = Callable[[int, int], object]
@@ -68,7 +68,7 @@ def check_numeric(
             sample) -> loss``, the loss of the samples of that number. Without a step one is made up: `example_step`.
         config, world, params: as of `load_plan`.
         seed: of the module's values.
-        progress: is told how many of how many steps are done: the dense one, and those of each rank.
+        progress: called with (done, total): steps of the dense module and of each rank.
 
     Returns:
         what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,

@@ -49,21 +49,21 @@ def _listed(names: Iterable[str]) -> str:
 
 @attrs.frozen(eq=False, slots=False)
 class Work:
-    """All that is to be done to a module, in the order of its plan.
+    """The changes that a plan makes to a module, in the order of the plan.
 
     Attributes:
         module: the module; paths and names are its own.
         group: all ranks, with the axes of the plan.
         targets: tensors that become ShardedTensors.
-        wholes: tensors that stay plain; all ranks take the source's values.
-        flows: how values pass modules, in which nothing is wrong; None where nothing is said of modules.
+        wholes: tensors that stay plain; the source sends its values to all ranks.
+        flows: how values pass modules, free of errors; None where the plan has no rules for modules.
         counts: attributes that become the rank's share.
         hooks: calls of hooks, with the module each stands in.
         ties: names, each with the name of the tensor that takes its place.
-        lone: layers that work on plain values though nothing is said of them: they exist on some ranks only.
-        keeping: what of the parameters is kept while nobody computes, and over which axes samples differ.
-        sharders, outputs, local_outputs: what torch's own plans say beside.
-        said: facts that all ranks must have alike, beside those that follow from the above.
+        lone: layers without flows that compute with plain values: they exist on some ranks only.
+        keeping: which parameters are stored in shards, and the axes along which samples differ.
+        sharders, outputs, local_outputs: the other entries of torch's own plans.
+        said: facts that must be equal on all ranks, beside those that follow from the above.
     """
 
     module: nn.Module
@@ -82,7 +82,7 @@ class Work:
     said: Mapping[str, str] = attrs.field(factory=dict)
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must have alike, as text."""
+        """What must be equal on all ranks, as text."""
         found = {", ".join(target.names): str(target) for target in self.targets}
         found |= {name: f"whole, {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.wholes}
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
@@ -101,7 +101,7 @@ class Work:
         """What each module with a flow does.
 
         Raises:
-            PlanError: one cannot do it, or no hook takes what only a hook could.
+            PlanError: a module cannot do it, or a value that only a hook could take is taken by none.
         """
         if self.flows is None:
             return []

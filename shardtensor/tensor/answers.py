@@ -127,47 +127,6 @@ class Answers:
 
     nelement, ndimension = numel, dim
 
-    # -- as DTensor sees it: no collective, no copy -----------------------------------------------------------------
-
-    def to_dtensor(self, device_mesh: Any = None) -> Any:
-        """Return the DTensor over this tensor's own memory: what is written into either is seen in the other.
-
-        Gradients flow back; ``nn.Parameter(parameter.to_dtensor())`` is a DTensor parameter on the same memory.
-
-        Args:
-            device_mesh: of the ranks that hold this tensor, in their order; None means the one that its group came
-                from, or one made over its process groups, without a new one.
-
-        Raises:
-            LayoutError: DTensor cannot say this layout; names the nearest that it can.
-            RuleError: a partial max or min that requires a gradient.
-        """
-        from shardtensor.tensor.dtensor import to_dtensor
-
-        return to_dtensor(self, device_mesh)  # type: ignore[arg-type]
-
-    @property
-    def _metadata(self) -> Any:
-        """As torch spells ``metadata()``."""
-        return self.metadata()  # type: ignore[attr-defined]
-
-    def reshard(self, spec: Any) -> Any:
-        """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
-
-        Every rank receives exactly the elements it lacks, then lets go of those it had. A leaf stays a leaf, and its
-        gradient comes along; autograd follows a result through it. Tensors that were views of this one keep the old
-        elements: later writes are not shared. `shardtensor.reshard` makes a new tensor instead.
-
-        Args:
-            spec: of any kind, or its text, bound to the ranks of this tensor's group.
-
-        Raises:
-            SpecError, LayoutError: the text is wrong, or does not fit; the tensor is as before.
-        """
-        from shardtensor.tensor.reshard import reshard_
-
-        return reshard_(self, spec)  # type: ignore[arg-type]
-
 
 def _property(name: str) -> property:
     return property(lambda self: getattr(self._local, name), doc=f"As of the dense tensor: ``{name}``.")

@@ -1,7 +1,6 @@
-"""What works below ``__torch_function__``, where a ShardedTensor has no elements: told apart, refused with the way out.
+"""Errors for what works below ``__torch_function__``, where a ShardedTensor has no elements, and for DTensors.
 
-Transforms of functions, tracers and wrappers of modules handle tensors in C++. Nothing here costs a call that does not
-fail, but for a look at each module that is put into another.
+Transforms of functions and tracers handle tensors in C++. Nothing here costs a call that does not fail.
 """
 
 from __future__ import annotations
@@ -9,22 +8,30 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError, ShardTensorError
-from shardtensor.tensor.dispatch import implements, name_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.dispatch import implements, is_dtensor, name_of
 
 
-def tell_of_bypass(error: Exception, func: Any) -> None:
-    """Raise in place of `error`, from an operation on ShardedTensors, where a transform or a tracer is its cause.
+def explain(error: Exception, func: Any, operands: Any) -> None:
+    """Raise in place of `error`, from an operation on ShardedTensors, where its cause is known.
 
     Raises:
-        RuleError: one is active.
+        RuleError: a transform or a tracer is active, or an operand is a DTensor, which no operation takes beside a
+            ShardedTensor.
     """
+    found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
+    if found is not None:
+        raise RuleError(
+            f"{name_of(func)}: a DTensor beside a ShardedTensor",
+            {"DTensor": f"{' x '.join(map(str, found.shape))} as {', '.join(map(repr, found.placements))}"},
+            [
+                "shardtensor.from_dtensor(dtensor) is a ShardedTensor on the same memory",
+                "tensor.to_dtensor(dtensor.device_mesh) is a DTensor on the same memory",
+            ],
+        ) from error
     known = None if isinstance(error, ShardTensorError) else _at_work()
     if known is not None:
         what, fix = known
@@ -68,39 +75,10 @@ def _at_work() -> tuple[str, list[str]] | None:
 
 
 @implements(torch.Tensor._is_view)
-def _refuse_fake(tensor: ShardedTensor) -> NoReturn:
+def _refuse_fake(tensor: torch.Tensor) -> NoReturn:
     """Torch asks this of what it is about to make a fake tensor of."""
     raise RuleError(
         "a fake tensor of a ShardedTensor would not know how it is sharded",
         {"usual causes": "torch.export, FakeTensorMode"},
         "unshard_module(module) first",
     )
-
-
-def _refuse_ddp(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuse a DistributedDataParallel that would hold sharded parameters: when it takes its module, before it sends.
-
-    Its C++ part would reduce bodies without elements, and where no first broadcast is asked for, it would say nothing.
-    """
-    if name != "module" or not isinstance(parent, DistributedDataParallel):
-        return
-    delayed = {id(param) for param in parent._delay_all_reduce_params}
-    held = [
-        key
-        for key, value in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(value, ShardedTensor) and (key not in parent.parameters_to_ignore or id(value) in delayed)
-    ]
-    if held:
-        shown = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
-        raise RuleError(
-            "DistributedDataParallel cannot hold sharded parameters; nothing was sent",
-            {"sharded": shown},
-            [
-                'shardtensor.data_parallel(module, "dp", mesh) averages gradients over the data ranks of a mesh',
-                "before it is made: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(\n"
-                "    module, names)",
-            ],
-        )
-
-
-register_module_module_registration_hook(_refuse_ddp)

@@ -98,8 +98,9 @@ def _check_memory_format(memory_format: Any) -> None:
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
 
 
-for function, handler in ((torch.Tensor.to, to), (torch.Tensor.cpu, cpu), (torch.Tensor.cuda, cuda)):
-    HANDLERS[function] = handler
+for name, handler in (("to", to), ("cpu", cpu), ("cuda", cuda)):
+    HANDLERS[getattr(torch.Tensor, name)] = handler
+    setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
 
 
 def _short_form(function: Any) -> Callable[..., ShardedTensor]:

@@ -1,166 +1,66 @@
-"""Copies of what the dense program has as views: read anew, when next used, if their source was written since.
+"""Copies of what the dense program has as views: a row that another rank holds is no view of this rank's memory.
 
-A row that another rank holds cannot be a view of this rank's memory. Shells over the same memory share one count of
-the writes into it; a copy compares that count with the one it was made at whenever it is used. Programs write and use
-at the same places on every rank, so all ranks read anew together.
+A copy gives the values that its source had. Where the dense view would behave differently, it raises instead: a write
+into the copy, unless it came from indexing, which writes into the source; and a use after the source was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from shardtensor.layout.layout import replicated
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
-
-Make = Callable[[ShardedTensor], Any]
+from shardtensor.errors import RuleError
 
 
-class Memory:
-    """What a tensor and its views share: how often it was written."""
-
-    __slots__ = ("writes",)
-
-    def __init__(self) -> None:
-        self.writes = 0
-
-
-def memory_of(x: ShardedTensor) -> Memory:
-    """The memory that `x` and its views share."""
-    if x._memory is None:
-        x._memory = Memory()
-    return x._memory
-
-
-def wrote(x: Any) -> None:
-    """Count a write into `x`, if that is sharded. What writes into a ShardedTensor calls it when it has."""
-    if isinstance(x, ShardedTensor) and x._memory is not None:
-        x._memory.writes += 1
-
-
-def wrote_each(tensors: Iterable[Any]) -> None:
-    """Count a write into each of `tensors`."""
-    for x in tensors:
-        if isinstance(x, ShardedTensor) and x._memory is not None:  # as `wrote`, without a call for each
-            x._memory.writes += 1
-
-
-def stepped(optimizer: torch.optim.Optimizer, shown: Iterable[Any]) -> None:
-    """Count a write into what an optimizer stepped, and into the tensors that show it.
-
-    Fused kernels count no version of what they write, which autograd and fully sharded modules go by.
-    """
-    wrote_each(shown)
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            torch._C._increment_version(group["params"])
-
-
-def over_memory_of(x: ShardedTensor, shell: ShardedTensor) -> ShardedTensor:
-    """Return `shell`, which shows the memory of `x` or a part of it; a copy where `x` is one."""
-    shell._memory = memory_of(x)
-    return shell if x._origin is None else _become_copy(shell, x._origin)
-
-
-def detached(x: ShardedTensor) -> ShardedTensor:
-    """The same bytes, without the graph."""
-    local = x._local.detach()
-    shell = wrap(local, x._layout, x._spec, x._group)
-    origin = x._origin
-    if origin is None:
-        return over_memory_of(x, shell)
-    shell._memory = memory_of(x)  # an origin of its own: the other keeps the graph of the source alive
-    return _become_copy(shell, Origin(origin.name, detached(origin.source), origin.make, shell))
-
-
-def mark(value: Any, source: ShardedTensor, name: str, make: Make) -> Any:
-    """Return `value` as a copy of what the dense program has as a view of `source`.
-
-    Args:
-        value: the result of the view function, plain or sharded; what is no tensor is returned as it is.
-        name: of the view function, for errors.
-        make: makes the value of a source.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not isinstance(value, ShardedTensor):
-        value = wrap(value, replicated(tuple(value.shape), source._group.ranks), None, source._group)
-    return _become_copy(value, Origin(name, source, make, value))
-
-
-class Origin:
-    """What a copy was made of, and how.
+class Copied(NamedTuple):
+    """What a copy knows of its source.
 
     Attributes:
         name: of the view function, for errors.
-        source: a shell of its own over the memory that was viewed, so that it stays as it was then.
-        make: the view function, of a source.
-        copy: a shell of its own over the whole memory of the copy.
+        local: the copy's local tensor.
+        source: the local tensor that was read.
+        version: the version counter that `source` had.
+        again: how to read the source again and how to write into it; None for views that are not written through.
     """
 
-    def __init__(self, name: str, source: ShardedTensor, make: Make, copy: ShardedTensor) -> None:
-        self.name, self.make = name, make
-        self.source = over_memory_of(source, wrap(source._local, source._layout, source._spec, source._group))
-        self.copy = wrap(copy._local, copy._layout, copy._spec, copy._group)
-        self.copy._memory = memory_of(copy)
-        self.seen = memory_of(source).writes
-
-    def __str__(self) -> str:
-        return self.name
-
-    def catch_up(self) -> None:
-        """Read the copy anew where the source was written since. All ranks of the group call it."""
-        if self.source._origin is not None:
-            self.source._origin.catch_up()
-        writes = memory_of(self.source).writes
-        if writes == self.seen:
-            return
-        self.seen = writes
-        copy = self.copy
-        is_followed_leaf = copy._local.is_leaf and copy._local.requires_grad
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_followed_leaf):
-            fresh = local_as(self.make(self.source), copy._layout, copy._group)
-            # What is expanded shows one place of memory many times, and torch writes each but once.
-            once = tuple(slice(None) if step else slice(0, 1) for step in copy._local.stride())
-            copy._local[once].copy_(fresh[once])
-        wrote(copy)
-
-
-class CopiedView(ShardedTensor):
-    """A copy that behaves as the view it stands for: it shows what was written into its source since it was made."""
-
-    _held: torch.Tensor
+    name: str
+    local: torch.Tensor
+    source: torch.Tensor
+    version: int
+    again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None
 
     @property
-    def _local(self) -> torch.Tensor:
-        if self._origin is not None:
-            self._origin.catch_up()
-        return self._held
+    def current(self) -> torch.Tensor:
+        """The copy's local tensor. Every rank writes and reads at the same places, so all raise or none.
 
-    @_local.setter
-    def _local(self, value: torch.Tensor) -> None:
-        self._held, self._origin = value, None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        for x in tree_leaves((args, kwargs)):  # before a handler runs, of which ranks take different ways
-            if isinstance(x, CopiedView):
-                x._local  # noqa: B018
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(wrap(self._held, self._layout, self._spec, self._group))
+        Raises:
+            RuleError: the source was written after it was read.
+        """
+        if version_of(self.source) != self.version:
+            raise RuleError(
+                "a copy that the dense program would have as a view is used after its source was written",
+                {"made by": f"{self.name}, which had to gather here"},
+                ["read it again after the write", "clone() it before the write where the old values are meant"],
+            )
+        return self.local
 
 
-def _become_copy(shell: ShardedTensor, origin: Origin) -> ShardedTensor:
-    local = shell._held if isinstance(shell, CopiedView) else shell._local
-    shell.__dict__.pop("_local", None)
-    shell.__class__ = CopiedView
-    shell._local = local
-    shell._origin = origin
-    return shell
+def version_of(local: torch.Tensor) -> int:
+    """How often a tensor was written, as autograd counts; 0 in inference mode, which counts nothing."""
+    return 0 if local.is_inference() else local._version
+
+
+def refuse_lost_write(target: Any, name: str) -> None:
+    """Refuse to write into a copy. Every handler that writes into a ShardedTensor calls it first.
+
+    Raises:
+        RuleError: `target` is one.
+    """
+    if target._copied is not None:
+        raise RuleError(
+            f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
+            {"made by": f"{target._copied.name}, which had to gather here"},
+            ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
+        )

@@ -1,4 +1,12 @@
-"""``copy.copy`` and ``copy.deepcopy`` of sharded tensors. Neither sends anything."""
+"""``copy.copy``, ``copy.deepcopy`` and pickling, ``torch.save`` and ``torch.load``, with ``weights_only=True`` too.
+
+For ``weights_only`` the package is imported after torch, or any of its names that needs torch is (``from shardtensor
+import ShardedTensor``). Where a program has ``import shardtensor`` alone before ``import torch``, torch refuses the
+file until the first such name is used: importing the package does not import torch, and torch asks nobody.
+
+A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
+reads them back, under `load_with_process_group` or on the default group. Nothing is sent.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +15,21 @@ from typing import Any
 
 import torch
 
+import shardtensor
+from shardtensor.comm.group import Group
+from shardtensor.comm.group_pickling import MeshState, RankInfo, mesh_state, rank_info, unpickle_group
+from shardtensor.errors import LayoutError, RuleError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import Layout, same_boxes
+from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
+from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor import placing
 from shardtensor.tensor.gradient import gradient_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, view_of, wrap
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
 
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
@@ -21,7 +42,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another ShardedTensor over the same leaf, with the same attributes."""
-    twin = wrap(tensor._local, tensor._layout, tensor._spec, tensor._group)
+    twin = view_of(tensor, tensor._local, tensor._layout, tensor._spec)
     vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in ("_owner", "_flat"))
     return twin
 
@@ -69,3 +90,78 @@ def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool =
 
 ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
 ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
+
+
+def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
+    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back.
+
+    Raises:
+        RuleError: the tensor is still to be reduced.
+    """
+    group, local = tensor._group, tensor._local
+    if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: not all of what it views
+        local = local.detach().clone().requires_grad_(local.requires_grad)
+    where = mesh_state(group), rank_info(group)
+    state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), *where, attributes_of(tensor))
+    return shardtensor._rebuild, state
+
+
+def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
+    """The spec's text, or a user's own spec as it is; one that gives this very layout back."""
+    mesh = placing.mesh_of(tensor._group)
+    for spec in (tensor.sharding_spec(), placing.spec_of(tensor._layout, tensor.device)):
+        try:
+            layout = bind(spec, tensor._layout.shape, mesh)
+        except LayoutError:  # names of dims, say, which only the module knew
+            continue
+        if same_boxes(layout, tensor._layout):
+            return str(spec) if type(spec) in SAID_AS_TEXT else spec
+    raise RuleError(
+        "no spec says how this tensor lies, so it cannot be pickled",
+        {"layout": str(tensor._layout)},
+        "pickle a leaf made from a spec, or full_tensor()",
+    )
+
+
+def rebuild(
+    local: torch.Tensor,
+    spec: str | ShardingSpec,
+    shape: tuple[int, ...],
+    mesh: MeshState | None,
+    place: RankInfo | None,
+    attributes: dict[str, Any],
+) -> ShardedTensor:
+    """Make the tensor that `reduce` wrote.
+
+    Raises:
+        RuntimeError: there is no process group, or this process has another place in it than the one that wrote.
+    """
+    group = unpickle_group(place, mesh)
+    bound = as_spec(spec)
+    layout = bind(bound, tuple(shape), placing.mesh_of(group))
+    _check_shape(local, layout, group)
+    written = placing.placement_of(bound, group.rank)
+    if written is not None and written.device_type != local.device.type:  # map_location
+        bound = placing.moved(bound, local.device.type)  # type: ignore[assignment]
+    tensor = wrap(local, layout, bound, group)
+    vars(tensor).update(attributes)
+    return tensor
+
+
+def _check_shape(local: torch.Tensor, layout: Layout, group: Group) -> None:
+    want = layout.local_shape(group.rank)
+    if tuple(local.shape) != want:
+        raise LayoutError(
+            "a pickled shard does not have the shape that its spec gives this rank",
+            {"rank": group.rank, "found": tuple(local.shape), "needed": want},
+        )
+
+
+ShardedTensor.__reduce_ex__ = reduce  # type: ignore[method-assign,assignment]
+torch.serialization.add_safe_globals([shardtensor._rebuild])

@@ -26,12 +26,11 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.copied import CopiedView
 from shardtensor.tensor.dispatch import warn_of_gather
-from shardtensor.tensor.fallback import gather_and_compute
+from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 
-SHELLS: set[type] = {ShardedTensor, CopiedView}
+SHELLS: set[type] = {ShardedTensor}
 """Classes of sharded tensors."""
 
 Function = torch.autograd.Function
@@ -51,10 +50,10 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
                 return _watched_whole(args)
             if cls is _SaveInputs:
                 return _saved(args)
-            return gather_and_compute(_on_plain(cls), args, kwargs)
+            return fall_back(_on_plain(cls), args, kwargs)
     if kwargs:
         if any(isinstance(x, ShardedTensor) for x in kwargs.values()):
-            return gather_and_compute(_on_plain(cls), args, kwargs)
+            return fall_back(_on_plain(cls), args, kwargs)
         out = _plain_apply(cls, *args, **kwargs)
     else:
         out = _plain_apply(cls, *args)

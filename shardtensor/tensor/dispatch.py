@@ -1,14 +1,13 @@
 """The table from torch functions to handlers, and the safety net under it.
 
-Handlers register with `implements`. An operation without one gathers its operands, computes on whole tensors, lays the
-results out again and warns once, with what it cost; under `strict` it is a `RuleError` instead.
+Handlers register with `implements`. An operation without one is done by `tensor.fallback`, which gathers its operands,
+with one warning; under `strict` it is a `RuleError` instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError
 from shardtensor.rules.table import ROWS
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """From a torch function, method or property getter to what does its work on ShardedTensors."""
+
+ANY_OTHER = "any other function"
+"""The key of the handler of functions without one of their own; it is called with the function first."""
 
 _STRICT: contextvars.ContextVar[bool] = contextvars.ContextVar("strict", default=False)
 
@@ -51,62 +52,6 @@ def resolve(name: str) -> list[Any]:
         return spellings(name)
     place = {"F": F, "Tensor": torch.Tensor}.get(owner) or getattr(torch, owner)
     return [getattr(place, last)] if hasattr(place, last) else []
-
-
-def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Do `func` on ShardedTensors by a function of one's own, ``f(types, args, kwargs, process_group)``.
-
-    It wins over the handler of the library. Its name and signature are torch's.
-
-    Raises:
-        TypeError: the function does not take these four.
-    """
-
-    def register(user: Callable[..., Any]) -> Callable[..., Any]:
-        _check_signature(user)
-
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            first = _first_sharded(args, kwargs)
-            return user((type(first),), args, kwargs, first._process_group)
-
-        HANDLERS[func] = handler
-        return user
-
-    return register
-
-
-def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same for tensors of one class of spec only: the first sharded argument's; others go where they went."""
-
-    def register(user: Callable[..., Any]) -> Callable[..., Any]:
-        _check_signature(user)
-        otherwise = HANDLERS.get(func)
-
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            first = _first_sharded(args, kwargs)
-            if isinstance(first.sharding_spec(), sharding_spec_class):
-                return user((type(first),), args, kwargs, first._process_group)
-            return fall_back(func, args, kwargs) if otherwise is None else otherwise(*args, **kwargs)
-
-        HANDLERS[func] = handler
-        return user
-
-    return register
-
-
-def _check_signature(user: Callable[..., Any]) -> None:
-    found = inspect.signature(user)
-    if len(found.parameters) != 4:
-        raise TypeError(
-            f"Custom sharded op function expects signature: (types, args, kwargs, process_group), "
-            f"but received signature: {found}"
-        )
-
-
-def _first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor))
 
 
 @contextlib.contextmanager
@@ -199,52 +144,10 @@ def _level_of_caller() -> int:
     return level
 
 
-def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation without a rule; `shardtensor.tensor.fallback` says how."""
-    from shardtensor.tensor.fallback import gather_and_compute
-
-    return gather_and_compute(func, args, kwargs)
-
-
 def is_dtensor(x: Any) -> bool:
     """Whether `x` is torch's DTensor; does not import it, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
-
-
-def tell_of_dtensors(error: Exception, func: Any, operands: Any) -> None:
-    """Raise in place of `error` where an operand is a DTensor, which no operation takes beside a ShardedTensor.
-
-    Raises:
-        RuleError: there is one.
-    """
-    found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
-    if found is not None:
-        raise RuleError(
-            f"{name_of(func)}: a DTensor beside a ShardedTensor",
-            {"DTensor": f"{' x '.join(map(str, found.shape))} as {', '.join(map(repr, found.placements))}"},
-            [
-                "shardtensor.from_dtensor(dtensor) is a ShardedTensor on the same memory",
-                "tensor.to_dtensor(dtensor.device_mesh) is a DTensor on the same memory",
-            ],
-        ) from error
-
-
-def refuse_lost_write(target: Any, name: str) -> None:
-    """Refuse to write into what the dense program has as a view and had to be a copy here.
-
-    Every handler that writes into a ShardedTensor calls it first, and `copied.wrote` when it has written.
-
-    Raises:
-        RuleError: `target` is such a copy.
-    """
-    origin = target._origin
-    if origin is not None:
-        raise RuleError(
-            f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",
-            {"made by": f"{origin.name}, which had to gather here"},
-            ["write into the source: source[...] = value", "clone() first where the source shall stay as it is"],
-        )
 
 
 def refuse_partial_write(target: Any, name: str) -> None:

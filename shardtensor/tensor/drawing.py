@@ -8,8 +8,8 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout, replicated
+from shardtensor.tensor.move import take
 from shardtensor.tensor.random import Sample, draw_boxes
-from shardtensor.tensor.steps import take
 
 
 def agree_on_state(

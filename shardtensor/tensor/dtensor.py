@@ -77,7 +77,18 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
-    """Return the DTensor over a ShardedTensor's own memory; see `ShardedTensor.to_dtensor`."""
+    """Return the DTensor over this tensor's own memory: what is written into either is seen in the other.
+
+    Gradients flow back; ``nn.Parameter(parameter.to_dtensor())`` is a DTensor parameter on the same memory.
+
+    Args:
+        device_mesh: of the ranks that hold this tensor, in their order; None means the one that its group came from, or
+            one made over its process groups, without a new one.
+
+    Raises:
+        LayoutError: DTensor cannot say this layout; names the nearest that it can.
+        RuleError: a partial max or min that requires a gradient.
+    """
     if device_mesh is None:
         device_mesh = _mesh_for(tensor)
     mesh = _mesh(device_mesh)
@@ -235,3 +246,6 @@ def _cannot_be_said(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
             "the mesh has other ranks than the tensor", facts, "pass the DeviceMesh of the ranks that hold the tensor"
         )
     return cannot_be_said(layout, mesh, facts, 'tensor.reshard("{}").to_dtensor(mesh) is the nearest that it can')
+
+
+ShardedTensor.to_dtensor = to_dtensor

@@ -1,21 +1,216 @@
-"""The exchange of pieces between ranks: one all-to-all, from and to where the pieces lie wherever they lie in order.
+"""The exchange of parts between ranks: one all-to-all, from and to local memory wherever its parts lie in order.
 
-What is to be copied is settled once for each step and form of the local tensor, as strides; a call then costs the host
-little more than the copies and the collective themselves.
+What is to be copied is computed once for each step and strides of the local tensor; a call then costs the host little
+more than the copies and the collective themselves. CUDA copies strided memory element by element, so copies are made
+in words as wide as their places allow: elements of two bytes would leave most of the bandwidth unused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.route import Step
-from shardtensor.layout.transfer import transfer
-from shardtensor.tensor.memory import follow_one_another, see
-from shardtensor.tensor.staging import staging
-from shardtensor.tensor.strided import WIDEST, Copies, copies, end_to_end, misplacement
+from shardtensor.layout.transfer import Region, transfer
+
+# -- regions of local memory -------------------------------------------------------------------------------------------
+
+
+def see(local: torch.Tensor, region: Region) -> torch.Tensor:
+    """A view of what a region of a local tensor holds."""
+    held = local[region.held] if region.held else local
+    return held if region.shape is None else held.view(region.shape)[region.within]
+
+
+def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
+    """Whether pieces lie in memory end to end, in their order."""
+    at = pieces[0].storage_offset() if pieces else 0
+    for piece in pieces:
+        if not piece.is_contiguous() or piece.storage_offset() != at or piece.is_conj() or piece.is_neg():
+            return False
+        at += piece.numel()
+    return True
+
+
+def pack(pieces: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
+    """Put pieces end to end."""
+    start = 0
+    for piece in pieces:
+        flat[start : start + piece.numel()].view(piece.shape).copy_(piece)
+        start += piece.numel()
+
+
+def unpack(flat: torch.Tensor, pieces: Iterable[torch.Tensor]) -> None:
+    """Fill pieces from memory that has them end to end."""
+    start = 0
+    for piece in pieces:
+        piece.copy_(flat[start : start + piece.numel()].view(piece.shape))
+        start += piece.numel()
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+KEPT_BYTES = 1 << 28
+"""The most that is kept between uses; larger buffers go back to the system."""
+
+_free: list[torch.Tensor] = []
+
+
+@contextmanager
+def staging(numel: int, like: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Lend a flat buffer of `numel` elements of the dtype and on the device of `like`, with any content.
+
+    On CUDA torch's own allocator keeps memory, and in the order of streams, so that nothing is kept here.
+    """
+    if not like.is_cpu or not numel:
+        yield like.new_empty(numel)
+        return
+    size = numel * like.element_size()
+    # Taken out of the pool while in use: ranks may be threads.
+    buffer = _free.pop() if _free else torch.empty(0, dtype=torch.uint8, device="cpu")
+    if buffer.numel() < size:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    try:
+        yield buffer[:size].view(like.dtype)
+    finally:
+        if buffer.numel() <= KEPT_BYTES and not _free:
+            _free.append(buffer)
+
+
+# -- strided copies ----------------------------------------------------------------------------------------------------
+
+
+WIDEST = 16
+"""Bytes of the widest word."""
+_WORDS = {WIDEST: torch.complex128, 8: torch.int64}  # any dtype that is copied as it is
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Strided(NamedTuple):
+    """The same number of places in two memories, strides and offsets in words."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    other_stride: tuple[int, ...]
+    other_offset: int
+
+
+class Copies(NamedTuple):
+    """What is to be copied between two tensors; empty when nothing is.
+
+    Attributes:
+        pieces: the copies.
+        per_word: elements in a word.
+        word: the dtype of a word; None where it is the element.
+    """
+
+    pieces: tuple[Strided, ...]
+    per_word: int = 1
+    word: torch.dtype | None = None
+
+    def between(self, one: torch.Tensor, other: torch.Tensor) -> list[Pair]:
+        """The pieces as views of the two tensors; offsets count from where each tensor starts."""
+        if self.word is not None:
+            one, other = self._in_words(one), self._in_words(other)
+        start, other_start = one.storage_offset(), other.storage_offset()
+        return [
+            (one.as_strided(size, stride, start + at), other.as_strided(size, other_stride, other_start + other_at))
+            for size, stride, at, other_stride, other_at in self.pieces
+        ]
+
+    def _in_words(self, t: torch.Tensor) -> torch.Tensor:
+        assert self.word is not None
+        if t.dim() and t.shape[-1] % self.per_word == 0 and t.numel():
+            return t.view(self.word)
+        return t.view(-1)[: t.numel() // self.per_word * self.per_word].view(self.word)
+
+
+def end_to_end(views: Iterable[torch.Tensor]) -> list[Pair]:
+    """Pair views with their places when they are put one after the other; on the meta device."""
+    pairs, at = [], 0
+    for view in views:
+        place = torch.empty(0, device="meta")
+        pairs.append((view, place.as_strided(view.shape, torch.empty(view.shape, device="meta").stride(), at)))
+        at += view.numel()
+    return pairs
+
+
+def copies(pairs: Sequence[Pair], item: int, misplaced: int | None) -> Copies:
+    """Settle the copies between pairs of views of equal shapes, all of the same two tensors.
+
+    Args:
+        item: bytes of an element.
+        misplaced: bytes by which either tensor starts after a whole widest word; None where words are no use, which is
+            where a tensor is not contiguous, and on the CPU.
+    """
+    pieces = _merged(pairs)
+    for width, word in _WORDS.items() if misplaced is not None else ():
+        if misplaced is not None and misplaced % width == 0 and item < width:
+            n = width // item
+            wide = tuple(piece for narrow in pieces if (piece := _widened(narrow, n)) is not None)
+            if len(wide) == len(pieces):
+                return Copies(wide, n, word)
+    return Copies(pieces)
+
+
+def misplacement(t: torch.Tensor) -> int | None:
+    """`misplaced` of `copies` for a tensor."""
+    if not t.is_cuda or not t.is_contiguous():
+        return None
+    at = int(t.storage_offset()) * t.element_size() % WIDEST  # torch sees words only from a whole number of them on
+    if torch.compiler.is_compiling():
+        return at
+    return at if t.data_ptr() % WIDEST == at else 1  # memory that torch did not allocate may start anywhere
+
+
+def _merged(pairs: Sequence[Pair]) -> tuple[Strided, ...]:
+    """Runs of equal views at equal distances, in both tensors, become one with a dim more."""
+    pieces: list[Strided] = []
+    k = 0
+    while k < len(pairs):
+        one, other = pairs[k]
+        run, distance = 1, (0, 0)
+        while k + run < len(pairs):
+            next_one, next_other = pairs[k + run]
+            gap = _distance(one, next_one), _distance(other, next_other)
+            is_alike = next_one.shape == one.shape and next_one.stride() == one.stride()
+            if not is_alike or next_other.stride() != other.stride() or min(gap) < 0:
+                break
+            if run > 1 and gap != (run * distance[0], run * distance[1]):
+                break
+            distance, run = gap if run == 1 else distance, run + 1
+        if one.numel():
+            strides = (distance[0], *one.stride()), (distance[1], *other.stride())
+            at, other_at = int(one.storage_offset()), int(other.storage_offset())
+            pieces.append(Strided((run, *one.shape), strides[0], at, strides[1], other_at))
+        k += run
+    return tuple(pieces)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int(other.storage_offset()) - int(one.storage_offset())
+
+
+def _widened(piece: Strided, n: int) -> Strided | None:
+    """A piece in words of n elements; None where its rows do not start and end with whole words."""
+    size, stride, at, other_stride, other_at = piece
+    if len(size) < 2 or stride[-1] != 1 or other_stride[-1] != 1:
+        return None
+    if any(x % n for x in (size[-1], at, other_at, *stride[:-1], *other_stride[:-1])):
+        return None
+    outer, other_outer = tuple(x // n for x in stride[:-1]), tuple(x // n for x in other_stride[:-1])
+    return Strided((*size[:-1], size[-1] // n), (*outer, 1), at // n, (*other_outer, 1), other_at // n)
+
+
+# -- the exchange ------------------------------------------------------------------------------------------------------
+
 
 MOST = 1024
 """Exchanges kept for one group; when there are more, all are forgotten."""

@@ -23,7 +23,6 @@ from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import device_asked, device_for
 from shardtensor.tensor.random import Sample
-from shardtensor.tensor.remote import share
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str
@@ -41,7 +40,6 @@ class Options(TypedDict, total=False):
         pin_memory: page-lock this rank's part (CPU placements).
         process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
         layout, memory_format: for torch's signatures: strided and contiguous are the only ones.
-        init_rrefs: show the shards to all ranks over RPC, see `remote_shards`; then every rank of the world calls it.
     """
 
     dtype: torch.dtype | None
@@ -51,7 +49,6 @@ class Options(TypedDict, total=False):
     process_group: Any
     layout: torch.layout
     memory_format: torch.memory_format
-    init_rrefs: bool
 
 
 def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
@@ -175,8 +172,7 @@ def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker:
         local = maker(layout, group, dtype, device, options.get("pin_memory", False))
     if options.get("requires_grad"):
         local.requires_grad_()
-    tensor = wrap(local, layout, spec, group)
-    return share(tensor) if options.get("init_rrefs") else tensor
+    return wrap(local, layout, spec, group)
 
 
 def as_shape(size: Sequence[Any]) -> tuple[int, ...]:
@@ -206,3 +202,11 @@ def _refuse_what_is_not_plain(
         raise LayoutError(f"Only torch.strided layout is currently supported, found {layout}")
     if memory_format != torch.contiguous_format:
         raise LayoutError(f"Only torch.contiguous_format memory_format is currently supported, found {memory_format}")
+
+
+def _new(cls: type[ShardedTensor], sharding_spec: SpecLike, *size: Any, **options: Any) -> ShardedTensor:
+    """``ShardedTensor(spec, 4, 6, dtype=..., process_group=...)``, which is `empty`."""
+    return empty(sharding_spec, *size, **options)
+
+
+ShardedTensor.__new__ = _new  # type: ignore[method-assign,assignment]

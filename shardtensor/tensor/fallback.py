@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.copied import wrote
-from shardtensor.tensor.dispatch import bare_name, name_of, refuse_lost_write, refuse_partial_write, warn_of_gather
+from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.dispatch import ANY_OTHER, bare_name, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -38,7 +38,8 @@ WRITES_STATISTICS = ("batch_norm", "instance_norm")
 """Families whose kernels write running statistics, one number a channel, past the version counter."""
 
 
-def gather_and_compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@implements(ANY_OTHER)
+def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do `func` on whole tensors and lay out results of the first sharded operand's shape as that operand is.
 
     Other results are plain tensors, equal on every rank. All ranks of the group call it; it warns once for each
@@ -149,7 +150,6 @@ def _write_back(
         follows = changes or not shell._local.is_leaf
         with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
             shell._local.copy_(local)
-    wrote(shell)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:

@@ -11,12 +11,40 @@ from typing import Any
 import torch
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, shell_over, wrap
 
 _NOTHING = torch.empty(0)
 
 
-def shown(tensor: ShardedTensor) -> ShardedTensor | None:
+def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
+    """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
+    cached = tensor._grad_shell
+    if cached is not None and cached[0] is tensor._local.grad:
+        return cached[1]
+    return _shown(tensor)
+
+
+def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
+    """Make `value`, plain (whole on every rank) or sharded in any layout, the gradient."""
+    if value is None:
+        tensor._local.grad = None
+        forget(tensor)
+        return
+    if tuple(value.shape) != tensor._layout.shape:
+        raise RuntimeError(
+            f"assigned grad has data of a different size: a gradient of shape {tuple(value.shape)} was assigned "
+            f"to a tensor of shape {tensor._layout.shape}"
+        )
+    layout = tensor._layout.reduced() if tensor._layout.partial else tensor._layout
+    local = local_as(value, layout, tensor._group)
+    if not isinstance(value, ShardedTensor):
+        local = local.clone(memory_format=torch.contiguous_format)  # else it keeps the whole in memory
+    tensor._local.grad = local
+    is_own = isinstance(value, ShardedTensor) and value._local is local
+    tensor._grad_shell = (tensor._local.grad, value) if is_own else None  # type: ignore[assignment]
+
+
+def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
     """The gradient of `tensor`, of which another was shown before."""
     grad = tensor._local.grad
     if grad is None:
@@ -49,7 +77,7 @@ def forget(tensor: ShardedTensor) -> None:
         return
     shell = cached[1]
     del cached
-    if getrefcount(shell) == 2 and not tensor._layout.partial and shell._memory is None:  # held by this call alone
+    if getrefcount(shell) == 2 and not tensor._layout.partial:  # held by this call alone
         tensor._idle_grad = (shell, tensor._layout, shell.dtype, shell.device)
         shell._local = _NOTHING
 
@@ -93,3 +121,4 @@ if HAS_GRAD_DTYPE:
     ShardedTensor.grad_dtype = property(  # type: ignore[assignment]
         _get_grad_dtype, _set_grad_dtype, doc="As of the dense tensor: the dtype of gradients; None allows any."
     )
+ShardedTensor.grad = property(get_grad, set_grad, doc=get_grad.__doc__)  # type: ignore[assignment]

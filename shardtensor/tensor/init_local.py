@@ -28,7 +28,6 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of, own_device, placement_of
-from shardtensor.tensor.remote import share
 from shardtensor.tensor.shard import Shard, check_metadata, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -51,7 +50,7 @@ class Brought:
 
 
 def init_from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
+    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None
 ) -> ShardedTensor:
     """Return the sharded tensor that the ranks' shards make up. All ranks of the group call it: metadata is exchanged.
 
@@ -63,7 +62,6 @@ def init_from_local_shards(
         global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
             all of them does so along dim 0. Their offsets are then worked out anew.
         process_group: a process group, a DeviceMesh, or None for the default group.
-        init_rrefs: show the shards to all ranks over RPC, see `remote_shards`; then every rank of the world calls it.
 
     Raises:
         LayoutError: (a ValueError) on every rank alike: no size, holes, overlaps, properties that differ.
@@ -75,7 +73,7 @@ def init_from_local_shards(
     """
     group = as_group(process_group)
     brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank))
-    agree(group, "init_from_local_shards", {"init_rrefs": str(init_rrefs)}, fault)
+    agree(group, "init_from_local_shards", {}, fault)
     holders = {
         rank: other for rank, other in zip(group.ranks, group.exchange_objects(brought), strict=True) if other.shards
     }
@@ -94,8 +92,7 @@ def init_from_local_shards(
         device=own_device(shards[0][1].placement.device_type),  # type: ignore[union-attr]
         requires_grad=bool(first.requires_grad),
     )
-    tensor = wrap(leaf, layout, spec, group)
-    return share(tensor) if init_rrefs else tensor
+    return wrap(leaf, layout, spec, group)
 
 
 def leaf_of(
@@ -235,7 +232,6 @@ def init_from_local_tensor(
     sharding_spec: ShardingSpec | str,
     *global_size: Any,
     process_group: Any = None,
-    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """Wrap each rank's local tensor as its part under a spec, without a copy. All ranks of the group call it.
 
@@ -247,7 +243,6 @@ def init_from_local_tensor(
         global_size: the global shape. Left out, or with None for some dims, it is worked out from the local shapes of
             all ranks, which takes another exchange.
         process_group: a process group, a DeviceMesh, or None for the default group.
-        init_rrefs: as of `init_from_local_shards`.
 
     Raises:
         LayoutError: (a ValueError) on every rank alike, when a local tensor is not what the spec gives its rank.
@@ -265,15 +260,13 @@ def init_from_local_tensor(
         "global_size": "not given" if size is None else _by(size),
         "dtype": str(getattr(local_tensor, "dtype", None)),
         "requires_grad": str(getattr(local_tensor, "requires_grad", None)),
-        "init_rrefs": str(init_rrefs),
     }
     agree(group, "init_from_local_tensor", facts, fault)
     assert spec is not None
     if layout is None:
         shapes = dict(zip(group.ranks, group.exchange_objects(tuple(local_tensor.shape)), strict=True))
         layout = _fitting(spec, size, shapes, group)
-    tensor = wrap(local_tensor, layout, spec, group)
-    return share(tensor) if init_rrefs else tensor
+    return wrap(local_tensor, layout, spec, group)
 
 
 def _read(

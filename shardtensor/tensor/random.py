@@ -18,8 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from shardtensor.layout.box import runs
-from shardtensor.tensor.random_cpu import PIECE, serial_pieces
-from shardtensor.tensor.random_cuda import philox_pieces
+from shardtensor.tensor.random_streams import PIECE, philox_pieces, serial_pieces
 
 Sample = Callable[[Tensor, Generator | None], object]
 Ints = tuple[int, ...]

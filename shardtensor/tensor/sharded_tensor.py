@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardCountError
-from shardtensor.layout.layout import Layout, ListedLayout, same_boxes
+from shardtensor.layout.layout import Layout, ListedLayout, replicated, same_boxes
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor import dispatch, placing
+from shardtensor.tensor import bypasses, dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
-from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
 _make_body = torch.Tensor._make_wrapper_subclass
 _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack would give null
@@ -60,14 +60,27 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
-    _source: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None  # of some copies: read and write the source
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
-    _memory: Any = None  # what it shares with its views: see `copied.Memory`
-    _origin: Any = None  # of a copy that the dense program has as a view: see `copied.Origin`
-    _flat: Any = (
-        None  # of a parameter of a fully sharded module: the `fsdp.param_group.ParamGroup` that its leaf is a view of
-    )
+    _copied: Copied | None = None  # of a copy that the dense program has as a view, in place of `_local`
+    _flat: Any = None  # of a parameter of a fully sharded module: its `fsdp.param_group.ParamGroup`
     _unit: Any = None  # of such a parameter, and of what was computed from one: see `fsdp.outside`
+
+    if TYPE_CHECKING:  # what other modules of the folder give the class
+
+        @property
+        def grad(self) -> ShardedTensor | None: ...
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None: ...
+
+        gather: Callable[..., Any]
+        reshard: Callable[..., ShardedTensor]
+        to_dtensor: Callable[..., Any]
+    else:  # a type checker would take any attribute for granted
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_local" and self._copied is not None:
+                return self._copied.current
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -113,7 +126,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     def _replace_local(self, value: torch.Tensor) -> None:
         """Give the shell another leaf, of any dtype and device, and keep its own body true to it."""
         self._local = value
-        self._grad_shell = self._memory = None
+        self._grad_shell = None
         self._sync_body()
         self._tell_flat()
 
@@ -173,41 +186,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         """
         return whole(self._local, self._layout, self._group)
 
-    def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: torch.Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
-        **call: Any,
-    ) -> Any:
-        """Write the whole tensor into `out` on the group rank `dst`. No gradient. All ranks of the group call it.
-
-        ``x.gather(dim, index)`` is `torch.gather`, told by an index of another dtype than the tensor's; of an integer
-        tensor call `torch.gather` itself.
-
-        Args:
-            dst: group rank that receives.
-            out: on `dst` a tensor of the global shape; None elsewhere.
-            enforce_dtype: convert to ``out.dtype`` instead of demanding it.
-            dtype: send the elements as this dtype.
-        """
-        from shardtensor.tensor.gather import gathered
-
-        return gathered(self, dst, out, enforce_dtype, dtype, call)
-
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Return this tensor of another dtype, device or ``process_group=``; itself when nothing changes."""
-        return convert.to(self, *args, **kwargs)  # type: ignore[return-value]
-
-    def cpu(self, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:
-        """Return this tensor on the CPU, itself when it is there."""
-        return convert.cpu(self, memory_format, process_group)
-
-    def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Return this tensor on this rank's GPU; takes ``process_group=`` too."""
-        return convert.cuda(self, *args, **kwargs)
-
     # -- autograd: the leaf's ----------------------------------------------------------------------------------------
 
     @property
@@ -227,37 +205,10 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         return self
 
     @property
-    def grad(self) -> ShardedTensor | None:
-        """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
-        cached = self._grad_shell
-        if cached is not None and cached[0] is self._local.grad:
-            return cached[1]
-        return gradient.shown(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            self._local.grad = None
-            gradient.forget(self)
-            return
-        if tuple(value.shape) != self._layout.shape:
-            raise RuntimeError(
-                f"assigned grad has data of a different size: a gradient of shape {tuple(value.shape)} was assigned "
-                f"to a tensor of shape {self._layout.shape}"
-            )
-        layout = self._layout.reduced() if self._layout.partial else self._layout
-        local = local_as(value, layout, self._group)
-        if not isinstance(value, ShardedTensor):
-            local = local.clone(memory_format=torch.contiguous_format)  # else it keeps the whole in memory
-        self._local.grad = local
-        is_own = isinstance(value, ShardedTensor) and value._local is local
-        self._grad_shell = (self._local.grad, value) if is_own else None  # type: ignore[assignment]
-
-    @property
     def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
         local = self._local.data if self._flat is None else self._local.detach()  # whose writes the flat must count
-        return copied.over_memory_of(self, wrap(local, self._layout, self._spec, self._group))
+        return view_of(self, local, self._layout, self._spec)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -275,7 +226,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             )
         self._local.data = value._local
         self._grad_shell = None
-        self._memory = copied.memory_of(value)
         self._sync_body()
         self._tell_flat()
 
@@ -290,10 +240,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         try:
             if handler is not None:
                 return handler(*args, **kwargs) if kwargs else handler(*args)
-            return dispatch.fall_back(func, args, kwargs or {})
+            return dispatch.HANDLERS[dispatch.ANY_OTHER](func, args, kwargs or {})
         except (RuntimeError, TypeError) as error:
-            dispatch.tell_of_dtensors(error, func, (args, kwargs))
-            bypasses.tell_of_bypass(error, func)
+            bypasses.explain(error, func, (args, kwargs))
             raise
 
     @classmethod
@@ -369,6 +318,40 @@ def shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, g
     return shell
 
 
+def view_of(x: ShardedTensor, local: torch.Tensor, layout: Layout, spec: ShardingSpec | None = None) -> ShardedTensor:
+    """Return the ShardedTensor over a view of the local tensor of `x`; a copy where `x` is one."""
+    shell = wrap(local, layout, spec, x._group)
+    return shell if x._copied is None else as_copy(shell, x._copied._replace(again=None))
+
+
+def as_copy(shell: ShardedTensor, copied: Copied) -> ShardedTensor:
+    """Make `shell` a copy that knows its source; see `Copied`."""
+    shell._copied = copied._replace(local=shell._local)
+    vars(shell).pop("_local", None)
+    return shell
+
+
+def copy_of(
+    value: torch.Tensor,
+    x: ShardedTensor,
+    name: str,
+    again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None,
+) -> ShardedTensor:
+    """Return `value`, read from `x`, as a copy of what the dense program has as a view.
+
+    Args:
+        value: plain (equal on every rank) or sharded; an object of its own.
+        name: of the view function, for errors.
+        again: reads `x` again, and writes such a value into it.
+    """
+    local = x._local
+    if not isinstance(value, ShardedTensor):
+        value = wrap(value, replicated(tuple(value.shape), x._group.ranks), None, x._group)
+    known = x._copied
+    source, version = (local, version_of(local)) if known is None else (known.source, known.version)
+    return as_copy(value, Copied(name, local, source, version, again))
+
+
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part of a plain or sharded tensor under `layout`. Differentiable.
 
@@ -392,6 +375,3 @@ def settled(tensor: ShardedTensor) -> ShardedTensor:
         return tensor
     local = settle(tensor._local, tensor._layout, tensor._group)
     return wrap(local, tensor._layout.reduced(), None, tensor._group)
-
-
-from shardtensor.tensor import bypasses, convert, copied, gradient  # noqa: E402  (they need the class)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from harness.tiny.llama import LlamaForCausalLM
 from plan.configs import LLAMA_405B, SMALL
 from plan.recorded_models import config_path
 
 from shardtensor.cli.main import main
 from shardtensor.cli.plan_tables import say_seconds
 from shardtensor.cost.profile import read_profile
-
-pytestmark = pytest.mark.usefixtures("families")
 
 
 @pytest.fixture
@@ -29,11 +30,32 @@ def config(tmp_path):
     return write
 
 
+@pytest.fixture
+def _llamas(monkeypatch):
+    """What the command needs of transformers: it makes a Llama of each configuration."""
+
+    def made(config):
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        sizes = {
+            "width": width, "heads": heads, "kv": config["num_key_value_heads"], "head_dim": width // heads,
+            "hidden": config["intermediate_size"], "vocab": config["vocab_size"], "layers": config["num_hidden_layers"],
+        }  # fmt: skip
+        with torch.device("meta"):
+            return LlamaForCausalLM(**sizes).to(torch.bfloat16)
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    monkeypatch.setattr("shardtensor.cli.model_source.transformers_model", made)
+
+
+traced = pytest.mark.usefixtures("_llamas")
+
+
 def report(capsys, *args):
     assert main(["plan", *args, "--format", "json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
+@traced
 def test_the_report_adds_up(capsys, config):
     told = report(
         capsys,
@@ -66,15 +88,20 @@ def test_the_report_adds_up(capsys, config):
     assert told["parameters"] == 2 * 96 * 1152 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
 
 
-def test_without_a_step_there_are_bytes_and_the_way_to_the_rest(capsys, config):
-    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3", "--no-step")
-    found = report(capsys, *args)
-    assert found["memory"]["most"]["total"] > found["memory"]["most"]["activations"] == 0
-    assert not {"step", "collectives", "flops"} & found.keys() and "--no-step" in found["not_counted"]
+def test_without_a_step_there_are_bytes_and_the_way_to_the_rest(capsys, config, monkeypatch):
+    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for more, words in (((), "give --module PKG:FN"), (("--no-step",), "leave out --no-step")):
+        found = report(capsys, *args, *more)
+        assert found["memory"]["most"]["total"] > found["memory"]["most"]["activations"] == 0
+        assert not {"step", "collectives", "flops"} & found.keys() and words in found["not_counted"]
     assert main(["plan", *args]) == 0
-    assert "the step is not counted: " in capsys.readouterr().out
+    assert "the step is not counted: give --module PKG:FN" in capsys.readouterr().out
+    assert main(["plan", *args[:-2], "--search"]) == 0
+    assert "meshes, the fewest bytes first" in capsys.readouterr().out
 
 
+@traced
 def test_a_step_that_does_not_run_is_said_with_its_reason(capsys, config):
     args = ("llama_2d", "--model", config(SMALL), "--world", "12", "--set", "tp=3")
     found = report(capsys, *args, "--seq", "64")
@@ -82,14 +109,21 @@ def test_a_step_that_does_not_run_is_said_with_its_reason(capsys, config):
     assert report(capsys, *args, "--seq", "63")["collectives"]
 
 
-def test_a_plan_that_cannot_be_applied_has_no_step(capsys, tmp_path):
+def test_a_plan_that_cannot_be_applied_has_no_step(capsys, tmp_path, monkeypatch):
+    (tmp_path / "wrong_flows.py").write_text(
+        "from collections import OrderedDict\nfrom torch import nn\n\n\ndef make():\n"
+        "    layers = {'fc1': nn.Linear(8, 12, bias=False), 'fc2': nn.Linear(12, 8, bias=False)}\n"
+        "    return nn.Sequential(OrderedDict(layers))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "wrong.shard"
     path.write_text(
         "shard 1\nmesh (tp = world)\nfc1 {\n weight: [tp, -]\n in: replicate\n out: [..., tp]\n}\n"
         "fc2 {\n weight: [-, tp]\n in: [..., tp]\n out: replicate\n}\n**.bias: replicate\n"
         "dims fc1.weight (out = 12, in = 8)\ndims fc2.weight (out = 8, in = 12)\n"
     )
-    assert "error[E402]: `out: replicate` contradicts" in report(capsys, str(path), "--world", "4")["not_counted"]
+    args = (str(path), "--world", "4", "--module", "wrong_flows:make")
+    assert "error[E402]: `out: replicate` contradicts" in report(capsys, *args)["not_counted"]
 
 
 def test_a_module_of_ones_own_is_traced_with_its_step(capsys, tmp_path, monkeypatch):
@@ -112,6 +146,7 @@ def test_a_module_of_ones_own_is_traced_with_its_step(capsys, tmp_path, monkeypa
     assert "scale" in report(capsys, *args, "two_layers:alone")["not_counted"]
 
 
+@traced
 def test_layers_are_told_once(capsys, config):
     two, four = (
         report(capsys, "llama", "--model", config({**SMALL, "num_hidden_layers": n}), "--world", "6", "--set", "tp=3")
@@ -122,6 +157,7 @@ def test_layers_are_told_once(capsys, config):
     assert [2 * calls for calls in starred[0]] == starred[1]
 
 
+@traced
 def test_a_search_prints_the_meshes_and_why_others_are_none(capsys, config):
     assert main(["plan", "llama", "--model", config(SMALL), "--world", "12", "--search", "--seq", "66"]) == 0
     out = capsys.readouterr().out
@@ -132,6 +168,7 @@ def test_a_search_prints_the_meshes_and_why_others_are_none(capsys, config):
     assert "no mesh passes" in capsys.readouterr().out
 
 
+@traced
 def test_text_shows_the_tables(capsys, config):
     assert main(["plan", "llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3"]) == 0
     out = capsys.readouterr().out
@@ -139,6 +176,7 @@ def test_text_shows_the_tables(capsys, config):
         assert words in out
 
 
+@traced
 def test_a_users_profile_is_taken(capsys, config, tmp_path):
     mine = tmp_path / "mine.json"
     mine.write_text(read_profile("cpu").as_text())
@@ -171,7 +209,7 @@ def test_bytes_of_405b_on_16384_ranks_take_less_than_two_seconds_and_no_torch(co
     program = (
         "import sys, time\n"
         "from shardtensor.cli.main import main\n"
-        f"options = ['--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000', '--no-step']\n"
+        f"options = ['--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000']\n"
         "main(['plan', 'llama_2d', *options])\n"
         "print('torch' in sys.modules, time.process_time())\n"
     )
@@ -210,3 +248,12 @@ def test_the_defaults_of_a_plan_fit_the_world_and_are_no_fallbacks(capsys, plan,
     args = ["--model", str(config_path(model))]
     assert main(["check", plan, "--world", str(ranks), *args]) == 0
     assert "fallbacks taken" not in capsys.readouterr().out
+
+
+@traced
+def test_all_meshes_of_a_search_do_the_same_work(capsys, config):
+    args = ["llama", "--model", config(SMALL), "--world", "12", "--search", "--memory", "1000GiB"]
+    assert main(["plan", *args, "--batch", "2", "--seq", "66", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = [row["step"] for row in found["choices"] if not row["fault"]]
+    assert {round(step["tokens_per_s"] * step["seconds"]) for step in steps} == {2 * 12 * 66} and len(steps) > 1

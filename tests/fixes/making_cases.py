@@ -10,8 +10,9 @@ from torch.distributed import rpc
 
 import shardtensor as st
 from fixes.case import Act, Case, alone, on_cpu, rank
-from shardtensor.tensor.ported import from_local_shards_and_global_metadata
-from shardtensor.tensor.remote import check
+from shardtensor import sharded_tensor
+from shardtensor.compat.rrefs import check
+from shardtensor.tensor.from_metadata import from_local_shards_and_global_metadata
 
 
 def piece(values: torch.Tensor | None = None, start: int | None = None, placement: Any = ...) -> st.Shard:
@@ -165,9 +166,11 @@ CASES: dict[str, Case] = {
         mesh="",
     ),
     "shards shown without RPC": Case(
-        lambda: alone(lambda: st.zeros("[tp]", 6, init_rrefs=True)),
+        lambda: alone(lambda: sharded_tensor.zeros("[tp]", 6, init_rrefs=True)),
         {
-            "call init_rpc on every rank": lambda: in_rpc(lambda: st.zeros("[tp]", 6, init_rrefs=True).remote_shards()),
+            "call init_rpc on every rank": lambda: in_rpc(
+                lambda: sharded_tensor.zeros("[tp]", 6, init_rrefs=True).remote_shards()
+            ),
             "leave init_rrefs out: full_tensor() and gather() need no RPC": lambda: alone(
                 lambda: [st.zeros("[tp]", 6).full_tensor(), st.zeros("[tp]", 6).gather(0, torch.empty(6))]
             ),
@@ -180,7 +183,7 @@ CASES: dict[str, Case] = {
         mesh="",
     ),
     "shards that are not shown": Case(
-        lambda: st.zeros("[tp]", 6).remote_shards(),
+        lambda: sharded_tensor.zeros("[tp]", 6).remote_shards(),
         {
             "metadata() tells where all shards lie": lambda: st.zeros("[tp]", 6).metadata(),
             "full_tensor() or gather() bring them here": lambda: st.zeros("[tp]", 6).full_tensor(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ CASES: dict[str, Case] = {
         {
             "write into the source: source[...] = value": lambda: weight("[-, tp]").__setitem__(..., 1),
             "clone() first where the source shall stay as it is": lambda: weight("[-, tp]").view(6, 4).clone().add_(1),
+        },
+    ),
+    "a copy of what was written since": Case(
+        lambda: written_since(lambda x: x.view(6, 4)),
+        {
+            "read it again after the write": lambda: weight("[-, tp]").mul_(2).view(6, 4) + 1,
+            "clone() it before the write": lambda: written_since(lambda x: x.view(6, 4).clone()),
         },
     ),
     "a copy of another layout": Case(
@@ -216,3 +224,10 @@ def gradient_of(x: st.ShardedTensor) -> torch.Tensor:
     x.retain_grad()
     x.sum().backward()
     return x.grad.full_tensor()
+
+
+def written_since(read: Callable[[st.ShardedTensor], torch.Tensor]) -> torch.Tensor:
+    x = weight("[-, tp]")
+    before = read(x)
+    x.mul_(2)
+    return before + 1

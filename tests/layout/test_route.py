@@ -14,7 +14,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.route import route
-from shardtensor.layout.transfer import Region, moved, transfer
+from shardtensor.layout.transfer import Region, transfer
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
@@ -175,11 +175,13 @@ def test_ranks_outside_are_dealt_to_the_copies() -> None:
     for holders in (Mesh((("x", 2),)), Mesh((("x", 4),)), Mesh((("x", 2), ("y", 2)))):
         for text in ("replicate", "[-, x]", "[x, -]"):
             source = bind(parse_spec(text), shape, holders)
-            givers = [giver for rank in takers for giver, _ in moved(source, target, rank, range(8))]
+            received = {rank: transfer(source, target, rank, range(8)).receives for rank in takers}
+            givers = [giver for rank in takers for giver in range(8) for _ in received[rank][giver]]
             assert {givers.count(giver) for giver in holders.ranks} == {len(givers) // holders.size}, (text, givers)
             for rank in takers:
-                boxes = [box for _, box in moved(source, target, rank, range(8))]
-                assert sorted(cell for box in boxes for cell in cells(box)) == sorted(held(target, rank))
+                places = order(target, rank)
+                cells_got = [cell for regions in received[rank] for each in regions for cell in looked_at(each, places)]
+                assert sorted(cells_got) == sorted(held(target, rank))
 
 
 def test_what_a_rank_receives_of_addends() -> None:

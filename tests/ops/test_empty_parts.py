@@ -129,7 +129,6 @@ KERNELS = [
     ("conv of one", lambda x, w: F.conv1d(x, w), [(1, 2, 2), (3, 2, 2)], 0),
     ("max_pool", lambda x: F.max_pool1d(x, 2), [(2, 2, 6)], 0),
     ("avg_pool", lambda x: F.avg_pool1d(x, 2), [(2, 2, 6)], 0),
-    ("irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), [(2, 4)], 0),
     ("group_norm", lambda x, w: F.group_norm(x, 2, w), [(2, 4, 3), (4,)], 0),
     ("instance_norm", lambda x, w: F.instance_norm(x, weight=w), [(2, 4, 3), (4,)], 0),
     ("pad", lambda x: F.pad(x, (1, 2), mode="circular"), [(2, 2, 6)], 0),

@@ -50,10 +50,10 @@ READS = [
         lambda x, i: torch.take_along_dim(x, i, 1),
         (S, (1, 2)),
         make=("int", "ids:6"),
-        gathers="into whole",
+        gathers=True,
     ),
-    case("take_along_dim sorted", lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), 1), (S,)),
-    case("take", lambda x, i: x.take(i - 3), (S, (2, 4)), make=("int", "ids:30")),
+    case("take_along_dim sorted", lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), 1), (S,), gathers=True),
+    case("take", lambda x, i: x.take(i - 3), (S, (2, 4)), make=("int", "ids:30"), gathers=True),
     case("index_select 0", lambda x, i: x.index_select(0, i), (S, (3,)), make=("int", "ids:5")),
     case("index_select 1", lambda x, i: torch.index_select(x, -1, i), (S, (9,)), make=("int", "ids:6")),
     case("ids", lambda x, i: x[i], (S, (3,)), make=("int", "ids:5")),
@@ -78,7 +78,7 @@ READS = [
     case("nonzero", lambda x: x.nonzero(), (S,)),
     case("nonzero tuple", lambda x: torch.nonzero(x > 0, as_tuple=True), (S,)),
     case("where", lambda x: torch.where(x > 0), (S,)),
-    case("argwhere", lambda x: torch.argwhere(x), (V,)),
+    case("argwhere", lambda x: torch.argwhere(x), (V,), gathers=True),
 ]
 WRITES = [
     case("scatter 0", lambda x, i, y: x.scatter(0, i, y), (V, V, V), make=("int", "places:7", "int")),

@@ -98,11 +98,11 @@ def test_a_copy_gets_the_sum_of_its_gradients_every_time(world, size):
 def views_of_copies_are_refused():
     x = st.distribute(integers(5, 6), "[tp balanced, -]")
     for _ in range(2):
-        assert x.view(1, 5, 6).transpose(0, 1)._origin is None
+        assert x.view(1, 5, 6).transpose(0, 1)._copied is None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", st.GatherWarning)
             copy = x.view(6, 5)
-        assert copy.transpose(0, 1)._origin is not None
+        assert copy.transpose(0, 1)._copied is not None
         with pytest.raises(st.RuleError, match="in place on a copy"):
             copy[:, :2].mul_(2)
 
@@ -156,3 +156,25 @@ def test_no_more_forms_are_kept_than_said(world):
         assert all(count <= 8 for count in world(many_forms, 2, most=8))
     finally:
         local_call.MOST = most
+
+
+def moved_operands() -> None:
+    """Under `strict`, and of mixed dtypes, a call whose operands have to move goes the general way."""
+    a, b = torch.arange(24.0).view(4, 6), torch.arange(24.0, 48.0).view(4, 6)
+    x, y = st.distribute(a, "[tp, -]", requires_grad=True), st.distribute(b, "[-, tp]", requires_grad=True)
+    for _ in range(3):
+        assert torch.equal(whole(x + y), a + b)
+        assert torch.equal(whole(y.double() - x), b.double() - a)
+        with pytest.raises(st.RuleError, match="reshard"), st.strict():
+            x + y
+    ((x + y) * (x - y)).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * a) and torch.equal(y.grad.full_tensor(), -2 * b)
+    w = st.distribute(b.t().contiguous(), "[tp, -]")
+    for t in (x, y):  # a product whose input is cut along what the weight is not
+        assert torch.equal(
+            whole(torch.nn.functional.linear(t.detach(), w.t().contiguous())), a @ b.t() if t is x else b @ b.t()
+        )
+
+
+def test_a_call_whose_operands_move_is_remembered(world):
+    world(moved_operands, 2)

@@ -169,7 +169,6 @@ _INDEXED: dict[str, list[Sample]] = {
         _exact(lambda f, x, i: f(x, 1, i), S, (5, 3), kinds=("int", "ids:4")),
         _exact(lambda f, x, i: f(x, 0, i), S, (3, 4), kinds=("int", "ids:5")),
     ],
-    "take_along_dim": [_exact(lambda f, x, i: f(x, i, 1), S, (5, 3), kinds=("int", "ids:4"))],
     "index_select": [
         _exact(lambda f, x, i: f(x, 1, i), S, (3,), kinds=("int", "ids:4")),
         _exact(lambda f, x, i: f(x, 0, i), S, (6,), kinds=("int", "ids:5")),
@@ -203,7 +202,6 @@ _INDEXED: dict[str, list[Sample]] = {
         )
     ],
     "index_fill": [_exact(lambda f, x, i: f(x, 0, i, 7.0), S, (3,), kinds=("int", "ids:5"))],
-    "take": [_exact(lambda f, x, i: f(x, i), S, (2, 3), kinds=("int", "ids:20"))],
     "index_put": [
         _exact(lambda f, x, i, v: f(x, (i,), v), S, (3,), (3, 4), kinds=("int", "index:5", "int")),
         _exact(
@@ -216,8 +214,7 @@ _INDEXED: dict[str, list[Sample]] = {
         ),
     ],
     "masked_select": [_exact(first, S, S, kinds=("int", "bool"))],
-    "masked_scatter": [_exact(lambda f, x, m, s: f(x, m, s), S, S, (20,), kinds=("int", "bool", "int"))],
-    **{key: [_exact(first, S)] for key in ("nonzero", "argwhere")},
+    **{key: [_exact(first, S)] for key in ("nonzero",)},
     **{
         name: [
             _exact(lambda f, x, y: f([x, y]), S, (2, 4)),
@@ -394,8 +391,6 @@ _COPIES: dict[str, list[Sample]] = {
 }
 
 _GATHERS: dict[str, list[Sample]] = {
-    "diagonal": [_exact(first, S), _exact(lambda f, x: f(x, 1, 0, 2), T)],
-    "unfold": [_exact(lambda f, x: f(x, 0, 2, 1), S), _exact(lambda f, x: f(x, -1, 2, 2), T)],
     "tensor_split": [_exact(lambda f, x: f(x, 3), S), _exact(lambda f, x: f(x, (1, 3), dim=1), S)],
     **{name: [_exact(lambda f, x: f(x, 2), (4, 2, 2))] for name in ("hsplit", "vsplit", "dsplit")},
     "view_as_real": [_exact(lambda f, x, y: f(torch.complex(x, y)), S, S, gathers=True)],
@@ -498,12 +493,6 @@ _MATRICES: dict[str, list[Sample]] = {
         _sample(lambda f, x, y: f(x + 3 * torch.eye(3), y), (5, 3, 3), (5, 3, 2), kinds=("unit", "int")),
         _sample(lambda f, x, y: f(x + 3 * torch.eye(3), y), (3, 3), (3, 2), kinds=("unit", "int"), gathers=True),
     ],
-    **{
-        name: [_sample(lambda f, x: f(x).abs(), S), _sample(lambda f, x: f(x, dim=0).abs(), S)]
-        for name in ("fft", "ifft", "rfft")
-    },
-    **{name: [_sample(lambda f, x: f(x, dim=0).real * 1, S, gathers=True)] for name in ("ihfft",)},
-    **{name: [_sample(lambda f, x: f(x, n=6), S)] for name in ("irfft", "hfft")},
     **{name: [_sample(first, (5, 3, 3), kinds=("unit",), grads=False)] for name in ("svd",)},
 }
 
@@ -539,21 +528,6 @@ _MORE: dict[str, list[Sample]] = {
         _exact(lambda f, x: f(x, 6), (5,), kinds=("ids:6",)),
         _exact(first, (2, 3), kinds=("ids:4",)),
     ],
-    "multi_margin_loss": [
-        _sample(first, S, (5,), kinds=("int", "ids:4")),
-        _sample(
-            lambda f, x, t, w: f(x, t, weight=w.detach(), reduction="none"),
-            S,
-            (5,),
-            (4,),
-            kinds=("int", "ids:4", "positive"),
-        ),
-    ],
-    "multilabel_margin_loss": [_sample(first, S, S, kinds=("int", "ids:4"))],
-    "cosine_embedding_loss": [
-        _sample(lambda f, x, y, t: f(x, y, t.detach().sign()), S, S, (5,), kinds=("int", "int", "distinct"))
-    ],
-    "triplet_margin_loss": [_sample(first, S, S, S), _sample(lambda f, a, p, n: f(a, p, n, reduction="sum"), T, T, T)],
 }
 
 MAKERS = {

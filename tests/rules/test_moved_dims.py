@@ -12,14 +12,10 @@ import pytest
 import torch
 from cut_layouts import MESH, OUTSIDE, counted, counted_part, cut_layout, cut_layouts, cut_once, cut_twice, part
 
-from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout, DimCut, Layout
+from shardtensor.layout.layout import CutLayout, DimCut
 from shardtensor.layout.pieces import Blocked, chunked
-from shardtensor.mesh import Mesh
 from shardtensor.rules.indexing import indexing, normalize
-from shardtensor.rules.views import expanded, heads_fit, on_diagonal, permuted, reduction, repeated, reshaped, windows
-from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
-from shardtensor.spec.parse import parse_spec
+from shardtensor.rules.views import expanded, heads_fit, permuted, repeated, reshaped
 
 TWELVE = [(12,), (3, 4), (4, 3), (2, 6), (6, 2), (2, 3, 2), (12, 1), (1, 12), (2, 1, 6), (1, 3, 4, 1), (3, 2, 1, 2)]
 EMPTY = [(0,), (0, 3), (3, 0), (2, 0, 3)]
@@ -123,25 +119,6 @@ def test_a_whole_dim_is_repeated():
             held_alike(layout, found, lambda x, times=(*front, *times): x.repeat(times))
 
 
-def test_windows_and_diagonals_of_whole_dims():
-    for layout in LAYOUTS:
-        shape = layout.shape
-        for dim, size, step in itertools.product(range(len(shape)), (1, 3), (1, 2)):
-            if size > shape[dim]:
-                continue
-            found = windows(layout, dim, (shape[dim] - size) // step + 1, size)
-            if layout.dims[dim] is not None:
-                assert found is None
-            else:
-                held_alike(layout, found, lambda x, way=(dim, size, step): x.unfold(*way))
-        for a, b in itertools.permutations(range(len(shape)), 2):
-            found = on_diagonal(layout, (a, b), counted(shape).diagonal(1, a, b).shape[-1])
-            if layout.dims[a] is not None or layout.dims[b] is not None:
-                assert found is None
-            else:
-                held_alike(layout, found, lambda x, way=(1, a, b): x.diagonal(*way))
-
-
 # -- indices -----------------------------------------------------------------------------------------------------------
 
 INDICES = {
@@ -231,43 +208,6 @@ def test_a_slice_goes_forward():
 )
 def test_tensors_lists_and_bools_are_no_basic_indices(index):
     assert normalize(index, (4, 5)) is None
-
-
-# -- reductions --------------------------------------------------------------------------------------------------------
-
-
-def strange_layouts(shape: tuple[int, ...]) -> list[Layout]:
-    """Flat ranges, and boxes written out: one a rank, and several on one."""
-    found = [bind(parse_spec(text), shape, MESH) for text in ("flat(tp)", "flat(dp)", "[dp balanced, -] flat(tp)")]
-    rows, rest = shape
-    boxes = [((0, 0), (2, rest)), ((2, 0), (rows - 2, 1)), ((2, 1), (rows - 2, rest - 1))]
-    for ranks in ((3, 1, 2), (2, 2, 0)):
-        shards = [ShardMetadata(list(o), list(n), f"rank:{r}/cpu") for (o, n), r in zip(boxes, ranks, strict=True)]
-        found.append(bind(EnumerableShardingSpec(shards), shape, MESH))
-    return found
-
-
-def test_sums_of_parts_add_up_to_the_sum():
-    for shape, keepdim in itertools.product(((5, 4), (2, 3, 4)), (False, True)):
-        full = counted(shape)
-        strange = strange_layouts(shape) if len(shape) == 2 else []
-        layouts = cut_layouts(shape)
-        for count, layout in itertools.product(range(1, len(shape) + 1), [*layouts[keepdim::2], *strange]):
-            for dims in itertools.combinations(range(len(shape)), count):
-                found = reduction(layout, dims, keepdim)
-                if layout in strange and count < len(shape):
-                    assert found is None
-                    continue
-                want = full.sum(dims, keepdim)
-                assert found.layout.shape == want.shape
-                assert found.count == full.numel() // want.numel()
-                assert found.axes == tuple(sorted(found.axes))
-                mesh = Mesh(tuple(zip("ab", layout.grid, strict=False)), layout.ranks)
-                mine = {rank: counted_part(layout, rank).sum(found.dims, keepdim) for rank in mesh.ranks}
-                for rank in mesh.ranks:
-                    total = sum(mine[other] for other in mesh.ranks_along(rank, found.axes))
-                    expected = part(want, found.layout, rank)
-                    assert torch.equal(total.view(expected.shape), expected), (layout, dims)
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.layout.bind import bind
 from shardtensor.layout.route import route
-from shardtensor.tensor import exchange, strided
+from shardtensor.tensor import exchange
 
 
 def misplacement(t: torch.Tensor) -> int | None:
     """Words on the CPU, too."""
-    return t.storage_offset() * t.element_size() % strided.WIDEST if t.is_contiguous() else None
+    return t.storage_offset() * t.element_size() % exchange.WIDEST if t.is_contiguous() else None
 
 
 def in_words(dtype: torch.dtype, offset: int) -> int:
@@ -68,7 +68,7 @@ def test_rows_become_columns_in_the_widest_words():
     class Both:
         ranks = range(2)
 
-    def settled(misplaced: int) -> strided.Copies:
+    def settled(misplaced: int) -> exchange.Copies:
         local = torch.empty(32, 64, dtype=torch.bfloat16)
         return exchange._settle(local, step, Both, 1, misplaced).leaving.copies  # type: ignore[arg-type]
 

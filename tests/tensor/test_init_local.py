@@ -210,7 +210,6 @@ def fault(name: str) -> tuple[str, str]:
     odd = rank == 1
     good = shard([2 * rank, 0], [2, 3])
     size: tuple[Any, ...] = (6, 3)
-    options: dict[str, Any] = {}
     shards: Any = [good]
     if name == "no shards":
         shards = []
@@ -248,9 +247,7 @@ def fault(name: str) -> tuple[str, str]:
         shards = [torch.ones(2, 3)] if odd else [good]
     elif name == "not a list":
         shards = None if odd else [good]
-    elif name == "rrefs":
-        options["init_rrefs"] = odd
-    return error_of(lambda: st.init_from_local_shards(shards, *size, **options))
+    return error_of(lambda: st.init_from_local_shards(shards, *size))
 
 
 FROM_RANK_1 = "init_from_local_shards: rank 1 has a fault, so nothing was done on any rank\n  rank 1  "
@@ -353,13 +350,6 @@ FAULTS = {
     "not a list": (
         "LayoutError",
         FROM_RANK_1 + "TypeError: 'NoneType' object is not iterable",
-    ),
-    "rrefs": (
-        "DisagreementError",
-        "init_from_local_shards: init_rrefs of rank 0 does not match with init_rrefs of rank 1; nothing was moved\n"
-        "  init_rrefs  ranks 0, 2  False\n"
-        "              rank 1      True\n"
-        "  fix         give every rank of the group the same init_rrefs",
     ),
 }
 

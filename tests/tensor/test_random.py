@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardtensor.tensor.random import draw_boxes
-from shardtensor.tensor.random_cpu import PIECE, serial_pieces
-from shardtensor.tensor.random_cuda import draw_passes, find_pass, pass_lengths, split_for_indexing
+from shardtensor.tensor.random_streams import (
+    PIECE,
+    draw_passes,
+    find_pass,
+    pass_lengths,
+    serial_pieces,
+    split_for_indexing,
+)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA card")
 

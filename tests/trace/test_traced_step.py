@@ -123,7 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_call_of_a_step_is_listed(name):
+def test_every_call_of_a_step_is_counted(name):
     world, params, sizes = CASES[name]
     plan = load_plan(DECODER, world=world, **params)
     ran = noted(world, train(plan, lambda: Decoder(**sizes)))

@@ -1,6 +1,6 @@
 """The names of ``torch.distributed._shard.sharded_tensor.metadata``."""
 
 from shardtensor.spec.devices import ShardMetadata
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardtensor.tensor.shard import ShardedTensorMetadata, TensorProperties
 
 __all__ = ["ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]

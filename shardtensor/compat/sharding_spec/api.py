@@ -2,10 +2,10 @@
 
 import shardtensor.ops  # gives ShardedTensor its operations
 import shardtensor.parallel.parameter  # noqa: F401  (gives specs build_metadata and shard)
+from shardtensor.compat.custom_ops import custom_sharding_spec_op
 from shardtensor.spec.devices import DevicePlacementSpec, EnumerableShardingSpec, PlacementSpec
 from shardtensor.spec.devices import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.tensor.dispatch import custom_sharding_spec_op
 
 __all__ = [
     "DevicePlacementSpec",

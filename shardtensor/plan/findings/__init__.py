@@ -1,1 +1,1 @@
-"""What checks find, where it was written, and how it is told."""
+"""Findings of checks: what is wrong, its place in the text, and how it is printed."""

@@ -20,11 +20,11 @@ TOKENS, WEIGHTS = "", "top_k_weights"
 
 @attrs.frozen
 class Dealing:
-    """How the tokens of a module reach its experts.
+    """How a module sends tokens to its experts.
 
     Attributes:
-        axes: along which the experts lie.
-        is_list: each is a module; else all are stacked in two tensors.
+        axes: over which the experts are sharded.
+        is_list: each expert is a module; else all are stacked in two tensors.
     """
 
     axes: Names
@@ -116,7 +116,7 @@ def _entering(stated: Stated, name: str) -> Flow | None:
 
 
 def _same_samples(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
-    """Tokens dealt along axes on which all ranks have the same ones."""
+    """Tokens sent along axes on which all ranks have the same ones."""
     axes = [axis for axis in dealing.axes if axis not in modules.data]
     if not axes:
         return

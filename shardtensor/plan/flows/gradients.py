@@ -1,6 +1,7 @@
-"""Gradients of a plan: how each value and parameter of the known layers lies backward, and what would go wrong.
+"""The flows of a plan: what each known layer does with values and gradients, and what would go wrong silently.
 
-A missing or doubled reduction is silent: the loss falls, a little slower. Here it is an error of the plan's text.
+A missing or doubled reduction raises nothing: the loss falls, a little slower. Here it is an error of the plan's text.
+What raises by itself at the first call, as parts do that reach the wrong module, is not looked for.
 """
 
 from __future__ import annotations
@@ -65,10 +66,9 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     """Work out the flows of a plan. Pure, and linear in the number of modules.
 
     Args:
-        is_whole: the plan speaks of the whole model. Rules of a part of one leave the rest as it is, plain and made for
-            whole values: there it is no fault that nobody is said to give what a module takes in parts, that a sibling
-            is not mentioned, or which samples ranks have. What contradicts itself is one, and so is what would go wrong
-            silently: parts that nobody takes, and gradients beside addends or streams of which nothing is known.
+        is_whole: the plan has rules for the whole model. Rules for a part of one leave the rest as it is: plain modules
+            on whole values. There it is no fault that no module leaves the addends which another sums, that a sibling
+            has no flow, or that the axes of the data are not known.
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}

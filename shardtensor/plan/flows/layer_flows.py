@@ -1,4 +1,4 @@
-"""What a known layer does with the values that a plan lets through it, and how its gradients lie.
+"""What a known layer does with the values that pass it, and the layouts of its gradients.
 
 A *copy* is equal on all ranks along an axis, a *cut* value is a part on each, of an *addend* the sum counts. The
 gradient of a copy is a copy, but where it meets a product that is cut along the axis: there it is an addend.

@@ -8,12 +8,15 @@ would keep torch from swapping it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rpc_is_up
@@ -41,14 +44,12 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
     """Show this rank's shards to all ranks, and return `tensor` when theirs are shown here.
 
     Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's bytes; a
-    tensor that is set in a shard later is not shown. Deep copies, conversions and results of operations show nothing.
+    tensor that is set in a shard later is not shown. Copies, conversions and results of operations show nothing.
 
     Raises:
         RuleError: (a RuntimeError) on every rank alike, when a rank has not called ``init_rpc``.
         LayoutError: (a ValueError) on every rank alike, when a rank has another number in RPC.
     """
-    from torch.distributed import rpc
-
     world = as_group(dist.group.WORLD)
     shown, number = RemoteShards(), next(_numbers)
     SHOWN[number] = shown
@@ -62,6 +63,17 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
     world.barrier()
     tensor._remote = shown
     return tensor
+
+
+def with_rrefs(make: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
+    """Return `make` with the option ``init_rrefs=True``: show the shards to all ranks; see `share`."""
+
+    @wraps(make)
+    def made(*args: Any, init_rrefs: bool = False, **options: Any) -> ShardedTensor:
+        tensor = make(*args, **options)
+        return share(tensor) if init_rrefs else tensor
+
+    return made
 
 
 def check(rpc_ranks: dict[int, int | None]) -> None:

@@ -16,8 +16,9 @@ from shardtensor.sharded_tensor import ShardedTensor, _sharded_tensor_map
 from torch.distributed import rpc
 
 import shardtensor as st
+from shardtensor import sharded_tensor
+from shardtensor.compat.rrefs import check, share
 from shardtensor.errors import RuleError
-from shardtensor.tensor.remote import check, share
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def check_shown() -> None:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     chunk = st.ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
     whole = torch.arange(10.0).view(5, 2)
-    x = st.empty(chunk, 5, 2, init_rrefs=True, requires_grad=True)
+    x = sharded_tensor.empty(chunk, 5, 2, init_rrefs=True, requires_grad=True)
     with torch.no_grad():
         x.copy_(whole)
     dist.barrier()
@@ -48,17 +49,16 @@ def check_shown() -> None:
     assert there.metadata == x.metadata().shards_metadata[rank]  # the chunks are in the order of the placements
     assert torch.equal(there.tensor, whole[there.metadata.shard_offsets[0] :][: there.metadata.shard_sizes[0]])
 
-    several = st.ones(st.ChunkShardingSpec(0, ["rank:0/cpu"] * 3), 5, 2, init_rrefs=True)
+    several = sharded_tensor.ones(st.ChunkShardingSpec(0, ["rank:0/cpu"] * 3), 5, 2, init_rrefs=True)
     shapes = [tuple(rref.to_here().tensor.shape) for rrefs in several.remote_shards().values() for rref in rrefs]
     assert shapes == ([(2, 2), (2, 2), (1, 2)] if rank else [])
     here = [st.Shard.from_tensor_and_offsets(torch.ones(2), [2 * rank], rank)]
     for made in (
-        st.init_from_local_shards(here, 4, init_rrefs=True),
+        sharded_tensor.init_from_local_shards(here, 4, init_rrefs=True),
         ShardedTensor._init_from_local_tensor(torch.ones(2), "[tp]", 4, init_rrefs=True),
-        pickle.loads(pickle.dumps(x)),
     ):
         assert len(made.remote_shards()[other]) == 1
-    for none in (copy.deepcopy(x), x * 2, x.double(), st.ones(chunk, 5, 2)):
+    for none in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x * 2, x.double(), st.ones(chunk, 5, 2)):
         with pytest.raises(RuntimeError, match="ShardedTensor created with init_rrefs=False"):
             none.remote_shards()
     dist.barrier()  # a peer may still ask
@@ -69,7 +69,7 @@ def check_freed() -> None:
     gc.disable()
     try:
         assert not _sharded_tensor_map
-        x, y = (st.zeros("[tp, -]", 4, 2, init_rrefs=True) for _ in range(2))
+        x, y = (sharded_tensor.zeros("[tp, -]", 4, 2, init_rrefs=True) for _ in range(2))
         assert len(_sharded_tensor_map) == 2
         torch.utils.swap_tensors(x, st.zeros("[tp, -]", 4, 2))  # refuses a tensor that has weak references
         assert x._remote is None and len(_sharded_tensor_map) == 1
@@ -85,7 +85,7 @@ def check_freed() -> None:
 def check_names() -> None:
     rank = dist.get_rank()
     boxes = st.EnumerableShardingSpec([st.ShardMetadata([2 * r], [2], f"worker{r}/cpu") for r in range(2)])
-    assert st.zeros(boxes, 4, init_rrefs=True).metadata().shards_metadata == boxes.shards
+    assert sharded_tensor.zeros(boxes, 4, init_rrefs=True).metadata().shards_metadata == boxes.shards
     piece = st.Shard(torch.ones(2), st.ShardMetadata([2 * rank], [2], f"worker{rank}/cpu"))
     assert st.init_from_local_shards([piece], 4).metadata().shards_metadata == boxes.shards
     assert st.shard_tensor(torch.arange(4), boxes).full_tensor().tolist() == [0, 1, 2, 3]
@@ -99,7 +99,7 @@ def check_all(folder: str) -> None:
     with pytest.raises(RuntimeError, match="RPC framework needs to be initialized"):
         st.zeros(spec, 3)
     with pytest.raises(RuntimeError, match="RPC Framework needs to be initialized"):
-        st.zeros("[tp]", 4, init_rrefs=True)
+        sharded_tensor.zeros("[tp]", 4, init_rrefs=True)
     with workers(f"{folder}/store"):
         check_shown()
         check_freed()

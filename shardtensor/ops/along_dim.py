@@ -1,7 +1,8 @@
-"""Running sums and products along a cut dim, and its largest elements: what a rank tells the others is one row, or few.
+"""Along a cut dim: softmax, running sums and products, and the largest elements; a rank sends one row, or few.
 
-``cumsum``: each rank's own, joined with the totals of the pieces before its piece. ``topk``: the best of each rank are
-gathered, and of these the best are taken; among equals the choice is torch's own to make, as on the whole tensor.
+softmax: the maximum and the sum are reduced. ``cumsum``: each rank's own, with the totals of the pieces before its
+piece. ``topk``: the best of each rank are gathered, and of these the best are taken; among equals the choice is torch's
+own to make, as on the whole tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,42 @@ from shardtensor.layout.layout import CutLayout, DimCut
 from shardtensor.mesh import coordinate
 from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.reducing import places
+from shardtensor.ops.ids import places
+from shardtensor.ops.reductions import local_extreme
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+def shifted(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
+    """`local` less the maximum over `dim` in all ranks, which has no gradient: one all-reduce."""
+    with torch.no_grad():
+        top = team.all_reduce(local_extreme(local, (dim,), True), "max")
+    return local - top
+
+
+def joined_sum(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
+    """The sum over `dim` in all ranks (the dim stays), for use by each rank's part of the work."""
+    return collectives.sum_gradient(collectives.all_reduce(local.sum(dim, keepdim=True), team), team)
+
+
+@joins("exponentials")
+def exponentials(cut: Cut) -> torch.Tensor:
+    """softmax, log_softmax or softmin over a cut dim."""
+    (local,), (d,) = cut.locals, cut.dims
+    dtype = cut.options.get("dtype")
+    if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
+        dtype = cut.options["_stacklevel"]
+    local = local if dtype is None else local.to(dtype)
+    if not local.is_floating_point():
+        torch.softmax(torch.empty(1, dtype=local.dtype), 0)  # torch's error
+    wide = local.float() if local.dtype in HALF else local
+    wide = shifted(-wide if cut.name == "softmin" else wide, d, cut.team)
+    powers = wide.exp()
+    total = joined_sum(powers, d, cut.team)
+    return (wide - total.log() if cut.name == "log_softmax" else powers / total).to(local.dtype)
+
+
+# -- scans -------------------------------------------------------------------------------------------------------------
 
 
 def pieces_of(layout: CutLayout, cut: DimCut, team: Group) -> list[int]:

@@ -1,17 +1,12 @@
-"""What code written for torch's own ShardedTensor calls: class methods that take shards, and state dict hooks.
-
-They do as torch's do; `init_from_local_shards` and `init_from_local_tensor` are the functions behind most of them.
-"""
+"""Tensors from metadata that ranks need not compare: what torch's ShardedTensor says of itself, and what specs say."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import nn
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rank_of
@@ -32,77 +27,13 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement
 from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.factories import as_shape, empty
-from shardtensor.tensor.init_local import init_from_local_shards, init_from_local_tensor, leaf_of
-from shardtensor.tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardtensor.tensor.init_local import leaf_of
 from shardtensor.tensor.placing import mesh_of
-from shardtensor.tensor.remote import share
-from shardtensor.tensor.shard import Shard
+from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
-class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTensors too)
-    """Shards and what they are shards of, in one process, without a process group or any operation.
-
-    Example:
-        >>> from shardtensor.spec.devices import ShardMetadata
-        >>> shard = Shard(torch.ones(4), ShardMetadata([0], [4], "rank:0/cpu"))
-        >>> metadata = ShardedTensorMetadata([shard.metadata], torch.Size([4]))
-        >>> base = ShardedTensorBase._init_from_local_shards_and_global_metadata([shard], metadata)
-        >>> base.size(), len(base.local_shards())
-        (torch.Size([4]), 1)
-    """
-
-    def __init__(
-        self,
-        sharding_spec: ShardingSpec,
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> None:
-        """Say where the shards of a spec lie, and hold none yet; the spec is one that names devices."""
-        properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
-        self._sharding_spec = as_spec(sharding_spec)
-        self._metadata = self._sharding_spec.build_metadata(as_shape(size), properties)
-        self._local_shards: list[Shard] = []
-
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(
-        cls,
-        local_shards: list[Shard],
-        sharded_tensor_metadata: ShardedTensorMetadata,
-        sharding_spec: ShardingSpec | None = None,
-    ) -> ShardedTensorBase:
-        """Take the shards of any ranks. The metadata must tile its size."""
-        shards = sharded_tensor_metadata.shards_metadata
-        _check_metadata(sharded_tensor_metadata)
-        validate_non_overlapping_shards_metadata(shards)
-        check_tensor(shards, sharded_tensor_metadata.size)
-        base = cls.__new__(cls)
-        base._local_shards, base._metadata = local_shards, sharded_tensor_metadata
-        base._sharding_spec = sharding_spec or infer_sharding_spec(shards)
-        return base
-
-    def local_shards(self) -> list[Shard]:
-        """Return the shards."""
-        return self._local_shards
-
-    def metadata(self) -> ShardedTensorMetadata:
-        """Return all shards' metadata, the global size and the properties."""
-        return self._metadata
-
-    def sharding_spec(self) -> ShardingSpec:
-        """Return the spec that the metadata says."""
-        return self._sharding_spec
-
-    def size(self) -> torch.Size:
-        """Return the global size."""
-        return self._metadata.size
-
-
-def _check_metadata(metadata: ShardedTensorMetadata) -> None:
+def check_metadata_of_all(metadata: ShardedTensorMetadata) -> None:
     if not metadata.shards_metadata:
         raise LayoutError("shards_metadata must not be empty!", fix="list every shard")
     if metadata.tensor_properties.layout != torch.strided:
@@ -114,20 +45,18 @@ def from_local_shards_and_global_metadata(
     local_shards: list[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
     process_group: Any = None,
-    init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
     """Return the tensor that the metadata describes, of which this rank has these shards.
 
-    Sends nothing (but RRefs with `init_rrefs`) and compares nothing between ranks: the metadata is trusted to be right
-    on each of them.
+    Sends nothing and compares nothing between ranks: the metadata is trusted to be right on each of them.
 
     Raises:
         RuntimeError: not as many shards as the metadata gives this rank.
         LayoutError: (a ValueError) a shard that is not what the metadata says, shards that do not tile the size.
     """
     group = as_group(process_group)
-    _check_metadata(sharded_tensor_metadata)
+    check_metadata_of_all(sharded_tensor_metadata)
     shards, shape = sharded_tensor_metadata.shards_metadata, tuple(sharded_tensor_metadata.size)
     owned = []
     for shard in shards:
@@ -148,8 +77,7 @@ def from_local_shards_and_global_metadata(
     layout = bind_named(spec, shape, mesh_of(group)) if is_chunked else listed_layout(tuple(owned), shape)
     by_box = {box: shard.tensor for box, shard in zip(mine, local_shards, strict=True)}
     dtype = sharded_tensor_metadata.tensor_properties.dtype
-    tensor = wrap(leaf_of(layout, group, by_box, dtype), layout, spec, group)
-    return share(tensor) if init_rrefs else tensor
+    return wrap(leaf_of(layout, group, by_box, dtype), layout, spec, group)
 
 
 def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -> None:
@@ -167,20 +95,6 @@ def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -
                 raise LayoutError(
                     "Only torch.contiguous_format memory_format is currently supported", fix="call contiguous() first"
                 )
-
-
-def _new(cls: type[ShardedTensor], sharding_spec: ShardingSpec | str, *size: Any, **options: Any) -> ShardedTensor:
-    """``ShardedTensor(spec, 4, 6, dtype=..., process_group=...)``, which is `empty`."""
-    return empty(sharding_spec, *size, **options)
-
-
-ShardedTensorBase.register(ShardedTensor)
-ShardedTensor.__new__ = _new  # type: ignore[method-assign,assignment]
-ShardedTensor._init_from_local_shards = staticmethod(init_from_local_shards)  # type: ignore[attr-defined]
-ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)  # type: ignore[attr-defined]
-ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]
-    from_local_shards_and_global_metadata
-)
 
 
 def build_metadata(
@@ -235,44 +149,48 @@ def parse_and_validate_remote_device(process_group: Any, remote_device: Any) -> 
     return rank, placement.device()
 
 
-def create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: TensorProperties) -> torch.Tensor:
-    """Return an unset plain tensor of these properties on a device."""
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    return torch.empty(
-        *shape,
-        dtype=tensor_properties.dtype,
-        layout=tensor_properties.layout,
-        device=local_device,
-        requires_grad=tensor_properties.requires_grad,
-        memory_format=tensor_properties.memory_format,
-        pin_memory=tensor_properties.pin_memory,
-    )
+def is_torch_sharded(x: Any) -> bool:
+    """Whether `x` is torch's ShardedTensor; does not import it."""
+    return type(x).__name__ == "ShardedTensor" and type(x).__module__.startswith("torch.distributed._shard")
 
 
-def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put ShardedTensors that are plain attributes of a module into its ``state_dict``.
+def from_torch_sharded_tensor(tensor: Any) -> ShardedTensor:
+    """Return the `ShardedTensor` of torch's own one, on the same process group. Sends nothing.
 
-    Registered with ``module._register_state_dict_hook``; parameters and buffers need no hook.
+    A rank's only shard keeps its memory: what is written into either is seen in the other. Several are copied.
+    ``load_state_dict`` and ``copy_`` of sharded tensors take torch's by themselves, whatever the two layouts are.
+
+    A file with torch's ShardedTensors is read by ``torch.load(file, weights_only=False)``, where the process group has
+    been made: torch's classes cannot be read with ``weights_only=True``, by torch itself neither.
+
+    Args:
+        tensor: a ``torch.distributed._shard.sharded_tensor.ShardedTensor``; every rank of its group calls this.
+
+    Raises:
+        TypeError: it is another object.
+
+    Example:
+        >>> import shardtensor, torch.distributed as dist
+        >>> from torch.distributed._shard import sharded_tensor
+        >>> from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> theirs = sharded_tensor.empty(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 6)
+        >>> shardtensor.from_torch_sharded_tensor(theirs).shape
+        torch.Size([4, 6])
+        >>> dist.destroy_process_group()
     """
-    for key, owner, name in _attributes(module, prefix):
-        value = vars(owner)[name]
-        if isinstance(value, ShardedTensor):
-            destination[key] = value
+    if not is_torch_sharded(tensor):
+        raise TypeError(f"this takes torch's ShardedTensor, and this is a {type(tensor).__name__}")
+    theirs = tensor.metadata()
+    size, given = torch.Size(theirs.size), theirs.tensor_properties
+    properties = TensorProperties(given.dtype, given.layout, given.requires_grad, pin_memory=given.pin_memory)
+    metadata = ShardedTensorMetadata([_inside(md, size) for md in theirs.shards_metadata], size, properties)
+    shards = [Shard(shard.tensor, _inside(shard.metadata, size)) for shard in tensor.local_shards()]
+    spec = as_spec(tensor.sharding_spec())
+    return from_local_shards_and_global_metadata(shards, metadata, tensor._process_group, sharding_spec=spec)
 
 
-def pre_load_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Set plain attributes of a module from the ShardedTensors of a ``state_dict``.
-
-    Registered with ``module._register_load_state_dict_pre_hook(hook, True)``.
-    """
-    for key, owner, name in _attributes(module, prefix):
-        value = state_dict.get(key)
-        if isinstance(value, ShardedTensor):
-            setattr(owner, name, value)
-
-
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
-    for path, owner in module.named_modules():
-        for name in list(vars(owner)):
-            place = f"{prefix}{path}."
-            yield f"{'' if place == '.' else place}{name}", owner, name
+def _inside(shard: Any, size: torch.Size) -> ShardMetadata:
+    """A shard's metadata; that of an empty one, which torch lets begin past the end of a dim, begins at the end."""
+    offsets = [min(offset, length) for offset, length in zip(shard.shard_offsets, size, strict=True)]
+    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)

@@ -1,4 +1,4 @@
-"""What gives a sharded tensor other bytes: ``set_``, and ``module_load`` of torch's swapping load."""
+"""What torch's modules ask of sharded parameters: other memory, loads, flat RNN weights, DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from shardtensor.errors import RuleError
-from shardtensor.tensor.copied import memory_of
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -33,7 +34,6 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
             "use copy_(source) to take its values",
         )
     tensor._local.set_(source._local)  # type: ignore[call-overload]
-    tensor._memory = memory_of(source)
     tensor._sync_body()
     tensor._tell_flat()
     return tensor
@@ -84,3 +84,32 @@ def flatten_again(module: nn.Module) -> None:
         is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
         if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:
             del owner.flatten_parameters
+
+
+def _refuse_ddp(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Refuse a DistributedDataParallel that would hold sharded parameters: when it takes its module, before it sends.
+
+    Its C++ part would reduce bodies without elements, and where no first broadcast is asked for, it would say nothing.
+    """
+    if name != "module" or not isinstance(parent, DistributedDataParallel):
+        return
+    delayed = {id(param) for param in parent._delay_all_reduce_params}
+    held = [
+        key
+        for key, value in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(value, ShardedTensor) and (key not in parent.parameters_to_ignore or id(value) in delayed)
+    ]
+    if held:
+        shown = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
+        raise RuleError(
+            "DistributedDataParallel cannot hold sharded parameters; nothing was sent",
+            {"sharded": shown},
+            [
+                'shardtensor.data_parallel(module, "dp", mesh) averages gradients over the data ranks of a mesh',
+                "before it is made: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(\n"
+                "    module, names)",
+            ],
+        )
+
+
+register_module_module_registration_hook(_refuse_ddp)

@@ -1,0 +1,67 @@
+"""Operations of one's own on ShardedTensors, as ``torch.distributed._shard`` lets users register them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from shardtensor.tensor.dispatch import HANDLERS
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Do `func` on ShardedTensors by a function of one's own, ``f(types, args, kwargs, process_group)``.
+
+    It wins over the handler of the library. Its name and signature are torch's.
+
+    Raises:
+        TypeError: the function does not take these four.
+    """
+
+    def register(user: Callable[..., Any]) -> Callable[..., Any]:
+        _check_signature(user)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            first = _first_sharded(args, kwargs)
+            return user((type(first),), args, kwargs, first._process_group)
+
+        HANDLERS[func] = handler
+        return user
+
+    return register
+
+
+def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same for tensors of one class of spec only: the first sharded argument's; others go where they went."""
+
+    def register(user: Callable[..., Any]) -> Callable[..., Any]:
+        _check_signature(user)
+        otherwise = HANDLERS.get(func)
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            first = _first_sharded(args, kwargs)
+            if isinstance(first.sharding_spec(), sharding_spec_class):
+                return user((type(first),), args, kwargs, first._process_group)
+            return fall_back(func, args, kwargs) if otherwise is None else otherwise(*args, **kwargs)
+
+        HANDLERS[func] = handler
+        return user
+
+    return register
+
+
+def _check_signature(user: Callable[..., Any]) -> None:
+    found = inspect.signature(user)
+    if len(found.parameters) != 4:
+        raise TypeError(
+            f"Custom sharded op function expects signature: (types, args, kwargs, process_group), "
+            f"but received signature: {found}"
+        )
+
+
+def _first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor))
