@@ -34,7 +34,6 @@ AT = {
     "an attribute that counts heads is not said": "local all_head_size:",
     "a whole product beside cut ones": "attention.output.dense: replicate",
     "a product before another is cut along its inputs": "up_proj: rowwise(tp)",
-    "norms of a stream take copies": "along(replicate)",
     "a stream is not gathered": "in: replicate -> stream",
     "a stream enters products as it is": "in: replicate -> stream",
     "a sum is not dealt out": "in: replicate -> stream",
@@ -54,14 +53,12 @@ AT = {
     "a row product takes whole values": "in: replicate -> [..., tp]",
     "only one product of two is cut": " output.dense:",
     "a table is cut by features": "{input,post_attention}_layernorm: along(stream)",
-    "the last norm takes copies": "norm: along(replicate)",
     "a sum is dealt out along another dim": "in: replicate -> stream",
     "a stream is gathered along another dim": "in: replicate -> stream",
     "the attention does not say how values enter": "{input,post_attention}_layernorm: along(stream)",
     "norms are cut among plain values": "c_attn: colwise(",
     "a table of positions passes a ShardedTensor": "local n_heads:",
     "a head says what enters it and not what leaves": "embed_tokens: vocab_embedding(",
-    "the last norm cuts what comes cut": "embed_tokens: vocab_embedding(",
     "the last norm gathers what the head gathers": "embed_tokens: vocab_embedding(",
 }
 """What stands on a line that is told."""

@@ -37,6 +37,7 @@ class Sums:
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
+        yield from self._norms_of_whole_values()
         for path, params in self._modules.owned.items():
             stated = self._modules.stated.get(path)
             if stated is not None and (stated.ins or stated.outs):
@@ -193,6 +194,62 @@ class Sums:
         name = placed.tensor.name
         place = _place(placed.line, modules)
         yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
+
+    def _norms_of_whole_values(self) -> Iterator[Finding]:
+        """Norms that take whole values where every module leaves them cut along tokens (E403): the gradients of their
+        parameters would be of one rank's tokens."""
+        modules = self._modules
+        if not any(layer.kind.name == "embedding" for layer in modules.layers.values()):
+            return  # whole values may come from outside
+        for path, layer in modules.layers.items():
+            flow = layer.stated.ins.get("")
+            if layer.kind.name != "norm" or flow is None:
+                continue
+            came = {*cut_axes(flow.before), *partial_axes(flow.before)}
+            here = modules.places.get(path, 0)
+            axes = [a for a in self._streams_at(path) if a not in came and self._left_whole.get(a, here) >= here]
+            if not axes:
+                continue
+            source = self._meetings.streams[axes[0]]
+            after = next(flow.after for flow, _ in modules.stated[source].passing.outs.values())
+            line = layer.stated.line("in")
+            yield Finding(
+                "E403", f"`{path}` takes whole values, and they come cut along {modules.named(axes)}", origin_of(line),
+                f"every module leaves them so, such as `{source}`: `{after}`; one rank's part would be taken for the "
+                "whole",
+                f"take them as they come: `along({after})`", style_note(origin_of(line), "flow"), path,
+            )  # fmt: skip
+
+    @cached_property
+    def _left_whole(self) -> dict[str, int]:
+        """By the axes of streams, the place of the first module, in none that gathers, that leaves whole values of its
+        own."""
+        found: dict[str, int] = {}
+        for path, stated in self._modules.stated.items():
+            layer = self._modules.layers.get(path)
+            for flow in stated.outs.values():
+                if layer is None or layer.kind.name != "norm" or flow.before != flow.after:  # a norm passes them on
+                    left = {*cut_axes(flow.after), *partial_axes(flow.after)}
+                    here = self._modules.places.get(path, 0)
+                    found |= {a: min(found.get(a, here), here) for a in self._streams_at(path) if a not in left}
+        return found
+
+    def _streams_at(self, path: str) -> list[str]:
+        """The axes of streams that begin before a module in the order of the model, and that none around it gathers."""
+        here = self._modules.places.get(path, 0)
+        return [axis for axis in self._meetings.streams_into(path) if self._begins[axis] <= here]
+
+    @cached_property
+    def _begins(self) -> dict[str, int]:
+        """By the axes of streams, the place of the first module that cuts a value so."""
+        found: dict[str, int] = {}
+        for path, stated in self._modules.stated.items():
+            here = self._modules.places.get(path, 0)
+            for flow in (*stated.ins.values(), *stated.outs.values()):
+                for dim, cut in cuts(flow.after).items():
+                    for axis in cut.axes if dim != -1 else ():
+                        found[axis] = min(found.get(axis, here), here)
+        return found
 
     def _cut_beside(self, to_hooks: Container[str]) -> dict[str, dict[str, str]]:
         """By each module, the axes along which one directly in it leaves values cut, and which one."""
