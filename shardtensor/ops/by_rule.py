@@ -30,11 +30,13 @@ from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
 
-JOINS: dict[str, tuple[Callable[..., Any], bool]] = {}
-"""The functions that rows name as ``@name``, and whether they take dims cut in blocks."""
+JOINS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
+"""The functions that rows name as ``@name``, with the options of `joins`."""
 
 
-def joins(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def joins(
+    name: str, *, blocks: bool = False, always: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the function that a row names as ``@name``: it gives the local result where that letter is cut.
 
     It gets a `Cut` and returns the local result, or results, in the layout that the row's output has; NotImplemented
@@ -42,10 +44,11 @@ def joins(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], 
 
     Args:
         blocks: it can do with a dim cut in blocks, of which a rank holds several stretches; else that is made whole.
+        always: it never returns NotImplemented, so that its calls can be remembered.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        JOINS[name] = function, blocks
+        JOINS[name] = function, blocks, always
         return function
 
     return register
@@ -130,8 +133,11 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if rule is None:
         return None
     recipe = propagate(rule, layouts_of(call.present))
-    if recipe is None or _cut_letter(pattern, rule, recipe) is not None:
+    if recipe is None:
         return None
+    letter = _cut_letter(pattern, rule, recipe)
+    if letter is not None:
+        return _joined_locally(call, rule, recipe, letter)
     if recipe.output.partial and any(
         side.added and x is not None for side, x in zip(call.sides, call.operands, strict=False)
     ):
@@ -148,6 +154,26 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _sized(recipe.output, tuple(first.shape))
 
     return found._replace(sized=sized)
+
+
+def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[str, str]) -> LocalCall | None:
+    """How to do a call of one operand whose ranks' results are joined by a function."""
+    join, blocks, always = JOINS[letter[1][1:]]
+    (place, *more), (x, *_) = call.places, call.present
+    if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != recipe.needs[0].layout:
+        return None
+    if x._layout.partial or len(recipe.settled.ranks) != x._group.size:
+        return None
+    if not blocks and any(_is_blocked(recipe, *where) for where in _dims_of(rule, letter[0])):
+        return None
+    call = attrs.evolve(call, operands=(None,), args=(None, *call.args[1:]))  # nothing here keeps a tensor alive
+    given = _cut(call, rule, Prepared([], recipe, x._group), letter[0])
+    given = attrs.evolve(given, compute=lambda local: call.func(local, *call.args[1:], **call.kwargs))
+
+    def compute(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return join(attrs.evolve(given, locals=[local]))
+
+    return LocalCall(compute, None if recipe.settled.is_replicated else recipe.settled)
 
 
 SUMS = ("sum", "nansum")
@@ -202,7 +228,7 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
         return out
     letter = _cut_letter(pattern, rule, recipe)
     if letter is not None:
-        join, blocks = JOINS[letter[1][1:]]
+        join, blocks, _ = JOINS[letter[1][1:]]
         dims = _dims_of(rule, letter[0])
         if not blocks and any(_is_blocked(recipe, *place) for place in dims):
             return _computed(call, whole_in(rule, letter[0]), row)

@@ -252,6 +252,7 @@ def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
 def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Wrap a local result; join it when it is partial; hand out a plain tensor when every rank has the whole."""
     if layout.partial:
+        along(group, layout, layout.partial_axes)  # raises on every rank where ranks outside cannot take part
         local, layout = settle(local, layout, group), layout.reduced()
     if layout.is_replicated:
         return local

@@ -19,6 +19,7 @@ from shardtensor.ops.engine import HALF
 from shardtensor.ops.ids import places
 from shardtensor.ops.pointwise import spread
 from shardtensor.tensor.dispatch import HANDLERS, spellings
+from shardtensor.tensor.fallback import fall_back
 
 # -- sums and products -------------------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ def total(cut: Cut) -> torch.Tensor:
     return collectives.all_reduce(cut.func(local, **options), cut.team)
 
 
-@joins("mean", blocks=True)
+@joins("mean", blocks=True, always=True)
 def mean(cut: Cut) -> torch.Tensor:
     """The mean of all elements, not of the ranks' means: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
@@ -43,7 +44,7 @@ def mean(cut: Cut) -> torch.Tensor:
     return (collectives.all_reduce(found, cut.team) / cut.count).to(want)
 
 
-@joins("product", blocks=True)
+@joins("product", blocks=True, always=True)
 def product(cut: Cut) -> torch.Tensor:
     """The product: the ranks' products are gathered and multiplied, so that gradients at zeros come out right."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
@@ -52,7 +53,7 @@ def product(cut: Cut) -> torch.Tensor:
     return gathered(found, cut.team).prod(0, dtype=found.dtype)
 
 
-@joins("truth", blocks=True)
+@joins("truth", blocks=True, always=True)
 def truth(cut: Cut) -> torch.Tensor:
     """``any`` and ``all``: bools add up as the one and multiply as the other; bytes have their maximum and minimum."""
     found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
@@ -83,7 +84,7 @@ def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
 # -- variance ----------------------------------------------------------------------------------------------------------
 
 
-@joins("two_passes", blocks=True)
+@joins("two_passes", blocks=True, always=True)
 def two_passes(cut: Cut) -> Any:
     """The variance, the standard deviation, and either with the mean: two all-reduces of the result."""
     local = cut.locals[0]
@@ -225,16 +226,10 @@ def _place_of_all(cut: Cut, largest: bool) -> torch.Tensor:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@joins("norms", blocks=True)
+@joins("norms", blocks=True, always=True)
 def norms(cut: Cut) -> torch.Tensor:
-    """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0. Matrix norms are not split."""
+    """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
-    is_linalg = cut.func is torch.linalg.norm
-    if is_linalg and ord is not None and not (ord == "fro" and len(cut.dims) == 2):
-        if isinstance(ord, str) or len(cut.dims) != 1:
-            return NotImplemented
-    elif ord == "nuc":
-        return NotImplemented
     ord = 2 if ord is None or ord == "fro" else ord
     local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
     if math.isinf(ord):
@@ -294,6 +289,26 @@ def _either(func: Any, name: str) -> Any:
     return handler
 
 
+def _vector(func: Any) -> Any:
+    """The handler of ``norm`` for vector norms and the Frobenius norm; other norms of matrices gather."""
+    by_row = by_rule(func, "norm")
+
+    def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ord = args[0] if args else kwargs.get("ord", kwargs.get("p"))
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        count = input.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+        is_of_matrix = (
+            func is torch.linalg.norm and ord is not None and count != 1 and not (ord == "fro" and count == 2)
+        )
+        if ord == "nuc" or is_of_matrix:
+            return fall_back(func, (input, *args), kwargs)
+        return by_row(input, *args, **kwargs)
+
+    return handler
+
+
+for _func in (torch.norm, torch.Tensor.norm, torch.linalg.norm):
+    HANDLERS[_func] = _vector(_func)
 for _name in ("max", "min"):
     for _func in spellings(_name):
         HANDLERS[_func] = _either(_func, _name)
