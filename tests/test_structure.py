@@ -22,7 +22,7 @@ PURE = ORDER[: ORDER.index("comm")]
 
 LINES = 54_290
 IN_CIRCLES = {"fsdp": 7, "tensor": 12}
-DEFINED_TWICE = 55
+DEFINED_TWICE = 54
 LATE_IMPORTS = 29
 OF_ONE_IMPORTER = 109
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
