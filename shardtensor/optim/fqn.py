@@ -99,7 +99,7 @@ def optim_state_dict_to_load(
     records = {name: ParamRecord.of(name, param) for name, param in params.items() if name is not None}
     # other states may have other shapes: Adafactor's row_var
     shapes = {name: tuple(h.param.shape) for name, h in records.items()} if _is_elementwise(optimizer) else None
-    found, options, fault = saved.read(state, own, aliases, shapes)
+    found, options, fault = saved.match_and_check(state, own, aliases, shapes)
     fault = _unknown_params(optimizer, names) or fault
     agree_in_groups(records.values(), "optim_state_dict_to_load", {"state": saved.outline(found)}, fault)
     keys: dict[str, Any] = {name: name if is_named_optimizer else i for i, name in enumerate(records)}

@@ -314,7 +314,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._sync()
         own = [[self._records[id(param)].name for param in group["params"]] for group in self.param_groups]
         shapes = {name: tuple(param.shape) for name, param in self.named_params.items()} if self._on_leaves else None
-        state, options, fault = saved.read(loaded, own, self._aliases, shapes)
+        state, options, fault = saved.match_and_check(loaded, own, self._aliases, shapes)
         agree_in_groups(self._records.values(), "load_state_dict", {"state": saved.outline(state)}, fault)
         self._load(state, options)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -127,7 +127,7 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(
+def match_and_check(
     state_dict: Mapping[str, Any],
     own: Sequence[Sequence[str]],
     aliases: Mapping[str, str],
