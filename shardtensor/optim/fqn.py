@@ -44,6 +44,7 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
         LayoutError: (a ValueError) the optimizer holds parameters that the model does not have.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1)
         >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> _ = model(torch.ones(1, 2)).sum().backward()
@@ -85,6 +86,7 @@ def optim_state_dict_to_load(
             with different hyperparameters.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1)
         >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> named = {"state": {"bias": {"momentum_buffer": torch.ones(1)}},

@@ -71,6 +71,7 @@ def test_the_report_adds_up(capsys, config):
         "--rank",
         "5",
     )
+    assert "not_counted" not in told, told["not_counted"]
     memory, step = told["memory"], told["step"]
     for held in memory.values():
         parts = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
@@ -209,7 +210,7 @@ def test_bytes_of_405b_on_16384_ranks_take_less_than_two_seconds_and_no_torch(co
     program = (
         "import sys, time\n"
         "from shardtensor.cli.main import main\n"
-        f"options = ['--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000']\n"
+        f"options = ['--model', {config(LLAMA_405B)!r}, '--world', '16384', '--rank', '9000', '--no-step']\n"
         "main(['plan', 'llama_2d', *options])\n"
         "print('torch' in sys.modules, time.process_time())\n"
     )
