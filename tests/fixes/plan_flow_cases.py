@@ -61,6 +61,9 @@ WAYS: dict[str, dict[str, str]] = {
     "keys stay whole beside cut queries": {
         "`along(replicate)` if they come whole": "{k,v}_proj: along(replicate)",
     },
+    "the attention does not say how values enter": {
+        "say how values enter `model.layers.0.self_attn`: `in: replicate` there": "in: replicate\n q_proj"
+    },
     "an in around a residual": {"or move `in` to the modules that are cut": MUTATIONS["an in around a residual"].was},
     "norms of a stream are forgotten": {
         "write `along([-, tp, ...])` if values come cut so": "{input,post_attention}_layernorm: along([-, tp, ...])"

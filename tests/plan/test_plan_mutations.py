@@ -211,7 +211,7 @@ MUTATIONS = {
         params=SP,
     ),
     "the attention does not say how values enter": Mutation(
-        "in: stream -> replicate\n            q_proj", "q_proj", NUMERIC, ""
+        "in: stream -> replicate\n            q_proj", "q_proj", "E401", "in: replicate -> stream"
     ),
     "norms are cut among plain values": Mutation("ln_{1,2}: replicate", "ln_{1,2}: [tp]", LOUD, "", **GPT2),
     "a table of positions passes a ShardedTensor": Mutation("                out: [..., tp]\n", "", LOUD, "", **T5),

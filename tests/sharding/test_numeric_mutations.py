@@ -92,7 +92,8 @@ def test_one_step_finds_what_is_wrong_with_a_plan(name):
     text = (SPECS / f"{each.plan}.shard").read_text()
     params = {key: value for key, value in each.params.items() if key == "sp"}
     found = told(each.plan, each.model, params, text.replace(each.was, each.becomes, 1), lambda part: None)
-    assert {finding.code for finding in found} == {"E405"}
+    # In the small model the plan is refused before the step: one layer stands beside another that has no `in`.
+    assert {finding.code for finding in found} == {"E401" if name == "a stream is not gathered" else "E405"}
     assert any(AT[name] in line for line in lines_of(found)), lines_of(found)
 
 

@@ -37,6 +37,8 @@ class Sums:
         yield from self._siblings_inside_an_axis()
         yield from self._copies_among_addends()
         yield from self._summed_again()
+        if is_whole:
+            yield from self._summed_otherwise()
         yield from self._norms_of_whole_values()
         for path, params in self._modules.owned.items():
             stated = self._modules.stated.get(path)
@@ -194,6 +196,29 @@ class Sums:
         name = placed.tensor.name
         place = _place(placed.line, modules)
         yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
+
+    def _summed_otherwise(self) -> Iterator[Finding]:
+        """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
+        modules = self._modules
+        for path, addends in self._meetings.addends.items():
+            parent, _, number = path.rpartition(".")
+            if not addends or not number.isdecimal():
+                continue
+            alike = (f"{parent}.{int(number) + step}".lstrip(".") for step in (1, -1))
+            other = next((each for each in alike if each in modules.places), None)
+            if other is None or (other in modules.stated and modules.stated[other].ins):
+                continue
+            line = modules.stated[path].line("in")
+            first = self._meetings.served[path][0]
+            holder = first.path.rpartition(".")[0]
+            yield Finding(
+                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(addends)}",
+                origin_of(line),
+                f"{first.path} leaves its own to it; in {other}, which has no `in`, the same layer sums for itself: "
+                "what stands between them, a norm or a residual, would get one rank's addend here",
+                f"say how values enter `{holder if holder != path else first.path}`: `in: replicate` there",
+                style_note(origin_of(line), "flow"), path,
+            )  # fmt: skip
 
     def _norms_of_whole_values(self) -> Iterator[Finding]:
         """Norms that take whole values where every module leaves them cut along tokens (E403): the gradients of their
