@@ -65,3 +65,19 @@ def sharded_over_replicas():
 @pytest.mark.worlds("gloo")
 def test_data_ranks_that_hold_other_parts_of_a_parameter_are_refused(world):
     world(sharded_over_replicas, 4)
+
+
+def sharded_by_another_name():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    dense, layer = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    layer.load_state_dict(dense.state_dict())
+    st.shard_parameter(layer, "weight", "[any, -]", process_group=mesh["tp"])
+    fully_shard(layer, mesh=mesh["dp"])
+    torch.testing.assert_close(layer.weight.full_tensor(), dense.weight)
+    return str(layer.weight.sharding_spec())
+
+
+@pytest.mark.worlds("gloo")
+def test_the_spec_of_a_parameter_has_the_axis_names_of_the_mesh(world):
+    assert all(spec.startswith("[tp, -] flat(dp") for spec in world(sharded_by_another_name, 4))

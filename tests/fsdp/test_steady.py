@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
+from fsdp.counted_flats import counted
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import shardtensor as st
 from shardtensor.fsdp import fully_shard
@@ -55,3 +58,64 @@ def test_a_forward_does_nothing_for_each_parameter():
     [few, _], [many, _] = (st.simulate(2, added, linears) for linears in (1, 6))
     assert few == many
     assert few
+
+
+class Blocks(nn.Module):
+    """Blocks that are gathered again in backward, each in a checkpoint or not (None)."""
+
+    def __init__(self, is_reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(160, 160) for _ in range(4))
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.is_reentrant is None else checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+def gathers_of(is_reentrant: bool | None) -> int:
+    """Of the third step; what is recomputed is so to its end."""
+    model = Blocks(is_reentrant)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.ones(2, 160, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        for _ in range(2):
+            model(x).sum().backward()
+        with counted(model) as counts:
+            model(x).sum().backward()
+    return counts["gather"]
+
+
+@pytest.mark.parametrize("is_reentrant", [None, False, True])
+def test_a_checkpoint_gathers_no_more_than_backward_does(is_reentrant):
+    assert st.simulate(2, gathers_of, is_reentrant) == [6, 6]
+
+
+def kept_bytes(width: int) -> int:
+    """Of the buffers that gradients are packed in, after a backward."""
+    model = fully_shard(nn.Linear(width, width, bias=False))
+    model(torch.ones(2, width)).sum().backward()
+    return sum(x.untyped_storage().nbytes() for x in fully_shard.state(model).runtime.reducer._memory.values())
+
+
+def test_small_buffers_of_reductions_stay_and_large_ones_are_freed_for_the_next_loss():
+    assert min(st.simulate(2, kept_bytes, 64)) > 0
+    assert st.simulate(2, kept_bytes, 2100) == [0, 0]
+
+
+def shown_by_rnn() -> None:
+    rnn = fully_shard(nn.LSTM(4, 4))
+    rnn(torch.ones(3, 2, 4))[0].sum().backward()
+    for _ in range(2):
+        assert all(
+            a is rnn._parameters[name] for a, name in zip(rnn._flat_weights, rnn._flat_weights_names, strict=True)
+        )
+        with torch.no_grad():
+            rnn(torch.ones(3, 2, 4))
+
+
+def test_a_recurrent_layer_lists_the_parameters_that_its_module_shows():
+    st.simulate(2, shown_by_rnn)

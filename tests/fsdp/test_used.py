@@ -409,3 +409,35 @@ def disagreeing():
 @sim
 def test_ranks_agree_on_finding_unused(world):
     world(disagreeing, 2)
+
+
+class Sides(nn.Module):
+    """An inner module that all ranks use, and parameters of its own of which they use one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.own = nn.ParameterList(nn.Parameter(torch.full((4,), i + 1.0)) for i in range(2))
+
+    def forward(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        return self.inner(x) * self.own[side]
+
+
+def _outer_alone_asks() -> None:
+    torch.manual_seed(0)
+    dense, model = Sides(), Sides()
+    model.load_state_dict(dense.state_dict())
+    fully_shard(model.inner)
+    fully_shard(model, find_unused=True)
+    for _ in range(3):
+        dense.zero_grad()
+        model.zero_grad()
+        for side in range(2):
+            (dense(torch.ones(2, 4), side).sum() / 2).backward()
+        model(torch.ones(2, 4), as_group().rank).sum().backward()
+        for own, whole in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), whole.grad)
+
+
+def test_one_module_may_ask_for_what_is_unused():
+    st.simulate(2, _outer_alone_asks)
