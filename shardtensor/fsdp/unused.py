@@ -52,7 +52,7 @@ class UnusedCheck:
         self._brought: list[int] = []
         self._flag: torch.Tensor | None = None
         self._host: torch.Tensor | None = None
-        self._event: Any = None
+        self._event = streams.event()
         self._is_out = False  # a flag is on its way, or there and not looked at
 
     @property
@@ -102,14 +102,13 @@ class UnusedCheck:
             self._flag = torch.tensor(self._brought, device=self._streams.device)
         for team in _teams(self._data_mesh):
             team.all_reduce(self._flag, "max")
-        if self._streams.is_cuda:
-            if self._host is None:
-                self._host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-                self._event = torch.cuda.Event()
-            self._host.copy_(self._flag, non_blocking=True)
+        if self._flag.is_meta:  # a traced step has no values
+            return
+        if self._host is None:
+            self._host = torch.empty(2, dtype=torch.int64, pin_memory=self._streams.is_cuda)
+        self._host.copy_(self._flag, non_blocking=True)
+        if self._event is not None:
             self._event.record()
-        else:
-            self._host = self._flag
         self._is_out = True
 
     def check(self, waits: bool) -> None:
