@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +163,25 @@ def test_gradient_penalty_beside() -> None:
         assert dense[0].weight.grad is not None and head.head.weight.grad is not None
 
     st.simulate(2, body)
+
+
+class Guarded(nn.Linear):
+    """It holds what cannot be copied, and says what can be."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock: Any = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = None
+
+
+def test_a_module_that_says_what_is_copied_is_asked():
+    module = fully_shard(Guarded())
+    twin = copy.deepcopy(module)
+    assert twin.lock is None and module.lock is not None
+    assert torch.equal(twin.weight.full_tensor(), module.weight.full_tensor())

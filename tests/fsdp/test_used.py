@@ -15,6 +15,9 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CallMismatchError, DisagreementError, RuleError
 from shardtensor.fsdp import fully_shard
+from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.streams import Streams
+from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.mesh import Mesh
 
 sim = pytest.mark.worlds("sim")
@@ -441,3 +444,33 @@ def _outer_alone_asks() -> None:
 
 def test_one_module_may_ask_for_what_is_unused():
     st.simulate(2, _outer_alone_asks)
+
+
+class Late:
+    """An event that has not come to pass when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self) -> None:
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+
+def _waits_for_the_device() -> int:
+    check = UnusedCheck(DataMesh.of(None), [["w"]], Streams(torch.device("cpu")), False, lambda: None)
+    check._event = Late()
+    check.pattern = [(0, [True])]
+    check.end()
+    check.check(waits=False)
+    assert check._event.asked == 0
+    check.check(waits=True)
+    return check._event.asked
+
+
+def test_the_flag_of_the_last_step_is_read_when_the_device_has_written_it(monkeypatch):
+    monkeypatch.setattr("shardtensor.fsdp.unused._is_capturing", lambda: False)
+    assert st.simulate(2, _waits_for_the_device) == [4, 4]
