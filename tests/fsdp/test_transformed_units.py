@@ -43,7 +43,7 @@ def _refused(name):
     for each, batch in ((dense, x), (model, x[as_group().index])):
         each(batch).square().mean().backward()
     same_gradients(dense, model)
-    with pytest.raises(RuleError, match="inside of a torch.func transform"):  # also where it has run before
+    with pytest.raises(RuleError, match=r"inside of a torch\.func transform"):  # also where it has run before
         TRANSFORMS[name](model, x[as_group().index])
     return str(caught.value)
 
