@@ -13,7 +13,7 @@ from shardtensor.fsdp.checks import after_load
 from shardtensor.fsdp.outside import part_from_flat
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.runtime import Runtime
-from shardtensor.fsdp.state import FSDPState, state_of, states_in
+from shardtensor.fsdp.state import FSDPState, plain_class, state_of, states_in
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -23,7 +23,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     twin = object.__new__(type(module))
     memo[id(module)] = twin
-    kind: Any = type(module).__mro__[2]  # as it was before fully_shard
+    kind: Any = plain_class(module)
     is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # parametrized modules, for one
     state = vars(module) if is_by_itself else module.__getstate__()
     state = copy.deepcopy({**state, "_fsdp_state": vars(module)["_fsdp_state"]}, memo)
@@ -81,8 +81,8 @@ def release(module: nn.Module) -> None:
         state = state_of(owner)
         if state is not None:
             _release_state(state)
+            owner.__class__ = plain_class(owner)
             del vars(owner)["_fsdp_state"]
-            owner.__class__ = type(owner).__mro__[2]
             for key in [key for key, hook in owner._load_state_dict_post_hooks.items() if hook is after_load]:
                 del owner._load_state_dict_post_hooks[key]
 

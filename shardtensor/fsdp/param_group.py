@@ -224,20 +224,17 @@ class ParamGroup:
         """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
         self.node, made = None, iter(())
         if any(self.trains):
-            anchor = torch.empty(0, device=self.device, requires_grad=True)
-            made = iter(_Unsharded.apply(anchor, self))
-        views = [_filled(next(made), part) if is_trained else part for is_trained, part in zip(self.trains, self.parts)]  # noqa: B905
+            made = iter(_Unsharded.apply(torch.empty(0, device=self.device, requires_grad=True), self))
         found = []
-        for info, view in zip(self.params_info, views, strict=True):
+        for info, part, is_trained in zip(self.params_info, self.parts, self.trains, strict=True):
+            view: Any = _filled(next(made), part) if is_trained else part
             view._is_param = True
+            self.node = self.node or view.grad_fn
             found.append(view if info.inner is None else info.inner.around(view))
-            node: Any = found[-1].grad_fn
-            if node is not None:
-                node._set_sequence_nr(_LAST)  # a DTensor has another between the view and the module
         self.unsharded_params = tuple(found)
-        if any(self.trains):
-            self.node = views[self.trains.index(True)].grad_fn
-            self.node._set_sequence_nr(_LAST)
+        # A DTensor has another node between the view and the module.
+        for node in {self.node, *(param.grad_fn for param in found)} - {None}:
+            node._set_sequence_nr(_LAST)
 
     def node_outputs(self) -> list[torch.Tensor]:
         """What the autograd node returns for trained parameters: the dtype of each is that of its gradient.

@@ -56,19 +56,14 @@ class Runtime:
         self._last: FSDPState | None = None  # visited; its parameters are in use
         self._depth, self._is_backward = 0, False
         self._ending: Callable[[], Any] = type(None)  # of the backward that runs: returns None when that broke off
+        self._offloads = any(group.is_offloaded for group in self._param_groups)
         self._seen_training: dict[Hashable, int] = {}
-        self._trains = -1
-        self._set_up(REDUCE_BUFFERS)
-
-    def _set_up(self, buffers: int) -> None:
-        """Make what depends on the parameters as they are now."""
-        self.reducer = GradientReducer(
-            self._param_groups, self.streams, self._unused, self.start_backward, self.order.explain
-        )
-        if buffers != REDUCE_BUFFERS:
-            self.reducer.resize(buffers)
+        self.reducer = self._new_reducer()
         self._trains = self.reducer.trains = self._who_trains()
-        self._watch = ParameterWatch(self.states)
+        self._watch = ParameterWatch(states)
+
+    def _new_reducer(self) -> GradientReducer:
+        return GradientReducer(self._param_groups, self.streams, self._unused, self.start_backward, self.order.explain)
 
     @classmethod
     def over(cls, entered: FSDPState) -> Runtime:
@@ -131,7 +126,9 @@ class Runtime:
         if self.is_stale:
             self._assign_buffers_anew()
         if self.streams.refresh():  # autograd remembers the stream that a node was made in
-            self._make_views()
+            for group in self._param_groups:
+                group.make_views()
+            self._make_swaps()
         if not self._watch.holds():
             self._reset_sharded_params()
         self._count_writes()
@@ -158,24 +155,20 @@ class Runtime:
         for state in self.states:
             reset_sharded_params(state)
         check_device(self.states)
-        if self.reducer.fits():  # complete conversions were found already, when they were made
-            before, self._trains = self._trains, self._who_trains()
-            self.reducer.trains = self._trains
-            if self._trains != before:
-                self._make_views()
-        else:
+        before, self._trains = self._trains, self._who_trains()
+        if not self.reducer.fits():  # complete conversions were found already, when they were made
             self.order.clear()
             for state in self.states:
                 state.is_kept = False
             assign_buffers(self.states)
-            self._set_up(self.reducer.buffers)
+            buffers, self.reducer = self.reducer.buffers, self._new_reducer()
+            self.reducer.resize(buffers)
+        elif self._trains != before:
+            for group in self._param_groups:
+                group.make_views()
+        self.reducer.trains = self._trains
         self._make_swaps()
         self._watch = ParameterWatch(self.states)
-
-    def _make_views(self) -> None:
-        for group in self._param_groups:
-            group.make_views()
-        self._make_swaps()
 
     def _make_swaps(self) -> None:
         for state in self.states:
@@ -204,7 +197,7 @@ class Runtime:
             self._scope.record(adds=self.order.has_left_order)
         if not torch.is_grad_enabled():
             self.gathers.join()
-        if any([group.is_offloaded for group in self._param_groups]):
+        if self._offloads:
             self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
 
     def leaves(self, state: FSDPState, is_needed: bool) -> None:

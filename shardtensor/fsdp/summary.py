@@ -7,7 +7,6 @@ from torch import nn
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.state import FSDPState, plain_class, states_in
-from shardtensor.layout.ranges import SMALL_BYTES
 
 _HEAD = ("unit", "class", "parameters", "on a rank", "gathered", "stays gathered", "flats")
 
@@ -79,12 +78,7 @@ def _stays(state: FSDPState) -> str:
         return "no"
     if state.is_container:
         return "yes: outer"
-    if (
-        state.reshard_after_forward is None
-        and sum(group.unsharded_bytes for group in state.param_groups) <= SMALL_BYTES
-    ):
-        return "yes: small"
-    return "yes: as asked"
+    return "yes: small" if state.reshard_after_forward is None else "yes: as asked"
 
 
 def _flat(group: ParamGroup) -> str:

@@ -24,7 +24,8 @@ from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.group_names import axes_along
 from shardtensor.sim.traffic import counting_world
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+from shardtensor.tensor.sharded_tensor import local_of
+from shardtensor.tensor.trees import tensors_in
 from shardtensor.trace.attention import FusedAttention
 from shardtensor.trace.layers import few_layers
 
@@ -153,7 +154,7 @@ class _Counted:
     def _leave_out(self, owner: nn.Module | None) -> None:
         for tensor in (*owner._parameters.values(), *owner._buffers.values()) if owner is not None else ():
             if tensor is not None:
-                storage = _local(tensor).untyped_storage()
+                storage = local_of(tensor).untyped_storage()
                 if storage._cdata not in self._known:
                     self._known.add(storage._cdata)
                     self._storages.append(storage)
@@ -163,7 +164,7 @@ class _Counted:
         for each in module.modules():
             self._leave_out(each)
         for name, param in module.named_parameters():
-            vars(_local(param))[_WHERE] = unwrapped(name)
+            vars(local_of(param))[_WHERE] = unwrapped(name)
 
 
 _WHERE = "_traced_in"
@@ -224,7 +225,7 @@ def _paths(module: nn.Module, counted: _Counted) -> Iterator[None]:
 
 def _mark(output: Any, path: str) -> None:
     """Tell the nodes that made a module's results which module they are of, where no module inside has."""
-    nodes = [_local(tensor).grad_fn for tensor in _tensors(output)]
+    nodes = [local_of(tensor).grad_fn for tensor in tensors_in(output)]
     while nodes:
         node = nodes.pop()
         if node is None or hasattr(node, "variable"):
@@ -234,18 +235,3 @@ def _mark(output: Any, path: str) -> None:
             continue
         known[_WHERE] = path
         nodes += [following for following, _ in node.next_functions]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, ShardedTensor) else tensor
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
