@@ -39,7 +39,7 @@ def user_call(frame: FrameType) -> str:
         if frame.f_back is None:
             return ""
         frame = frame.f_back
-    return name
+    return name if name.startswith("__") else name.strip("_")
 
 
 def module_path(frame: FrameType | None) -> str:

@@ -154,7 +154,7 @@ ShardedTensor.reshard = reshard_
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def gather_or_pick(
+def _gather(
     tensor: ShardedTensor,
     dst: int = 0,
     out: torch.Tensor | None = None,
@@ -164,8 +164,8 @@ def gather_or_pick(
 ) -> Any:
     """Write the whole tensor into `out` on the group rank `dst`. No gradient. All ranks of the group call it.
 
-    ``x.gather(dim, index)`` is `torch.gather`, told by an index of another dtype than the tensor's; of an integer
-    tensor call `torch.gather` itself.
+    ``x.gather(dim, index)`` is `torch.gather` where the index has another dtype than the tensor; for an integer tensor
+    call `torch.gather` itself. One small exchange comes first, so that all ranks raise the same error, or none.
 
     Args:
         dst: group rank that receives.
@@ -173,47 +173,25 @@ def gather_or_pick(
         enforce_dtype: convert to ``out.dtype`` instead of demanding it.
         dtype: send the elements as this dtype.
     """
-    if call or is_index(tensor, dst, out, enforce_dtype):
-        given = {"dim": dst, "index": out, **call}
-        return torch.gather(tensor, **given)
-    gather_to(tensor, dst, out, enforce_dtype, dtype)
-    return None
-
-
-@torch.no_grad()
-def gather_to(
-    tensor: ShardedTensor, dst: int, out: torch.Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
-) -> None:
-    """Write the whole of `tensor` into `out` on group rank `dst`. All ranks of the group call it.
-
-    One small exchange comes first, so that a missing or misshapen `out` is the same error on every rank.
-    """
-    group = tensor._group
+    group, layout = tensor._group, tensor._layout
+    if call:
+        return torch.gather(tensor, **{"dim": dst, "index": out, **call})
+    if out is not None and not enforce_dtype and out.dtype in (torch.int64, torch.int32) and out.dtype != tensor.dtype:
+        agree(group, "gather", {"dim": str(dst), "index": str(tuple(out.shape))})
+        return torch.gather(tensor, dst, out)
     if group.index < 0:
-        return
+        return None
     fault = _fault(tensor, dst, out, None if enforce_dtype else dtype or tensor.dtype)
     agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, fault)
-    local, layout = tensor._local, tensor._layout
-    if layout.partial:  # joined before they are rounded to another dtype
-        local, layout = settle(local, layout, group), layout.reduced()
-    if dtype is not None:
-        local = local.to(dtype)
-    rank, shape = group.ranks[dst], layout.shape
-    there = ListedLayout(shape=shape, ranks=(rank,), grid=(1,), owned=((rank, whole(shape)),))
-    local = moved(local, layout, there, group)
-    if out is not None:
-        out.copy_(local)
-
-
-def is_index(tensor: ShardedTensor, dim: int, given: torch.Tensor | None, enforce_dtype: bool) -> bool:
-    """Whether ``tensor.gather(dim, given)`` means `torch.gather`: `given` is of integers and `tensor` is not.
-
-    Then one small exchange makes sure that all ranks mean it, as an `out` is given on one rank only.
-    """
-    if given is None or enforce_dtype or given.dtype == tensor.dtype or given.dtype not in (torch.int64, torch.int32):
-        return False
-    agree(tensor._group, "gather", {"dim": str(dim), "index": str(tuple(given.shape))})
-    return True
+    with torch.no_grad():
+        local = settle(tensor._local, layout, group)  # before it is rounded to another dtype
+        there = ListedLayout(
+            shape=layout.shape, ranks=(group.ranks[dst],), grid=(1,), owned=((group.ranks[dst], whole(layout.shape)),)
+        )
+        local = moved(local if dtype is None else local.to(dtype), layout.reduced(), there, group)
+        if out is not None:
+            out.copy_(local)
+    return None
 
 
 def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> LayoutError | None:
@@ -243,4 +221,4 @@ def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: tor
     return None
 
 
-ShardedTensor.gather = gather_or_pick
+ShardedTensor.gather = _gather
