@@ -330,7 +330,9 @@ def go_round() -> tuple[str, str]:
 def test_a_circle_of_groups_is_an_error_before_the_timeout(world):
     errors = world(go_round, 3)
     assert {name for name, _ in errors} == {"AbsentRankError"}
-    assert any("waiting in all_reduce sum of 1 float32\n          test_checked.py:N in cross" in text for _, text in errors)
+    assert any(
+        "waiting in all_reduce sum of 1 float32\n          test_checked.py:N in cross" in text for _, text in errors
+    )
 
 
 def make_a_part_alone() -> tuple[str, str] | None:
