@@ -36,6 +36,10 @@ class Box(NamedTuple):
         sizes = tuple(min(a, b) - o for a, b, o in zip(self.ends, other.ends, offsets, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
+    def seen_from(self, other: Box) -> Box:
+        """Return this box with offsets that count from those of another."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
 

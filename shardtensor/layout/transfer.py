@@ -137,8 +137,8 @@ def _overlaps(source: Layout, sender: int, target: Layout, receiver: int) -> lis
 
 def _region(part: Box, box: Box, local: Box, packed: bool) -> Region:
     """Return the region of `part` of `box` in a local tensor that has the box at `local`."""
-    away = tuple(a - b for a, b in zip(part.offsets, box.offsets, strict=True))
+    within = part.seen_from(box)
     if packed:
-        return Region(local.slices, box.sizes, Box(away, part.sizes).slices, part.numel)
-    offsets = tuple(a + b for a, b in zip(away, local.offsets, strict=True))
+        return Region(local.slices, box.sizes, within.slices, part.numel)
+    offsets = tuple(a + b for a, b in zip(within.offsets, local.offsets, strict=True))
     return Region(Box(offsets, part.sizes).slices, None, (), part.numel)

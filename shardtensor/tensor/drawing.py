@@ -9,7 +9,8 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.move import take
-from shardtensor.tensor.random import Sample, draw_boxes
+from shardtensor.tensor.random import draw_boxes
+from shardtensor.tensor.random_streams import Sample
 
 
 def agree_on_state(

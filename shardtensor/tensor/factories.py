@@ -22,7 +22,7 @@ from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import device_asked, device_for
-from shardtensor.tensor.random import Sample
+from shardtensor.tensor.random_streams import Sample
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str

@@ -9,19 +9,13 @@ of the card's threads (about a million elements, three of them during the proof)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
-from operator import add, lt, mul, sub
+from collections.abc import Iterable, Sequence
 
-import attrs
 import torch
 from torch import Generator, Tensor
 
-from shardtensor.layout.box import runs
-from shardtensor.tensor.random_streams import PIECE, philox_pieces, serial_pieces
-
-Sample = Callable[[Tensor, Generator | None], object]
-Ints = tuple[int, ...]
+from shardtensor.layout.box import Box, runs
+from shardtensor.tensor.random_streams import PIECE, Sample, philox_pieces, serial_pieces
 
 
 def draw_boxes(
@@ -35,14 +29,10 @@ def draw_boxes(
 ) -> list[Tensor]:
     """Draw only this rank's boxes of a random tensor, equal to the unsharded draw; on CPU it costs that draw's time.
 
-    The result is ``whole[box]`` for each box, where ``whole`` is what ``sample(torch.empty(shape), generator)`` gives
-    from the generator's present state. The generator ends as after that call, also with no box or only empty ones.
-    ``rand`` is ``uniform_``, ``randn`` is ``normal_`` and ``randint`` is ``random_`` on an empty tensor.
-
-    Exact in pieces: ``uniform_``, ``normal_``, ``exponential_``, ``bernoulli_(p)``, ``random_``, ``cauchy_``,
-    ``log_normal_``, ``geometric_``, and on CPU dropout masks. Each large draw first proves it on a few elements. Where
-    that fails the whole tensor is drawn and cut, which is right too but needs its memory for a moment:
-    ``bernoulli_(p)`` and dropout on Intel CPUs with MKL, and every device but CPU and CUDA.
+    The generator ends as after the unsharded call, also with no box or only empty ones. ``uniform_``, ``normal_``,
+    ``exponential_``, ``bernoulli_(p)``, ``random_``, ``cauchy_``, ``log_normal_``, ``geometric_``, and on CPU dropout
+    masks are drawn in pieces. Each large draw first proves on a few elements that pieces are exact. Where that fails
+    (``bernoulli_(p)`` and dropout on Intel CPUs with MKL, every device but CPU and CUDA) the whole is drawn and cut.
 
     Args:
         sample: fills a contiguous tensor of any shape in place with **one** torch random operation, from the generator
@@ -50,9 +40,7 @@ def draw_boxes(
             again are not allowed.
         shape: the global shape.
         boxes: ``(offsets, sizes)`` pairs within ``shape``; they may be empty and may overlap.
-        dtype: the dtype of the result. Low precision is drawn directly, as torch does.
-        device: where the tensors are made; its random stream is used.
-        generator: a generator of that device; None means its default one. Ranks that must agree bring it in one state.
+        generator: a generator of the device; None means its default one. Ranks that must agree bring it in one state.
 
     Returns:
         One contiguous tensor for each box, owning exactly its bytes.
@@ -67,104 +55,45 @@ def draw_boxes(
         True
     """
     shape, device = tuple(shape), torch.device(device)
-    parts = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
-    is_whole = [sizes for _, sizes in parts] == [shape]
+    wanted = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+    is_whole = [box.sizes for box in wanted] == [shape]
     if math.prod(shape) > PIECE and not is_whole:
-        results = _draw_pieces(sample, shape, parts, dtype, device, generator)
+        results = _draw_pieces(sample, shape, wanted, dtype, device, generator)
         if results is not None:
             return results
     whole = torch.empty(shape, dtype=dtype, device=device)
     sample(whole, generator)
-    if is_whole:
-        return [whole]
-    windows = [_window(whole, offsets, tuple(map(add, offsets, sizes))) for offsets, sizes in parts]
-    return [window.clone(memory_format=torch.contiguous_format) for window in windows]
+    return [whole] if is_whole else [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in wanted]
 
 
 def _draw_pieces(
     sample: Sample,
-    shape: Ints,
-    boxes: Sequence[tuple[Ints, Ints]],
+    shape: tuple[int, ...],
+    boxes: Sequence[Box],
     dtype: torch.dtype,
     device: torch.device,
     generator: Generator | None,
 ) -> list[Tensor] | None:
     """Draw the boxes from pieces of the flat whole, or return None where the whole is to be drawn at once."""
-    results = [torch.empty(sizes, dtype=dtype, device=device) for _, sizes in boxes]
-    filled = [(*box, result) for box, result in zip(boxes, results, strict=True) if result.numel()]
-    merged_shape, targets = _targets(shape, filled)
+    results = [torch.empty(box.sizes, dtype=dtype, device=device) for box in boxes]
 
-    def wanted(start: int, stop: int) -> bool:
-        return any(target.meets(start, stop) for target in targets)
+    def is_wanted(start: int, stop: int) -> bool:
+        return any(run.overlap(box) for run in runs(start, stop, shape) for box in boxes)
 
     pieces = None
     if device.type == "cpu":
         pieces = serial_pieces(sample, math.prod(shape), dtype=dtype, generator=generator)
     elif device.type == "cuda":
-        pieces = philox_pieces(sample, math.prod(shape), wanted, dtype=dtype, device=device, generator=generator)
+        pieces = philox_pieces(sample, math.prod(shape), is_wanted, dtype=dtype, device=device, generator=generator)
     if pieces is None:
         return None
     for start, values in pieces:
-        near = [target for target in targets if target.meets(start, start + values.numel())]
-        if near:
-            _deliver(values, start, merged_shape, near)
+        done = 0
+        for run in runs(start, start + values.numel(), shape):
+            slab = values[done : done + run.numel].view(run.sizes)
+            done += run.numel
+            for box, result in zip(boxes, results, strict=True):
+                both = box.overlap(run)
+                if both is not None:
+                    result[both.seen_from(box).slices].copy_(slab[both.seen_from(run).slices])
     return results
-
-
-@attrs.frozen(eq=False)
-class _Target:
-    """A box that is not empty, by its corners, and the memory to fill.
-
-    The box holds the indices from ``lows`` up to, but without, ``highs``; ``[first, last)`` is the flat range it spans.
-    """
-
-    lows: Ints
-    highs: Ints
-    first: int
-    last: int
-    values: Tensor
-
-    def meets(self, start: int, stop: int) -> bool:
-        return self.first < stop and start < self.last
-
-
-def _targets(shape: Ints, boxes: Sequence[tuple[Ints, Ints, Tensor]]) -> tuple[Ints, list[_Target]]:
-    """Return the shape and the boxes with each dim that no box cuts merged into the dim before it.
-
-    Row boxes of any tensor become flat ranges this way, and a piece is delivered in few copies.
-    """
-    kept = [dim for dim in range(len(shape)) if dim == 0 or any(sizes[dim] != shape[dim] for _, sizes, _ in boxes)]
-    grains = [math.prod(shape[dim + 1 : following]) for dim, following in pairwise([*kept, len(shape)])]
-
-    def merge(numbers: Ints) -> Ints:
-        return tuple(numbers[dim] * grain for dim, grain in zip(kept, grains, strict=True))
-
-    merged = merge(shape)
-    strides = [math.prod(merged[dim + 1 :]) for dim in range(len(merged))]
-    targets = []
-    for offsets, sizes, values in boxes:
-        lows, sizes = merge(offsets), merge(sizes)
-        highs = tuple(map(add, lows, sizes))
-        first = sum(map(mul, lows, strides))
-        last = sum((high - 1) * stride for high, stride in zip(highs, strides, strict=True)) + 1
-        targets.append(_Target(lows, highs, first, last, values.view(sizes)))
-    return merged, targets
-
-
-def _deliver(values: Tensor, start: int, shape: Ints, targets: Sequence[_Target]) -> None:
-    """Copy the flat range of the whole that begins at ``start`` into the targets that it meets."""
-    done = 0
-    for box in runs(start, start + values.numel(), shape):
-        slab = values[done : done + box.numel].view(box.sizes)
-        done += box.numel
-        for target in targets:
-            lows, highs = tuple(map(max, box.offsets, target.lows)), tuple(map(min, box.ends, target.highs))
-            if all(map(lt, lows, highs)):
-                _window(target.values, lows, highs, target.lows).copy_(_window(slab, lows, highs, box.offsets))
-
-
-def _window(values: Tensor, lows: Ints, highs: Ints, origin: Ints | None = None) -> Tensor:
-    """Return the view of the indices ``lows`` to ``highs`` of a tensor whose first element has index ``origin``."""
-    if origin is not None:
-        lows, highs = tuple(map(sub, lows, origin)), tuple(map(sub, highs, origin))
-    return values[tuple(map(slice, lows, highs))]
