@@ -63,7 +63,7 @@ def are_collectives_checked() -> bool:
 
 
 def _checked(name: str, describe: Callable[..., str]) -> Any:
-    """Return the method of `CheckedGroup` that checks a call, described by `describe` of its arguments, and makes it."""
+    """Return the method of `CheckedGroup` that checks and makes a call; `describe` says it from its arguments."""
 
     def method(self: CheckedGroup, *args: Any, **kwargs: Any) -> Any:
         self._check(f"{name} {describe(*args, **kwargs)}".rstrip())
