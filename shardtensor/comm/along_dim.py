@@ -19,12 +19,9 @@ from shardtensor.errors import LayoutError
 
 
 class DimSizes(NamedTuple):
-    """A dim, and the size of each group member's slice of it.
+    """A dim, counted from the front, or from the end if negative, and the size of each group member's slice of it.
 
-    Attributes:
-        dim: counted from the front, or from the end if negative.
-        sizes: the size of each member's slice; None if they follow from the length.
-        balanced: sizes may differ by one; else a length that cannot be divided evenly is an error.
+    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error.
     """
 
     dim: int

@@ -8,6 +8,7 @@ groups of the backend "fake" are not checked.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ def _checked(name: str, describe: Callable[..., str]) -> Any:
         self._check(f"{name} {describe(*args, **kwargs)}".rstrip())
         return getattr(self._group, name)(*args, **kwargs)
 
+    method.__signature__ = inspect.signature(getattr(Group, name))  # type: ignore[attr-defined]
     method.__code__ = method.__code__.replace(co_name=name)  # errors name the user's call by it
     return method
 
@@ -165,9 +167,8 @@ class CheckedGroup(Group):
 def _wait(rendezvous: Rendezvous, what: str, pairs: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
     """Wait for all ranks before a collective of the caller's caller.
 
-    Args:
-        what: equal on all ranks; its first word is the operation.
-        pairs: how many elements this rank sends to each member and receives from it.
+    `what` is equal on all ranks, its first word the operation; `pairs` are the elements that this rank sends to each
+    member and receives from it.
     """
     frame, node = sys._getframe(2), torch._C._current_autograd_node()
     called = user_call(frame)

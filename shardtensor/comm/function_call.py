@@ -12,10 +12,9 @@ from shardtensor.errors import RuleError
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` for plain tensors, in 3 microseconds instead of 5.
+    """Return ``function.apply`` for plain tensors (no ShardedTensors), in 3 microseconds instead of 5.
 
     It skips the checks of torch's Python layer, except under torch.compile and inside the transforms of torch.func.
-    Arguments must not be ShardedTensors.
     """
     plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -28,10 +27,7 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def refuse_forward_mode() -> None:
-    """Raise if forward-mode differentiation is active: a collective does not send tangents.
-
-    All ranks enter and leave the mode together, so all of them raise, before anything is sent.
-    """
+    """Raise, on all ranks alike, if forward-mode differentiation is active: a collective does not send tangents."""
     if forward_ad._current_level >= 0:
         raise RuleError(
             "forward-mode differentiation does not see through ShardedTensors: a collective would lose the tangents",

@@ -69,11 +69,7 @@ def _wait(work: Any) -> None:
 
 
 def _refuse_recording() -> None:
-    """Raise under `make_fx`, which records the start of a collective and not the wait for it.
-
-    Raises:
-        RuleError: `make_fx` records.
-    """
+    """Raise RuleError under `make_fx`, which records the start of a collective and not the wait for it."""
     if get_proxy_mode() is not None:
         raise RuleError(
             "make_fx, or an export through it, records the start of a collective and not its end",

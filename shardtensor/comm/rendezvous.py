@@ -41,13 +41,9 @@ ARRIVAL = 1 << 47
 
 @attrs.frozen
 class RankStatus:
-    """The rendezvous that a rank entered last, or that the rank has ended.
+    """The rendezvous that a rank entered last; its key in the store is "" for a rank that has ended.
 
-    Attributes:
-        key: the rendezvous's key in the store; "" for a rank that has ended.
-        place: which collective of which ranks it is, for messages.
-        call: the call, and the line that made it.
-        size: how many ranks meet there.
+    `place` says which collective of which ranks it is, `call` the call and its line; `size` ranks meet there.
     """
 
     key: str
@@ -129,7 +125,6 @@ class Rendezvous:
 
         Args:
             operation: its short name, for the first line of messages.
-            call: what must be equal on every rank.
             pairs: a number whose sum over the ranks is zero when each receives as many elements as are sent to it.
             own: the call of this rank, for messages, if it is not the same on every rank.
 
@@ -252,14 +247,6 @@ def rendezvous_of(group: Group, purpose: str) -> Rendezvous | None:
 
 
 def pair_sum(ranks: Sequence[int], rank: int, sent: Sequence[int], received: Sequence[int]) -> int:
-    """Return a number for the counts that a rank sends and receives; over all ranks these sum to zero if they match.
-
-    Example:
-        >>> ranks = (0, 1)
-        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (2, 4))
-        0
-        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (1, 4)) == 0
-        False
-    """
+    """Return a number for the counts that a rank sends and receives; over all ranks these sum to zero if they match."""
     out = sum(crc32(b"%d %d %d" % (rank, peer, count)) for peer, count in zip(ranks, sent, strict=True))
     return out - sum(crc32(b"%d %d %d" % (peer, rank, count)) for peer, count in zip(ranks, received, strict=True))

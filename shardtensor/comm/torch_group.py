@@ -80,11 +80,6 @@ class TorchGroup(Group):
         if widest * self.size == total:
             return self.support.from_reduce(primitives.reduce_scatter(self.process_group, sent), flat)
         assert counts is not None
-        ends = list(accumulate(counts, initial=0))
-        mine = slice(ends[self.index], ends[self.index + 1])
-        if widest * self.size > 2 * total:  # padding would more than double the data: all_reduce sends less
-            summed = self.all_reduce(flat.detach().reshape(-1).clone())
-            return summed[mine].clone()
         scale = total // flat.numel()
         padded = sent.new_zeros(self.size * widest)
         for i, part in enumerate(sent.split([count * scale for count in counts])):
@@ -112,14 +107,6 @@ class TorchGroup(Group):
             return self.support.from_move(primitives.all_gather(self.process_group, sent), t)
         assert counts is not None
         sizes = [count * scale for count in counts]
-        if widest * self.size > 2 * total and not torch.compiler.is_compiling():  # padding would double the data
-            out = sent.new_empty(total)
-            parts = out.split(sizes)
-            parts[self.index].copy_(sent)
-            works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(parts) if sizes[i]]
-            for work in works:
-                primitives.finish(work, "all_gather", sent, self.process_group)
-            return self.support.from_move(out, t)
         padded = sent.new_zeros(widest)
         padded[: sent.numel()] = sent
         rows = primitives.all_gather(self.process_group, padded).view(self.size, widest)
@@ -229,11 +216,9 @@ class TorchGroup(Group):
 
 
 class Started:
-    """A collective that torch runs.
+    """A collective that torch runs; `source`, the tensor that it reads, is kept alive until the wait.
 
-    Args:
-        finish: called after the wait; it copies the result into `t` if a converted tensor was sent.
-        source: the tensor that the collective reads, kept alive until the wait.
+    After the wait `finish` copies the result into `t` if a converted tensor was sent.
     """
 
     __slots__ = ("call", "finish", "process_group", "source", "t", "work")

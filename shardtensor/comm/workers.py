@@ -21,11 +21,6 @@ def rank_of(placement: Placement) -> int | None:
     Raises:
         RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
         LayoutError: (a ValueError) no worker has that name.
-
-    Example:
-        >>> from shardtensor.spec.placement import parse_placement
-        >>> rank_of(parse_placement("rank:3/cpu"))
-        3
     """
     name = placement.worker_name()
     if name is None:

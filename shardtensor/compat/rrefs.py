@@ -45,10 +45,6 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
 
     Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's bytes; a
     tensor that is set in a shard later is not shown. Copies, conversions and results of operations show nothing.
-
-    Raises:
-        RuleError: (a RuntimeError) on every rank alike, when a rank has not called ``init_rpc``.
-        LayoutError: (a ValueError) on every rank alike, when a rank has another number in RPC.
     """
     world = as_group(dist.group.WORLD)
     shown, number = RemoteShards(), next(_numbers)
@@ -105,10 +101,7 @@ def _receive(number: int, rank: int, shards: list[Any]) -> None:
 def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
     """Return RRefs to the `Shard` objects of other ranks, by rank; ranks that hold nothing are absent. Sends nothing.
 
-    ``rref.to_here()`` brings a shard.
-
-    Raises:
-        RuleError: (a RuntimeError) the tensor was not made with ``init_rrefs=True``.
+    ``rref.to_here()`` brings a shard. The tensor has to be made with ``init_rrefs=True``.
     """
     if tensor._remote is None:
         raise RuleError(

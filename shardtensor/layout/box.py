@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box of a tensor, with exclusive ends; an empty one still has offsets.
-
-    Example:
-        >>> box = Box((2, 0), (3, 4))
-        >>> box.slices, box.numel, str(box)
-        ((slice(2, 5, None), slice(0, 4, None)), 12, '[2:5, 0:4]')
-    """
+    """A box of a tensor, with exclusive ends; an empty one still has offsets."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

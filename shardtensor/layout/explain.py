@@ -81,12 +81,7 @@ def say_step(step: Step, size_bytes: int) -> str:
 
 
 def say_bytes(count: int, digits: int = 1) -> str:
-    """Return a number of bytes as text with a unit; exact below a KiB.
-
-    Example:
-        >>> say_bytes(96), say_bytes(6 << 20)
-        ('96 B', '6.0 MiB')
-    """
+    """Return a number of bytes as text with a unit, such as ``6.0 MiB``; exact below a KiB: ``96 B``."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
@@ -94,12 +89,7 @@ def say_bytes(count: int, digits: int = 1) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype, by the dtype's name.
-
-    Example:
-        >>> item_bytes("bfloat16"), item_bytes("complex64"), item_bytes("bool")
-        (2, 8, 1)
-    """
+    """Return the bytes of one element of a dtype, by the dtype's name: ``bfloat16``, ``complex64``, ``bool``."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) // 8 if bits else 1
 

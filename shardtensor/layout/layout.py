@@ -304,14 +304,7 @@ class FlatLayout(Layout):
 
 @lru_cache(maxsize=4096)
 def has_equal_parts(layout: Layout) -> bool:
-    """Whether all ranks of a layout hold the same number of elements.
-
-    Example:
-        >>> from shardtensor.layout.pieces import balanced
-        >>> cut = DimCut((0,), balanced(5, 2, 1))
-        >>> has_equal_parts(CutLayout(shape=(5, 4), ranks=range(2), grid=(2,), dims=(cut, None)))
-        False
-    """
+    """Whether all ranks of a layout hold the same number of elements."""
     if isinstance(layout, CutLayout):
         pieces = [cut.pieces for cut in layout.dims if cut is not None]
         if all(each.size(i) == each.size(0) for each in pieces for i in _sampled(each.count)):

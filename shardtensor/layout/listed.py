@@ -12,13 +12,7 @@ from shardtensor.mesh import as_ranks
 
 
 def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
-    """Return the layout of boxes that tile `shape`.
-
-    Example:
-        >>> halves = ((0, Box((0, 0), (1, 4))), (1, Box((1, 0), (1, 4))))
-        >>> type(listed_layout(halves, (2, 4))).__name__
-        'CutLayout'
-    """
+    """Return the layout of boxes, each with its rank, that tile `shape`."""
     ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
     if len(ranks) == len(owned):
         grid = _as_grid(owned, shape)

@@ -46,16 +46,10 @@ Runs = tuple[Interval, ...]
 
 @lru_cache(maxsize=1024)
 def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
-    """Return the layout with one placement for each axis.
-
-    Args:
-        said: the placement of each axis of the mesh.
-        order: in which the axes shard; from left to right if None.
+    """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None.
 
     Example:
         >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> print(nested_layout((CutDim(0), CutDim(0)), (8, 3), mesh), nested_layout((None, CutDim(1)), (8, 3), mesh))
-        [dp*tp, -] [-, tp]
         >>> print(nested_layout((CutDim(0, blocks=2), CutDim(0)), (8, 3), mesh))
         [tp*dp, -]
     """
@@ -71,13 +65,7 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
 
 @lru_cache(maxsize=1024)
 def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
-    """Return the placement of each axis of a mesh that gives a layout; None if there are none.
-
-    Example:
-        >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> say_nested(nested_layout((CutDim(1), None), (8, 3), mesh), mesh)
-        (CutDim(dim=1, blocks=1), None)
-    """
+    """Return the placement of each axis of a mesh that gives a layout; None if there are none."""
     if isinstance(layout, CutLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
         return _say_cuts(layout)
     if not set(layout.ranks) <= set(mesh.ranks):

@@ -34,13 +34,9 @@ _WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
 @attrs.frozen
 class Ranges:
-    """Parameters one after the other, cut into one range for each rank, all of one size.
+    """Parameters of `lengths` elements from `starts` on, cut into one range of `chunk` elements for each rank.
 
-    Args:
-        lengths: elements of each parameter.
-        starts: the first element of each; the elements between them, and after the last, are padding.
-        chunk: elements of a rank's range.
-        ranks: the number of ranges.
+    The elements between parameters, and after the last, are padding.
     """
 
     lengths: tuple[int, ...]
@@ -87,10 +83,8 @@ class Ranges:
 def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = None) -> Ranges:
     """Lay parameters of these lengths one after the other and cut them into `ranks` equal ranges.
 
-    Args:
-        lengths: elements of each parameter.
-        units: the grain of each parameter: a range that ends inside it ends at a multiple of this many of its
-            elements. A parameter that is not longer than its grain is in one range. None: ranges may end anywhere.
+    A range that ends inside a parameter ends at a multiple of `units` (its grain) of its elements; a parameter that is
+    not longer than its grain is in one range. None: ranges may end anywhere.
 
     Example:
         >>> ranges = lay_out([40, 8], 2)
@@ -211,8 +205,8 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
     Example:
         >>> ranges = lay_out_owned([40, 8, 20], 3, [0, 2, 2])
-        >>> ranges.starts, ranges.chunk, ranges.sizes(1)
-        ((0, 96, 112), 48, (0, 0, 8))
+        >>> ranges.starts, ranges.chunk
+        ((0, 96, 112), 48)
     """
     ends, starts = [0] * ranks, []
     for length, owner in zip(lengths, owners, strict=True):
@@ -224,10 +218,7 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
 
 def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[list[int]]:
-    """Group parameters into buffers: all in one, unless a buffer for each grain wastes much less.
-
-    Returns:
-        the numbers of the parameters of each buffer.
+    """Return the numbers of the parameters of each buffer: all in one, unless a buffer for each grain wastes much less.
 
     Example:
         >>> together([64 * 48, 48], [48, 1], 4), together([64 * 997, 64 * 1009], [997, 1009], 8)
@@ -284,20 +275,14 @@ class BufferPlan:
 
 
 def aligned_bytes(size: int) -> int:
-    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several.
-
-    Example:
-        >>> aligned_bytes(513)
-        1024
-    """
+    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several."""
     return _up(size, _LINE)
 
 
 def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
     """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
 
-    Args:
-        modules: of each its bytes, and whether it stays gathered.
+    `modules` says of each its bytes, and whether it stays gathered.
 
     Example:
         >>> found = gather_buffers([(512, True), (1024, False), (2048, False), (512, False)])

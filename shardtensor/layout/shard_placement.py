@@ -36,12 +36,10 @@ class ShardPlacement:
 
     @classmethod
     def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
-        """Read what `shard_placement_fn` returned for a parameter.
+        """Read what `shard_placement_fn` returned for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
+        ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
 
-        Args:
-            asked: None; a spec or its text: ``flat(dp)``, ``flat(dp, unit=row)``, ``flat(dp, unit=16)``,
-                ``only(dp, 1)``; or torch's ``Shard(dim)``.
-            axis, is_named, ranks: the data axis, whether the mesh gave it this name, and its size.
+        `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
 
         Raises:
             LayoutError, SpecError: it is something else, or does not fit the parameter.
@@ -108,13 +106,10 @@ class ShardPlacement:
     # -- specs --------------------------------------------------------------------------------------------------------
 
     def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int] | None) -> Spec:
-        """How the parameter lies, with the sizes that its unit came to.
+        """Return the spec of a parameter: `inner`, where the data ranks hold a part of it each, cut over the data axis.
 
-        Args:
-            inner: its spec where the data ranks hold a part of it each, as in tensor parallelism.
-            shape: what is cut over the data ranks.
-            axis: the data axis.
-            sizes: how many stored elements each data rank holds; None where ranges are as `flat` has them unsaid.
+        `shape` is what is cut over the data ranks, and `sizes` how many stored elements each of them holds; None where
+        ranges are as `flat` has them unsaid.
         """
         axis = axis if self.axis is None else self.axis
         base = Replicate() if inner is None else inner

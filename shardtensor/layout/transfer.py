@@ -34,9 +34,7 @@ class Region:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """The regions that one rank keeps, sends and receives.
-
-    The regions sent to one peer are in the order of the receiver's boxes, each row-major.
+    """The regions that one rank keeps, sends and receives, those of one peer in the order of the receiver's boxes.
 
     Attributes:
         keeps: pairs of regions of the old and the new local tensor.
@@ -61,18 +59,7 @@ class Transfer:
 
 @lru_cache(maxsize=1024)
 def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Transfer:
-    """Return what `rank` keeps, sends and receives when `members` change the layout; neither layout is partial.
-
-    Example:
-        >>> from shardtensor.layout.layout import CutLayout, DimCut
-        >>> from shardtensor.layout.pieces import chunked
-        >>> cut = DimCut((0,), chunked(4, 2))
-        >>> rows = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(cut, None))
-        >>> columns = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(None, cut))
-        >>> step = transfer(rows, columns, 0, range(2))
-        >>> step.received, step.sends[1][0].held
-        (4, (slice(0, 2, None), slice(2, 4, None)))
-    """
+    """Return what `rank` keeps, sends and receives when `members` change the layout; neither layout is partial."""
     keeps: list[tuple[Region, Region]] = []
     sends: list[tuple[Region, ...]] = []
     receives: list[tuple[Region, ...]] = []

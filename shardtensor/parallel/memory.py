@@ -62,7 +62,7 @@ def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     spec = tensor._spec
     placement = None if spec is None else placement_of(spec, tensor._group.rank)
     if placement is not None and placement.device_type != device.type:
-        spec = moved(spec, device.type)
+        spec = moved(spec, tensor._layout, device)
     return wrap(_empty_twin(tensor._local, device), tensor._layout, spec, tensor._group)
 
 

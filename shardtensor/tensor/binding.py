@@ -26,11 +26,7 @@ def bind_to(
     process_group: Any = None,
     dim_names: tuple[str, ...] | None = None,
 ) -> tuple[ShardingSpec, Group, Layout]:
-    """Read the spec, find the group and bind them to a shape. Sends nothing.
-
-    Raises:
-        SpecError, LayoutError: the text is wrong, or does not fit the ranks or the shape.
-    """
+    """Read the spec, find the group and bind them to a shape. Sends nothing; raises SpecError or LayoutError."""
     spec = as_spec(spec)
     group = as_group(process_group)
     if not group.size and isinstance(spec, Spec):
@@ -45,12 +41,7 @@ def bind_to(
 def bind_named(
     spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh, dim_names: tuple[str, ...] | None = None
 ) -> Layout:
-    """As `bind`, for specs whose placements may name RPC workers; RPC is asked once `bind` has refused those.
-
-    Raises:
-        LayoutError: the spec does not fit, or a worker is unknown.
-        RuleError: (a RuntimeError) workers are named, and RPC is not initialized.
-    """
+    """As `bind`, for specs whose placements may name RPC workers; RPC is asked once `bind` has refused those."""
     try:
         return bind(spec, shape, mesh, dim_names)
     except LayoutError:

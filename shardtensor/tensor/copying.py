@@ -51,9 +51,6 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
 
     As torch does, the gradient comes along for a plain tensor, not for a parameter; hooks do not.
-
-    Raises:
-        RuntimeError: the tensor is a result that requires a gradient, as from torch.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]
@@ -99,11 +96,7 @@ SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, Enumerable
 
 
 def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
-    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back.
-
-    Raises:
-        RuleError: the tensor is still to be reduced.
-    """
+    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back."""
     group, local = tensor._group, tensor._local
     if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: not all of what it views
         local = local.detach().clone().requires_grad_(local.requires_grad)
@@ -137,18 +130,14 @@ def rebuild(
     place: RankInfo | None,
     attributes: dict[str, Any],
 ) -> ShardedTensor:
-    """Make the tensor that `reduce` wrote.
-
-    Raises:
-        RuntimeError: there is no process group, or this process has another place in it than the one that wrote.
-    """
+    """Make the tensor that `reduce` wrote, in a process with the same place in a process group."""
     group = unpickle_group(place, mesh)
     bound = as_spec(spec)
     layout = bind(bound, tuple(shape), placing.mesh_of(group))
     _check_shape(local, layout, group)
     written = placing.placement_of(bound, group.rank)
     if written is not None and written.device_type != local.device.type:  # map_location
-        bound = placing.moved(bound, local.device.type)  # type: ignore[assignment]
+        bound = placing.moved(bound, layout, local.device)  # type: ignore[assignment]
     tensor = wrap(local, layout, bound, group)
     vars(tensor).update(attributes)
     return tensor

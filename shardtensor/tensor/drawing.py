@@ -16,16 +16,10 @@ from shardtensor.tensor.random_streams import Sample
 def agree_on_state(
     group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Give every rank the generator state of the group's first rank. All ranks of the group call it: one broadcast.
+    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast.
 
-    Args:
-        group: the ranks that draw together.
-        device: whose default generator is meant when `generator` is None.
-        generator: as passed to the call that draws.
-        note: a few small numbers (0 to 255), as many on every rank, that travel with the state.
-
-    Returns:
-        The first rank's note.
+    All ranks of the group call it. `device` is the one whose default generator is meant when `generator` is None;
+    `note` a few small numbers (0 to 255), as many on every rank.
     """
     if group.size == 1:
         return tuple(note)
@@ -60,11 +54,8 @@ def draw(
     """Return this rank's local tensor of the draw that ``sample`` makes of the whole. All ranks of the group call it.
 
     Bit for bit the part of the unsharded draw from the first rank's state; every rank's generator ends where that call
-    leaves it. See `shardtensor.tensor.random.draw_boxes` for what `sample` may be.
-
-    Args:
-        order: the whole's dims as its memory has them, outermost first (see `memory_order`); the first rank's counts.
-            Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
+    leaves it. `order` are the whole's dims as its memory has them (see `memory_order`); the first rank's counts.
+    Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
     """
     local_shape = layout.local_shape(group.rank)
     if group.index < 0 or device.type == "meta":
@@ -90,11 +81,6 @@ def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
 
     Two dims of one stride are told apart by their sizes: in memory the longer one is the outer. A rank on which both
     are of length one or less cannot know, which is why the first rank's answer counts.
-
-    Example:
-        >>> from shardtensor.layout.layout import replicated
-        >>> memory_order(torch.empty(2, 3).t(), replicated((3, 2), range(1)))
-        (1, 0)
     """
     dims = tuple(range(len(layout.shape)))
     if layout.packed:

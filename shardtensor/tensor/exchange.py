@@ -56,13 +56,7 @@ class Strided(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What is to be copied between two tensors; empty when nothing is.
-
-    Attributes:
-        pieces: the copies.
-        per_word: elements in a word.
-        word: the dtype of a word; None where it is the element.
-    """
+    """The copies between two tensors, in words of a dtype (None: in elements) that hold `per_word` elements."""
 
     pieces: tuple[Strided, ...]
     per_word: int = 1
@@ -96,12 +90,10 @@ def end_to_end(views: Iterable[torch.Tensor]) -> list[Pair]:
 
 
 def copies(pairs: Sequence[Pair], item: int, misplaced: int | None) -> Copies:
-    """Settle the copies between pairs of views of equal shapes, all of the same two tensors.
+    """Settle the copies between pairs of views of equal shapes, all of two tensors with `item` bytes an element.
 
-    Args:
-        item: bytes of an element.
-        misplaced: bytes by which either tensor starts after a whole widest word; None where words are no use, which is
-            where a tensor is not contiguous, and on the CPU.
+    `misplaced` bytes lie between a whole widest word and the start of either tensor; None where words are no use, which
+    is where a tensor is not contiguous, and on the CPU.
     """
     pieces = _merged(pairs)
     for width, word in _WORDS.items() if misplaced is not None else ():
@@ -170,12 +162,9 @@ MOST = 1024
 
 
 class Side(NamedTuple):
-    """What leaves, or what comes.
+    """What leaves, or what comes: the elements for each member that there is a part of its own for, and `total`.
 
-    Attributes:
-        counts: elements for each member that there is a part of its own for, and `total` of them all.
-        in_order: whether they lie end to end as they are, from element `start` on; then nothing is copied.
-        copies: from or to where they are end to end.
+    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so.
     """
 
     counts: list[int]

@@ -47,9 +47,7 @@ def from_local_shards_and_global_metadata(
     process_group: Any = None,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Return the tensor that the metadata describes, of which this rank has these shards.
-
-    Sends nothing and compares nothing between ranks: the metadata is trusted to be right on each of them.
+    """Return the tensor that the metadata describes, of which this rank has these shards. Sends and compares nothing.
 
     Raises:
         RuntimeError: not as many shards as the metadata gives this rank.
@@ -109,11 +107,6 @@ def build_metadata(
 
     Raises:
         LayoutError: (a ValueError) the spec does not fit the size.
-
-    Example:
-        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> spec.build_metadata([3, 4], TensorProperties()).shards_metadata[1]
-        ShardMetadata(shard_offsets=[2, 0], shard_sizes=[1, 4], placement=rank:1/cpu)
     """
     shape = tuple(tensor_sizes)
     if isinstance(spec, EnumerableShardingSpec):
@@ -132,12 +125,7 @@ for _kind in (ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec):
 
 
 def parse_and_validate_remote_device(process_group: Any, remote_device: Any) -> tuple[int, torch.device]:
-    """Return the global rank and the device of a placement.
-
-    Raises:
-        LayoutError: (a ValueError) there is none, it names no rank, or one outside the process group.
-        RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
-    """
+    """Return the global rank, which has to be in the process group, and the device of a placement."""
     if remote_device is None:
         raise LayoutError("remote device is None", fix='give the shard a placement such as "rank:0/cpu"')
     placement: Placement = parse_placement(remote_device)

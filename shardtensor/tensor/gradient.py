@@ -59,8 +59,7 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
     """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
 
-    Raises:
-        RuleError: the tensor is partial in another way than a sum, whose leaf's gradient is not the tensor's.
+    A tensor that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's.
     """
     layout = tensor._layout
     if not layout.partial:

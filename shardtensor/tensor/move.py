@@ -65,15 +65,9 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
 
 
 def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    """Return this rank's local tensor after a step. No gradient. All ranks of `team` call it.
+    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split.
 
-    Args:
-        local: of shape ``step.source.local_shape(rank)``.
-        team: the group of the ranks along ``step.axes``, or of all ranks.
-        rank: the global rank of this process.
-
-    Returns:
-        a tensor of shape ``step.target.local_shape(rank)``; it shares memory with `local` after a slice or a split.
+    It has no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one.
     """
     if step.kind == "all_reduce":
         return team.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
@@ -125,10 +119,9 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Return an empty local tensor in the shape that the layout gives it; there are many ways to hold nothing.
+    """Return an empty local tensor in the shape that the layout gives it, with the strides that are usual for it.
 
-    Its strides are usual ones, too: torch's elementwise functions give what is empty strides of zero, which are those
-    of an expanded tensor.
+    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor.
     """
     shape = layout.local_shape(rank)
     if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):

@@ -6,19 +6,12 @@ import torch
 
 
 class Pieces:
-    """A flat tensor whose pieces are the leaves of parameters.
+    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`.
 
-    Whoever makes such leaves gives each of them, as its attribute ``_piece``, this object and the leaf's number; and
-    gives them gradients that are the same pieces of one tensor like `whole`. Then an optimizer may step all of it as
-    one tensor: what lies between the leaves belongs to nobody, and is zero there and in the gradient.
-
-    Args:
-        whole: the flat tensor.
-        starts: where the leaves begin, in order.
-
-    Attributes:
-        has_hooks: whether a hook was ever given to a leaf. Autograd does not run hooks of leaves that it gives no
-            gradients; whoever does so looks here.
+    Each leaf has this object and its number there as its attribute ``_piece``. The leaves get gradients that are the
+    same pieces of one tensor like `whole`, so an optimizer may step all of it as one tensor: what lies between the
+    leaves is zero there and in the gradient. Autograd does not run hooks of leaves that it gives no gradients; whoever
+    gives those looks at `has_hooks`, whether a hook was ever given to a leaf.
     """
 
     __slots__ = ("has_hooks", "starts", "whole")

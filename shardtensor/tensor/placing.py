@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
-import attrs
 import torch
 
 from shardtensor.comm.group import Group
@@ -24,8 +23,7 @@ from shardtensor.spec.placement import Placement
 def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
     """The device this rank's part shall be on: its placement's, else the group's own kind, else that of `like`.
 
-    Args:
-        like: where the values come from; torch's default device when None.
+    `like` is torch's default device when None.
 
     Raises:
         LayoutError: a placement, of any rank, names a device that machines like this one do not have.
@@ -63,11 +61,7 @@ def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -
 
 
 def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
-    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own.
-
-    Raises:
-        LayoutError: it is not there, or the spec names devices by itself, and not only of that kind.
-    """
+    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own."""
     kinds = _named_kinds(spec)
     if kinds and device.type != "meta":
         if kinds != {device.type} or device.index is not None:
@@ -126,23 +120,10 @@ def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:
     return f"rank:{rank}/{device}" if device.type != "cuda" else f"rank:{rank}/cuda"
 
 
-def moved(spec: ShardingSpec | None, kind: str) -> ShardingSpec | None:
-    """The spec of a tensor whose every shard went to a device of another kind: same dims, same ranks, new devices.
-
-    Indices are left out: each rank means its own device. None where the spec has to be told from the layout.
-    """
-    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        runs = [
-            attrs.evolve(run, first=attrs.evolve(run.first, device_type=kind, device_index=None), index_step=0)
-            for run in spec.placements.runs
-        ]
-        return attrs.evolve(spec, placements=[str(run) for run in runs])
+def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> ShardingSpec | None:
+    """The spec of a tensor whose shards went to devices of another kind; None where the layout tells it."""
     if isinstance(spec, EnumerableShardingSpec):
-        shards = spec.shards
-        for shard in shards:
-            if shard.placement is not None:
-                shard.placement = attrs.evolve(shard.placement, device_type=kind, device_index=None)
-        return EnumerableShardingSpec(shards)
+        return enumerated(layout, device)
     return spec if isinstance(spec, Spec) else None
 
 

@@ -49,12 +49,7 @@ def serial_pieces(
 
 
 def piece_bounds(numel: int, piece: int) -> list[int]:
-    """Return the cuts of ``range(numel)`` into pieces, none shorter than a block of 16.
-
-    Example:
-        >>> piece_bounds(100, 48), piece_bounds(112, 48)
-        ([0, 48, 100], [0, 48, 96, 112])
-    """
+    """Return the cuts of ``range(numel)`` into pieces, none shorter than a block of 16."""
     return [*range(0, numel - BLOCK + 1, piece), numel]
 
 
@@ -70,8 +65,7 @@ def _is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator
     """Compare 37 elements drawn at once with the same in two pieces, then put the generator back.
 
     Some samplers seed a stream of their own with one draw a call (``bernoulli_`` with a number, and so dropout, on
-    Intel CPUs with MKL). That shows in the generator's state even where the few values happen to agree. The check
-    costs some 20 µs beside at least 130 µs for the draw, so it is made on every call and there is no cache to go stale.
+    Intel CPUs with MKL). That shows in the generator's state even where the few values happen to agree.
     """
     stream = torch.default_generator if generator is None else generator
     before = stream.get_state()
@@ -198,12 +192,7 @@ def draw_passes(
 
 
 def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) -> list[int]:
-    """Return the sizes of the parts that torch draws one after the other: halves until a part fits 32-bit indexing.
-
-    Example:
-        >>> split_for_indexing(1000, 4), split_for_indexing(2**30 + 1, 4)
-        ([1000], [536870912, 268435456, 268435457])
-    """
+    """Return the sizes of the parts that torch draws one after the other: halves until a part fits 32-bit indexing."""
     if (numel - 1) * itemsize + 1 <= max_bytes:
         return [numel]
     half = numel // 2

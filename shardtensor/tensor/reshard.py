@@ -68,15 +68,12 @@ def reshard(
 def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
     """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
 
-    Every rank receives exactly the elements it lacks, then lets go of those it had. A leaf stays a leaf, and its
-    gradient comes along; autograd follows a result through it. Tensors that were views of this one keep the old
-    elements: later writes are not shared. `shardtensor.reshard` makes a new tensor instead.
-
-    Args:
-        spec: of any kind, or its text, bound to the ranks of this tensor's group.
+    Every rank receives exactly the elements it lacks. A leaf stays a leaf, and its gradient comes along; autograd
+    follows a result through it. Tensors that were views of this one keep the old elements: later writes are not shared.
+    `shardtensor.reshard` makes a new tensor instead.
 
     Raises:
-        SpecError, LayoutError: the text is wrong, or does not fit; the tensor is as before.
+        SpecError, LayoutError: the text is wrong, or does not fit the group; the tensor is as before.
         RuleError: the tensor is a copy that the dense program would have as a view.
     """
     spec = as_spec(spec)

@@ -296,9 +296,7 @@ def _dealt(layout: Layout) -> list[tuple[int, int]]:
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
     """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds.
 
-    Args:
-        local: of shape ``layout.local_shape(group.rank)``; where that is empty, empty in any way.
-        spec: what `sharding_spec` shall return; None to tell it from the layout when asked.
+    Where the local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked.
     """
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
@@ -337,12 +335,9 @@ def copy_of(
     name: str,
     again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None,
 ) -> ShardedTensor:
-    """Return `value`, read from `x`, as a copy of what the dense program has as a view.
+    """Return `value`, plain or sharded and read from `x`, as a copy of what the dense program has as a view.
 
-    Args:
-        value: plain (equal on every rank) or sharded; an object of its own.
-        name: of the view function, for errors.
-        again: reads `x` again, and writes such a value into it.
+    `name` is the view function's, for errors; `again` reads `x` again, and writes such a value into it.
     """
     local = x._local
     if not isinstance(value, ShardedTensor):

@@ -32,11 +32,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]:
-    """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box.
-
-    Raises:
-        RuleError: the ranks still hold addends. The planner runs on every rank, so that all raise.
-    """
+    """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -57,21 +53,13 @@ def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]
 
 
 def create_chunk_list(tensor: ShardedTensor) -> list[Any]:
-    """Return the boxes that this rank has to read, perhaps none.
-
-    Raises:
-        RuleError: the ranks hold addends, which the loaded value would be added up from.
-    """
+    """Return the boxes that this rank has to read, perhaps none."""
     _refuse_addends(tensor)
     return [_chunk(box) for _, box in _boxes(tensor).values()]
 
 
 def get_tensor_shard(tensor: ShardedTensor, index: Any) -> torch.Tensor:
-    """Return the local memory of the box at ``index.offset``: what is written there is written into the tensor.
-
-    Raises:
-        ValueError: this rank holds no such box.
-    """
+    """Return the local memory of the box at ``index.offset``: what is written there is written into the tensor."""
     offsets = tuple(index.offset or (0,) * len(tensor._layout.shape))
     if not math.prod(tensor._layout.shape):
         return tensor._local.detach().new_empty(tensor._layout.shape)
