@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.collectives import alias
-from shardtensor.comm.function_call import caller
+from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copying import attributes_of
-from shardtensor.tensor.gradient import keep_grad_dtype
-from shardtensor.tensor.hooks import give_hooks, take_hooks
+from shardtensor.tensor.gradient import give_hooks, keep_grad_dtype, take_hooks
 from shardtensor.tensor.placing import moved, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

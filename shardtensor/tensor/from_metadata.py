@@ -11,9 +11,8 @@ import torch
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rank_of
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.layout.bind import bind, no_such_rank
+from shardtensor.layout.bind import bind, listed_layout, no_such_rank
 from shardtensor.layout.box import Box
-from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import (
@@ -26,9 +25,8 @@ from shardtensor.spec.devices import (
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.init_local import leaf_of
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

@@ -19,15 +19,14 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rank_of
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.layout.bind import listed_layout
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of, own_device, placement_of
+from shardtensor.tensor.placing import bind_named, mesh_of, own_device, placement_of
 from shardtensor.tensor.shard import Shard, check_metadata, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

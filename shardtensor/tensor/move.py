@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.function_call import refuse_forward_mode
+from shardtensor.comm.collectives import refuse_forward_mode
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError

@@ -14,11 +14,10 @@ from shardtensor.layout.box import whole
 from shardtensor.layout.layout import Layout, ListedLayout
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.factories import distribute
 from shardtensor.tensor.gradient import keep_grad_dtype
 from shardtensor.tensor.move import moved, settle
-from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 # -- other layouts -----------------------------------------------------------------------------------------------------

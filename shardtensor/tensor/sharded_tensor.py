@@ -23,9 +23,9 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import bypasses, dispatch, placing
 from shardtensor.tensor.answers import Answers
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
+from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
 _make_body = torch.Tensor._make_wrapper_subclass
