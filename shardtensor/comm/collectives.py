@@ -72,9 +72,6 @@ def differentiates(x: torch.Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-# -- replicated and partial ------------------------------------------------------------------------------------------
-
-
 def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return `x`; sum its gradient over the group. Call it on the input of work that is split over the ranks.
 
@@ -172,9 +169,6 @@ class _AllReduceFresh(_AllReduce):
         return alias(group.all_reduce(x.detach().contiguous()))
 
 
-# -- replicated and shard --------------------------------------------------------------------------------------------
-
-
 def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """Return this rank's range of the elements of `x`, flat. Forward sends nothing; backward gathers the gradients.
 
@@ -241,9 +235,6 @@ def whole_gradient(grad: Any) -> torch.Tensor:
     return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
-# -- shard and partial -----------------------------------------------------------------------------------------------
-
-
 def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """`all_gather` for work that is split over the ranks: backward reduce-scatters the gradients.
 
@@ -293,9 +284,6 @@ class _ReduceScatter(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather_sum_gradient(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
-# -- shard and shard -------------------------------------------------------------------------------------------------
 
 
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:

@@ -36,8 +36,6 @@ class TorchGroup(Group):
         self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.support.device_type
 
-    # -- reductions ---------------------------------------------------------------------------------------------
-
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return primitives.all_reduce(self.process_group, t, op)
@@ -93,8 +91,6 @@ class TorchGroup(Group):
             return super().reduce_scatter_async(flat, counts)
         work, out = primitives.reduce_scatter_async(self.process_group, flat.detach().view(-1))
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
-
-    # -- data movement ------------------------------------------------------------------------------------------
 
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if counts is None and (t.is_cuda, t.dtype) in self.support.moved_as_is and t.is_contiguous():
@@ -168,8 +164,6 @@ class TorchGroup(Group):
             t.detach().copy_(self.support.from_move(sent, t).view(t.shape))
         return t
 
-    # -- small exchanges ----------------------------------------------------------------------------------------
-
     def exchange(self, blob: bytes) -> list[bytes]:
         assert blob, "an exchange carries at least one byte"
         sent = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -185,8 +179,6 @@ class TorchGroup(Group):
 
     def barrier(self) -> None:
         self.exchange(b"\0")
-
-    # -- other groups -------------------------------------------------------------------------------------------
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:

@@ -47,8 +47,7 @@ def explain_reshard(
     tensor = next((x for x in (source, target) if hasattr(x, "_layout")), None)
     if tensor is not None:
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        layout = tensor._layout
-        mesh = _mesh_of(tensor, layout)
+        mesh = tensor._group.mesh or Mesh((("*", tensor._group.size),), tensor._group.ranks)
     if shape is None or mesh is None:
         raise LayoutError(
             "specs alone do not determine what is sent",
@@ -92,11 +91,6 @@ def item_bytes(dtype: str) -> int:
     """Return the bytes of one element of a dtype, by the dtype's name: ``bfloat16``, ``complex64``, ``bool``."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) // 8 if bits else 1
-
-
-def _mesh_of(tensor: Any, layout: Layout) -> Mesh:
-    group = tensor._group
-    return group.mesh if group.mesh is not None else Mesh((("*", len(group.ranks)),), group.ranks)
 
 
 def _bound(given: Any, shape: Shape, mesh: Mesh) -> tuple[str, Layout]:

@@ -90,8 +90,6 @@ class ShardPlacement:
             return max(math.prod(shape) // max(shape[self.dim], 1), 1)
         return max(math.prod(shape[1:]), 1) if self.unit == "row" else self.unit
 
-    # -- between parameters and what is stored ------------------------------------------------------------------------
-
     def stored(self, param: torch.Tensor) -> torch.Tensor:
         """The elements of a parameter in the order in which they are stored."""
         return (param if self.dim is None else param.movedim(self.dim, 0)).reshape(-1)
@@ -102,8 +100,6 @@ class ShardPlacement:
             return stored.view(shape)
         front = (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
         return stored.view(front).movedim(0, self.dim)
-
-    # -- specs --------------------------------------------------------------------------------------------------------
 
     def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int] | None) -> Spec:
         """Return the spec of a parameter: `inner`, where the data ranks hold a part of it each, cut over the data axis.

@@ -27,8 +27,6 @@ class Answers:
     _local: torch.Tensor
     _layout: Layout
 
-    # -- from the layout: the same on every rank ------------------------------------------------------------------
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self._layout.shape)
@@ -83,8 +81,6 @@ class Answers:
             "numpy sees one process's memory, which holds only a part of a ShardedTensor",
             fix=["full_tensor().numpy() for the whole", "local_tensor().numpy() for this rank's part"],
         )
-
-    # -- from the leaf: the same on every rank, but for the index of the device ------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:

@@ -28,9 +28,6 @@ from shardtensor.tensor import placing
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, view_of, wrap
 
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
 
@@ -87,9 +84,6 @@ def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool =
 
 ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
 ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
-
-
-# -- pickles -----------------------------------------------------------------------------------------------------------
 
 
 SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)

@@ -16,8 +16,6 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.route import Step
 from shardtensor.layout.transfer import Region, transfer
 
-# -- regions of local memory -------------------------------------------------------------------------------------------
-
 
 def see(local: torch.Tensor, region: Region) -> torch.Tensor:
     """A view of what a region of a local tensor holds."""
@@ -33,9 +31,6 @@ def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
             return False
         at += piece.numel()
     return True
-
-
-# -- strided copies ----------------------------------------------------------------------------------------------------
 
 
 WIDEST = 16
@@ -152,9 +147,6 @@ def _widened(piece: Strided, n: int) -> Strided | None:
         return None
     outer, other_outer = tuple(x // n for x in stride[:-1]), tuple(x // n for x in other_stride[:-1])
     return Strided((*size[:-1], size[-1] // n), (*outer, 1), at // n, (*other_outer, 1), other_at // n)
-
-
-# -- the exchange ------------------------------------------------------------------------------------------------------
 
 
 MOST = 1024

@@ -151,9 +151,6 @@ if HAS_GRAD_DTYPE:
 ShardedTensor.grad = property(get_grad, set_grad, doc=get_grad.__doc__)  # type: ignore[assignment]
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
-
-
 @implements(torch.Tensor.register_hook)
 def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
     """Call ``hook(gradient)``, a ShardedTensor, whenever the gradient is computed; what it returns replaces it."""

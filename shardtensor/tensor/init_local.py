@@ -45,9 +45,6 @@ class Brought:
     pin_memory: bool | None
 
 
-# -- from shards -----------------------------------------------------------------------------------------------------
-
-
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None
 ) -> ShardedTensor:
@@ -223,9 +220,6 @@ def _rank(placement: Any) -> int:
     return rank
 
 
-# -- from one tensor a rank ------------------------------------------------------------------------------------------
-
-
 def init_from_local_tensor(
     local_tensor: torch.Tensor,
     sharding_spec: ShardingSpec | str,
@@ -323,9 +317,6 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
         {"spec": str(spec), **{f"rank {rank}": _by(shape) for rank, shape in list(shapes.items())[:8]}},
         "pass the global size after the spec; or sizes(...) in the spec where the parts are uneven",
     )
-
-
-# -- both ------------------------------------------------------------------------------------------------------------
 
 
 def _caught(work: Any) -> tuple[Any, ShardTensorError | None]:

@@ -25,9 +25,6 @@ from shardtensor.layout.transfer import transfer
 from shardtensor.mesh import Mesh
 from shardtensor.tensor.exchange import exchange, see
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
 _ALONG: WeakKeyDictionary[Group, dict[tuple[Any, ...], Group]] = WeakKeyDictionary()
 
 
@@ -61,9 +58,6 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     return group.subgroup(mesh.ranks_along(group.rank, axes))
 
 
-# -- one step ----------------------------------------------------------------------------------------------------------
-
-
 def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
     """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split.
 
@@ -91,9 +85,6 @@ def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torc
     for here, there in keeps:
         see(out, there).copy_(see(local, here))
     return out
-
-
-# -- a route -----------------------------------------------------------------------------------------------------------
 
 
 def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:

@@ -103,17 +103,9 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
         workers = (run.first for run in spec.placements.runs if run.first.worker is not None)
         return next((place for place in workers if rank_seen(place) == rank), None)
     if isinstance(spec, EnumerableShardingSpec):
-        by_rank, named = _listed_placements(spec)
-        return by_rank.get(rank) or next((place for place in named if rank_seen(place) == rank), None)
+        places = (box.placement for box in spec.boxes if box.placement is not None)
+        return next((place for place in places if rank_seen(place) == rank), None)
     return None
-
-
-@lru_cache(maxsize=256)
-def _listed_placements(spec: EnumerableShardingSpec) -> tuple[dict[int, Placement], tuple[Placement, ...]]:
-    """The first placement of each rank that a spec lists, by offset, and those that name workers."""
-    places = [box.placement for box in spec.boxes if box.placement is not None]
-    by_rank = {place.rank_: place for place in reversed(places) if place.rank_ is not None}
-    return by_rank, tuple(place for place in places if place.worker is not None)
 
 
 def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:

@@ -25,9 +25,6 @@ from torch import Generator, Tensor
 Sample = Callable[[Tensor, Generator | None], object]
 """Fills a contiguous tensor in place with one torch random operation."""
 
-# -- CPU ---------------------------------------------------------------------------------------------------------------
-
-
 BLOCK = 16
 PIECE = 65536
 
@@ -81,9 +78,6 @@ def _is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator
         return same_bits and torch.equal(after_whole, stream.get_state())
     finally:
         stream.set_state(before)
-
-
-# -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
 THREADS_PER_BLOCK = 256

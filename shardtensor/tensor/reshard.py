@@ -20,9 +20,6 @@ from shardtensor.tensor.move import moved, settle
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
-# -- other layouts -----------------------------------------------------------------------------------------------------
-
-
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -145,9 +142,6 @@ def _transport(old: Group, new: Group) -> Group:
 
 
 ShardedTensor.reshard = reshard_
-
-
-# -- one rank ----------------------------------------------------------------------------------------------------------
 
 
 def _gather(

@@ -82,8 +82,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 return self._copied.current
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    # -- parts ------------------------------------------------------------------------------------------------------
-
     def local_tensor(self) -> torch.Tensor:
         """Return this rank's part, the tensor that autograd and optimizers know. Sends nothing.
 
@@ -177,16 +175,12 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             self._spec = placing.spec_of(self._layout, self.device)
         return self._spec
 
-    # -- wholes -----------------------------------------------------------------------------------------------------
-
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank: one all-gather (one all-reduce where it is partial). Differentiable.
 
         All ranks of the group call it.
         """
         return whole(self._local, self._layout, self._group)
-
-    # -- autograd: the leaf's ----------------------------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:
@@ -228,8 +222,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self._grad_shell = None
         self._sync_body()
         self._tell_flat()
-
-    # -- dispatch -----------------------------------------------------------------------------------------------------
 
     @classmethod
     @untraced("a graph takes no ShardedTensor as an operand: compile the parts that work on plain values")

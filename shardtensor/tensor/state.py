@@ -28,8 +28,6 @@ from shardtensor.layout.box import Box, whole
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
-# -- boxes of a checkpoint ---------------------------------------------------------------------------------------------
-
 
 def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]:
     """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box."""
@@ -94,9 +92,6 @@ def _refuse_addends(tensor: ShardedTensor, fqn: str | None = None) -> None:
 ShardedTensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
 ShardedTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-defined]
 ShardedTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]
-
-
-# -- whole tensors -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
