@@ -1,7 +1,6 @@
-"""All-gather and reduce-scatter along any dim, of tensors of which each member of a group holds a slice of the dim.
+"""All-gather and reduce-scatter along any dim, of which each member of a group holds a slice.
 
-`all_gather` and `reduce_scatter` have gradients (by `collectives`); their forms with ``_no_grad`` have none, for
-autograd Functions that write their own backward.
+Forms with ``_no_grad`` are for autograd Functions that write their own backward; the others have gradients.
 """
 
 from __future__ import annotations

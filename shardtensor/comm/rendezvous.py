@@ -1,11 +1,10 @@
 """Ranks wait for each other in a store before each collective, so that a rank that is missing or calls another
 collective raises an error instead of a hang.
 
-The store is the one through which torch's process groups found each other; it needs no collective. A rank writes its
-status (what it calls, and where), adds itself to the counter of this rendezvous, and polls the counter until all ranks
-have arrived. The counter holds the number of ranks that have arrived and the sum of the digests of their calls, so one
-read shows whether they all make the same call. The first rank that finds a fault stores the error, and every rank
-raises it.
+The store is the one through which torch's process groups found each other. A rank writes its status (what it calls,
+and where), adds itself to the counter of this rendezvous, and polls it until all ranks have arrived. It holds their
+number and the sum of the digests of their calls, so one read shows whether they all make the same call. The first rank
+that finds a fault stores the error, and every rank raises it.
 """
 
 from __future__ import annotations
@@ -105,10 +104,8 @@ def world_status_store() -> StatusStore:
 class Rendezvous:
     """Where the ranks of one group wait for each other before each of their collectives.
 
-    Args:
-        name: the same on all ranks, and different from that of any other group that exists at the same time.
-        ranks: the global ranks of the group.
-        timeout_s: the timeout of the group; a rank that waits raises before it is over.
+    The name is the same on all ranks, and different from that of any other group that exists at the same time. A rank
+    that waits raises before the timeout of the group is over.
     """
 
     def __init__(self, statuses: StatusStore, name: str, ranks: Ranks, timeout_s: float) -> None:

@@ -1,9 +1,8 @@
 """Shards shown to other ranks over torch.distributed.rpc: ``init_rrefs=True`` and ``remote_shards()``.
 
 A tensor that asks for it owns a `RemoteShards`, which the other ranks fill with RRefs by its number. It is registered
-weakly and does not know its tensor, and what an RRef shows is a shard of its own over the same bytes. So nothing here
-keeps a tensor alive, however many ranks hold RRefs to its shards, and no weak reference to a tensor is held, which
-would keep torch from swapping it.
+weakly and does not know its tensor, and an RRef shows a shard of its own over the same bytes: nothing keeps a tensor
+alive, and no weak reference to a tensor keeps torch from swapping it.
 """
 
 from __future__ import annotations

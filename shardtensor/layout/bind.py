@@ -22,17 +22,12 @@ from shardtensor.spec.placement import Placement
 
 
 def bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of a tensor of `shape` with `spec` on the ranks of `mesh`.
+    """Return the layout of a tensor of `shape` with `spec` on the ranks of `mesh`; `dim_names` for ``[out: tp]``.
 
-    The time does not depend on the number of ranks, except for specs that list boxes. `dim_names` are the names of the
-    tensor's dims, for specs such as ``[out: tp]``.
+    The time does not depend on the number of ranks, except for specs that list boxes.
 
     Raises:
         LayoutError: the spec does not fit; the message says which number is wrong and what would fit.
-
-    Example:
-        >>> str(bind(Spec("tp", None), (8, 6), Mesh((("tp", 4),))).boxes(1)[0])
-        '[2:4, 0:6]'
     """
     if type(spec).__hash__ is None:  # a user's own spec may be mutable
         return _bind(spec, shape, mesh, dim_names)

@@ -1,14 +1,11 @@
 """A layout: a spec bound to ranks and a shape. It computes which boxes a rank holds.
 
-There are three kinds, with different local tensors:
-
 * `CutLayout`: dims are sharded over the axes of a grid of ranks; the local tensor has the tensor's dims.
 * `ListedLayout`: a list of boxes; the local tensor is the rank's one box. If some rank has several boxes, it is
   *packed*: one dim, with the rank's boxes, each row-major, one after the other.
 * `FlatLayout`: each rank's local tensor under a `CutLayout` is flattened and cut into ranges; packed.
 
-Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared. ``str`` is for
-messages: it shows which axes cut which dims, without shard sizes.
+Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared.
 """
 
 from __future__ import annotations
@@ -37,14 +34,10 @@ class DimCut:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """The base class of layouts.
+    """The base class of layouts, of a global `shape` on a `grid` of global `ranks`, row-major.
 
-    Args:
-        shape: the global shape.
-        ranks: the global ranks of the grid, row-major.
-        grid: the sizes of its axes.
-        partial: axes (by number) along which the value is partial, with the operation that reduces it.
-        names: of the axes, for messages.
+    The value is partial along the axes (by number) of `partial`, each with the operation that reduces it. `names` of
+    axes are for messages.
     """
 
     shape: Shape
@@ -247,13 +240,10 @@ class ListedLayout(Layout):
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class FlatLayout(Layout):
-    """Each rank's local tensor under `inner`, flattened row-major and cut over `axes` into contiguous ranges.
+    """Each rank's local tensor under `inner`, over the same grid, flattened row-major and cut over `axes` into ranges.
 
-    Args:
-        inner: the layout before flattening, over the same grid.
-        axes: the axes of the grid over which it is cut.
-        unit: ranges start at multiples of this many elements; 0 means a row of the inner local tensor.
-        sizes: the lengths of the ranges, if the user chose them.
+    They start at multiples of `unit` elements (0: a row of the inner local tensor), or have the `sizes` that the user
+    chose.
     """
 
     inner: CutLayout

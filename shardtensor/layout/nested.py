@@ -46,13 +46,7 @@ Runs = tuple[Interval, ...]
 
 @lru_cache(maxsize=1024)
 def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
-    """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None.
-
-    Example:
-        >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> print(nested_layout((CutDim(0, blocks=2), CutDim(0)), (8, 3), mesh))
-        [tp*dp, -]
-    """
+    """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None."""
     cuts: dict[int, list[tuple[int, int]]] = {}
     for axis in range(len(said)) if order is None else order:
         what = said[axis]

@@ -191,23 +191,13 @@ def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
     """Lay out one parameter in a buffer of its own, in the ranges of a `FlatLayout` without sizes.
 
     If its shards differ in size between groups, each group has other ranges; this layout describes them all.
-
-    Example:
-        >>> lay_out_alone(10, 4).sizes(0), lay_out_alone(9, 4).sizes(0), lay_out_alone(9, 2, 3).sizes(0)
-        ((3, 3, 3, 1), (3, 3, 3, 0), (6, 3))
     """
     units = -(-length // unit)
     return Ranges((length,), (0,), max(-(-units // ranks) * unit, 1), ranks)
 
 
 def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:
-    """Lay each parameter into the range of its owner; `owners` must not decrease.
-
-    Example:
-        >>> ranges = lay_out_owned([40, 8, 20], 3, [0, 2, 2])
-        >>> ranges.starts, ranges.chunk
-        ((0, 96, 112), 48)
-    """
+    """Lay each parameter into the range of its owner; `owners` must not decrease."""
     ends, starts = [0] * ranks, []
     for length, owner in zip(lengths, owners, strict=True):
         starts.append(ends[owner])
@@ -247,10 +237,6 @@ def parameter_groups(
     """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
 
     Those are of one kind, with grains that fit (`together`); those that a rank holds whole are in the order of owners.
-
-    Example:
-        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [64, 8, 16, 16], [1] * 4, 2, [None, None, 1, 0])
-        [[0], [1], [3, 2]]
     """
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}
@@ -283,11 +269,6 @@ def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFF
     """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
 
     `modules` says of each its bytes, and whether it stays gathered.
-
-    Example:
-        >>> found = gather_buffers([(512, True), (1024, False), (2048, False), (512, False)])
-        >>> [(buffer.size_bytes, buffer.users) for buffer in found]
-        [(1024, (1, 3)), (2048, (2,)), (512, (0,))]
     """
     turns = [number for number, (_, stays) in enumerate(modules) if not stays]
     users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]

@@ -33,14 +33,9 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 @attrs.frozen(cache_hash=True)
 class Step:
-    """One step of a reshard.
+    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after.
 
-    Attributes:
-        kind: a name in the table of this module.
-        source: the layout before.
-        target: the layout after.
-        axes: axes of the common grid along which ranks communicate; None for all ranks.
-        op: the reduction; empty for a step that does not reduce.
+    `axes` are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty.
     """
 
     kind: str

@@ -22,11 +22,8 @@ Shape = tuple[int, ...]
 class ShardPlacement:
     """A parameter in a group. Ranges are of its elements in row-major order, or of those with `dim` brought to front.
 
-    Args:
-        unit: no range ends inside so many elements; ``"row"``: inside a row.
-        dim: the dim, not the first, that is cut; whole slices along it stay together.
-        owner: which of the data ranks holds all of it.
-        axis: what the user calls the data axis; None where nothing was asked for.
+    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is cut in whole slices; data rank
+    `owner` holds all of it. `axis` is what the user calls the data axis; None where nothing was asked for.
     """
 
     unit: int | Literal["row"] = 1

@@ -17,13 +17,9 @@ from shardtensor.mesh import Ranks, coordinate
 
 @attrs.frozen(eq=False)
 class Region:
-    """The place of a box in a rank's local tensor.
+    """The place of a box in a rank's local tensor: `held`, slices of it, and there `within` of the view in `shape`.
 
-    Attributes:
-        held: slices of the local tensor; in a packed one, the range of the box that contains this one.
-        shape: the shape in which to view that range; None if the local tensor is not packed.
-        within: slices of that view.
-        numel: the number of elements.
+    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None.
     """
 
     held: tuple[slice, ...]

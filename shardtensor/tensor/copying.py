@@ -1,11 +1,8 @@
 """``copy.copy``, ``copy.deepcopy`` and pickling, ``torch.save`` and ``torch.load``, with ``weights_only=True`` too.
 
-For ``weights_only`` the package is imported after torch, or any of its names that needs torch is (``from shardtensor
-import ShardedTensor``). Where a program has ``import shardtensor`` alone before ``import torch``, torch refuses the
-file until the first such name is used: importing the package does not import torch, and torch asks nobody.
-
 A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
-reads them back, under `load_with_process_group` or on the default group. Nothing is sent.
+reads them back, under `load_with_process_group` or on the default group. Nothing is sent. For ``weights_only`` a name
+of the package that needs torch has to be imported, or the package after torch: importing it does not import torch.
 """
 
 from __future__ import annotations

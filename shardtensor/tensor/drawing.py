@@ -102,30 +102,19 @@ def draw_boxes(
 ) -> list[Tensor]:
     """Draw only this rank's boxes of a random tensor, equal to the unsharded draw; on CPU it costs that draw's time.
 
-    The generator ends as after the unsharded call, also with no box or only empty ones. ``uniform_``, ``normal_``,
-    ``exponential_``, ``bernoulli_(p)``, ``random_``, ``cauchy_``, ``log_normal_``, ``geometric_``, and on CPU dropout
-    masks are drawn in pieces. Each large draw first proves on a few elements that pieces are exact. Where that fails
-    (``bernoulli_(p)`` and dropout on Intel CPUs with MKL, every device but CPU and CUDA) the whole is drawn and cut.
+    The generator ends as after the unsharded call, also with no box or only empty ones. Each large draw first proves on
+    a few elements that drawing in pieces is exact. Where that fails (``bernoulli_(p)`` and dropout on Intel CPUs with
+    MKL, every device but CPU and CUDA) the whole is drawn and cut.
 
     Args:
         sample: fills a contiguous tensor of any shape in place with **one** torch random operation, from the generator
             it is given. Values may depend on the order of the elements, not on the shape; loops that reject and draw
             again are not allowed.
-        shape: the global shape.
-        boxes: ``(offsets, sizes)`` pairs within ``shape``; they may be empty and may overlap.
-        generator: a generator of the device; None means its default one. Ranks that must agree bring it in one state.
+        boxes: ``(offsets, sizes)`` pairs within the global `shape`; they may be empty and may overlap.
+        generator: of the device; None means its default one. Ranks that must agree bring it in one state.
 
     Returns:
         One contiguous tensor for each box, owning exactly its bytes.
-
-    Example:
-        >>> state = torch.manual_seed(0).get_state()
-        >>> last_column = [((0, 299), (300, 1))]
-        >>> (part,) = draw_boxes(lambda t, g: t.normal_(generator=g), (300, 300), last_column,
-        ...                      dtype=torch.float32, device="cpu")
-        >>> torch.set_rng_state(state)
-        >>> torch.equal(part, torch.randn(300, 300)[:, 299:])
-        True
     """
     shape, device = tuple(shape), torch.device(device)
     wanted = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]

@@ -102,9 +102,6 @@ def build_metadata(
 
     A method of the specs that name devices. It is given to them here, as `shard_tensor` is in `parallel`, because specs
     know no tensors: planning runs where torch cannot be imported.
-
-    Raises:
-        LayoutError: (a ValueError) the spec does not fit the size.
     """
     shape = tuple(tensor_sizes)
     if isinstance(spec, EnumerableShardingSpec):

@@ -21,12 +21,12 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, shell_ove
 
 
 class Pieces:
-    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`.
+    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`; their ``_piece`` is this
+    object and their number there.
 
-    Each leaf has this object and its number there as its attribute ``_piece``. The leaves get gradients that are the
-    same pieces of one tensor like `whole`, so an optimizer may step all of it as one tensor: what lies between the
-    leaves is zero there and in the gradient. Autograd does not run hooks of leaves that it gives no gradients; whoever
-    gives those looks at `has_hooks`, whether a hook was ever given to a leaf.
+    The leaves get gradients that are the same pieces of one tensor like `whole`, so an optimizer may step all of it as
+    one tensor: what lies between is zero there and in the gradient. Autograd does not run hooks of leaves that it gives
+    no gradients; whoever gives those looks at `has_hooks`.
     """
 
     __slots__ = ("has_hooks", "starts", "whole")

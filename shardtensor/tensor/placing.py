@@ -25,9 +25,7 @@ from shardtensor.spec.placement import Placement
 
 
 def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
-    """The device this rank's part shall be on: its placement's, else the group's own kind, else that of `like`.
-
-    `like` is torch's default device when None.
+    """The device this rank's part shall be on: its placement's, else the group's, else `like`'s or torch's default.
 
     Raises:
         LayoutError: a placement, of any rank, names a device that machines like this one do not have.

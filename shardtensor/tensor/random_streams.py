@@ -1,16 +1,14 @@
 """The random streams of the CPU and of CUDA, drawn in pieces that add up to the whole call.
 
-The CPU generator is one serial stream (mt19937). Most torch samplers take from it element by element, so two calls on
-two halves give what one call on the whole gives. ``normal_`` differs: from 16 elements on it works in blocks of 16
-and, where the size is no multiple of 16, draws the *last 16 elements* again at the end. Pieces that are a multiple
-of 16 long, and a last piece of at least 16, are exact for both kinds, values and final state.
+The CPU generator is one serial stream (mt19937), so two calls on two halves give what one call on the whole gives. But
+``normal_`` works in blocks of 16 from 16 elements on and, where the size is no multiple of 16, draws the *last 16
+elements* again at the end. Pieces that are a multiple of 16 long, and a last piece of at least 16, are exact for all.
 
-CUDA's Philox is counter-based. A torch sampler runs a fixed grid of threads over the tensor again and again; one pass
-fills ``length`` consecutive elements and moves the generator's offset by ``step``. Pass ``k`` of a large tensor is
-therefore the same call on a tensor of ``length`` elements with the offset set ``k * step`` further. The numbers depend
-on the card's count of multiprocessors, as those of the unsharded call do.
-
-References: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+CUDA's Philox is counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A torch sampler
+runs a fixed grid of threads over the tensor again and again; one pass fills ``length`` consecutive elements and moves
+the generator's offset by ``step``. Pass ``k`` of a large tensor is therefore the same call on a tensor of ``length``
+elements with the offset set ``k * step`` further. The numbers depend on the card's count of multiprocessors, as those
+of the unsharded call do.
 """
 
 from __future__ import annotations
@@ -36,11 +34,6 @@ def serial_pieces(
 
     Used up, it leaves the generator where the whole call does. None, and the generator as it was, if `sample` is not
     exact in pieces.
-
-    Example:
-        >>> pieces = serial_pieces(lambda t, g: t.uniform_(generator=g), 200_000, dtype=torch.float32, generator=None)
-        >>> [(start, values.numel()) for start, values in pieces]
-        [(0, 65536), (65536, 65536), (131072, 65536), (196608, 3392)]
     """
     return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
 

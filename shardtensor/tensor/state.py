@@ -1,12 +1,9 @@
 """State dicts: what ``torch.distributed.checkpoint`` asks of a tensor, and whole tensors for programs without sharding.
 
 A file holds boxes with offsets in the global tensor, whatever layout wrote them, so a tensor loads into any layout and
-any number of ranks, and files are read by, and written for, plain tensors and DTensors, too. Ranks that hold copies
-list the same boxes; the planner of torch chooses one writer for each. A flat range that ends inside a row is several
-boxes, as everywhere in `layout`.
-
-``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``, and
-keeps them sharded where it sets values. It asks a tensor for no method, so its own functions are extended here.
+any number of ranks, plain tensors and DTensors too. Ranks that hold copies list the same boxes; the planner of torch
+chooses one writer for each. ``torch.distributed.checkpoint.state_dict`` asks a tensor for no method, so its own
+functions are extended here.
 """
 
 from __future__ import annotations
