@@ -63,11 +63,6 @@ _ALL_TO_ALL = _options(dist.AllToAllOptions)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
 
-def _wait(work: Any) -> None:
-    if work is not None:  # None from NCCL in the current stream
-        work.wait()
-
-
 def _refuse_recording() -> None:
     """Raise RuleError under `make_fx`, which records the start of a collective and not the wait for it."""
     if get_proxy_mode() is not None:
@@ -86,39 +81,56 @@ def _graph_result(result: torch.Tensor) -> torch.Tensor:
     return result.clone()
 
 
+def _start(process_group: Any, name: str, *args: Any) -> Any:
+    """Start a collective of the process group and return torch's handle; None from NCCL in the current stream."""
+    if _dispatch_modes():
+        _refuse_recording()
+    return getattr(process_group, name)(*args)
+
+
+def finish(work: Any, operation: str, t: torch.Tensor, process_group: Any) -> None:
+    """Wait for a collective started on `t`; an error about missing ranks names the user's call."""
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _explained(error, operation, t, process_group) from error
+
+
+def _run(process_group: Any, name: str, operation: str, t: torch.Tensor, *args: Any) -> None:
+    """Run a collective on `t` to its end."""
+    if _dispatch_modes():
+        _refuse_recording()
+    try:
+        work = getattr(process_group, name)(*args)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise _explained(error, operation, t, process_group) from error
+
+
 def all_reduce(process_group: Any, t: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce `t` in place and return it; in a compiled graph return an equal tensor instead (see `_graph_result`)."""
     if torch.compiler.is_compiling():
         result = _graph_result(functional.all_reduce(t, _FUNCTIONAL_NAMES.get(op, op), process_group))
         t.copy_(result)
         return result
-    if _dispatch_modes():
-        _refuse_recording()
-    try:
-        _wait(process_group.allreduce([t], _REDUCE[op]))
-    except RuntimeError as error:
-        raise _explained(error, "all_reduce", t, process_group) from error
+    _run(process_group, "allreduce", "all_reduce", t, [t], _REDUCE[op])
     return t
 
 
 def all_reduce_async(process_group: Any, t: torch.Tensor, op: str) -> Any:
     """Start reducing `t` in place; return torch's handle, for `finish`."""
-    if _dispatch_modes():
-        _refuse_recording()
-    return process_group.allreduce([t], _REDUCE_ASYNC[op])
+    return _start(process_group, "allreduce", [t], _REDUCE_ASYNC[op])
 
 
 def all_gather(process_group: Any, t: torch.Tensor) -> torch.Tensor:
     """Return the concatenation of every member's flat `t`; all have one size."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_gather(t, 0, process_group))
-    if _dispatch_modes():
-        _refuse_recording()
     out = t.new_empty(process_group.size() * t.numel())
-    try:
-        _wait(getattr(process_group, _GATHER_NAME)(out, t, _GATHER))
-    except RuntimeError as error:
-        raise _explained(error, "all_gather", t, process_group) from error
+    _run(process_group, _GATHER_NAME, "all_gather", t, out, t, _GATHER)
     return out
 
 
@@ -126,34 +138,25 @@ def reduce_scatter(process_group: Any, flat: torch.Tensor) -> torch.Tensor:
     """Return this member's range of the sum of `flat`; all have one size."""
     if torch.compiler.is_compiling():
         return _graph_result(_functional_scatter(flat, "sum", 0, process_group))
-    if _dispatch_modes():
-        _refuse_recording()
     out = flat.new_empty(flat.numel() // process_group.size())
-    try:
-        _wait(getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER))
-    except RuntimeError as error:
-        raise _explained(error, "reduce_scatter", flat, process_group) from error
+    _run(process_group, _SCATTER_NAME, "reduce_scatter", flat, out, flat, _SCATTER)
     return out
 
 
 def reduce_scatter_async(process_group: Any, flat: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Start `reduce_scatter`; return torch's handle, for `finish`, and the tensor that receives the result."""
     out = flat.new_empty(flat.numel() // process_group.size())
-    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER_ASYNC), out
+    return _start(process_group, _SCATTER_NAME, out, flat, _SCATTER_ASYNC), out
 
 
 def all_gather_into(process_group: Any, out: torch.Tensor, t: torch.Tensor) -> Any:
     """Start `all_gather` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
-    if _dispatch_modes():
-        _refuse_recording()
-    return getattr(process_group, _GATHER_NAME)(out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
+    return _start(process_group, _GATHER_NAME, out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
 
 
 def reduce_scatter_into(process_group: Any, out: torch.Tensor, flat: torch.Tensor) -> Any:
     """Start `reduce_scatter` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
-    if _dispatch_modes():
-        _refuse_recording()
-    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
+    return _start(process_group, _SCATTER_NAME, out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
 
 
 def all_to_all(
@@ -168,13 +171,8 @@ def all_to_all(
     if torch.compiler.is_compiling():
         result = _graph_result(functional.all_to_all_single(flat, *sizes, process_group))
         return result if out is None else out.copy_(result)
-    if _dispatch_modes():
-        _refuse_recording()
     out = flat.new_empty(sum(recv_counts)) if out is None else out
-    try:
-        _wait(process_group.alltoall_base(out, flat, *sizes, _ALL_TO_ALL))
-    except RuntimeError as error:
-        raise _explained(error, "all_to_all", flat, process_group) from error
+    _run(process_group, "alltoall_base", "all_to_all", flat, out, flat, *sizes, _ALL_TO_ALL)
     return out
 
 
@@ -183,14 +181,6 @@ def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src_index, 0  # not every backend accepts a bare number
     return process_group.broadcast([t], options)
-
-
-def finish(work: Any, operation: str, t: torch.Tensor, process_group: Any) -> None:
-    """Wait for a collective started on `t`."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise _explained(error, operation, t, process_group) from error
 
 
 # In errors of gloo and NCCL about missing ranks.

@@ -27,9 +27,10 @@ from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import bind_named, mesh_of, own_device, placement_of
-from shardtensor.tensor.shard import Shard, check_metadata, same_device
+from shardtensor.tensor.shard import Shard, TensorProperties, by, check_metadata, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
+PROPERTIES = ("dtype", "requires_grad", "pin_memory")
 Size = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
@@ -77,7 +78,9 @@ def init_from_local_shards(
     shape, shards = _joined(holders)
     check_tiling([(rank, _box(shard)) for rank, shard in shards], shape)
     spec = EnumerableShardingSpec([shard for _, shard in shards])
-    layout = listed_layout(tuple((_rank(box.placement), Box(box.offsets, box.sizes)) for box in spec.boxes), shape)
+    layout = listed_layout(
+        tuple((rank_of(box.placement) or 0, Box(box.offsets, box.sizes)) for box in spec.boxes), shape
+    )
     mine = [_box(shard) for rank, shard in shards if rank == group.rank]
     first = next(iter(holders.values()))
     leaf = leaf_of(
@@ -125,8 +128,8 @@ def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Br
         )
     for shard in shards:
         _check_shard(shard, rank)
-    first = shards[0].tensor if shards else None
-    properties = {name: {_property(shard.tensor, name) for shard in shards} for name in PROPERTIES}
+    held = [TensorProperties.create_from_tensor(shard.tensor) for shard in shards]
+    properties = {name: {getattr(each, name) for each in held} for name in PROPERTIES}
     for name, found in properties.items():
         if len(found) > 1:
             raise LayoutError(
@@ -137,15 +140,8 @@ def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Br
     return Brought(
         size,
         tuple((*_box(shard.metadata), str(shard.metadata.placement)) for shard in shards),
-        *(None if first is None else _property(first, name) for name in PROPERTIES),
+        *(next(iter(found), None) for found in properties.values()),
     )
-
-
-PROPERTIES = ("dtype", "requires_grad", "pin_memory")
-
-
-def _property(tensor: torch.Tensor, name: str) -> Any:
-    return tensor.is_pinned() if name == "pin_memory" else getattr(tensor, name)
 
 
 def _check_shard(shard: Shard, rank: int) -> None:
@@ -199,7 +195,7 @@ def _joined(holders: Mapping[int, Brought]) -> tuple[Shape, list[tuple[int, Shar
     if other is not None:
         raise LayoutError(
             f"Rank of tensor is {ndim}, but shards rank is {len(other)}",
-            {"global size": _by(size), "shard of size": _by(other)},
+            {"global size": by(size), "shard of size": by(other)},
             "give one number or None for each dim of the shards",
         )
     starts = list(accumulate((found[dim] for found in lengths), initial=0))
@@ -212,12 +208,6 @@ def _joined(holders: Mapping[int, Brought]) -> tuple[Shape, list[tuple[int, Shar
 
 def _box(shard: ShardMetadata) -> Box:
     return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
-
-
-def _rank(placement: Any) -> int:
-    rank = rank_of(placement)
-    assert rank is not None, "each rank has checked its own"
-    return rank
 
 
 def init_from_local_tensor(
@@ -250,7 +240,7 @@ def init_from_local_tensor(
     spec, size, layout = read or (None, None, None)
     facts = {
         "sharding_spec": str(spec),
-        "global_size": "not given" if size is None else _by(size),
+        "global_size": "not given" if size is None else by(size),
         "dtype": str(getattr(local_tensor, "dtype", None)),
         "requires_grad": str(getattr(local_tensor, "requires_grad", None)),
     }
@@ -286,8 +276,8 @@ def _read(
     wanted = layout.local_shape(group.rank)
     if tuple(local.shape) != wanted:
         raise LayoutError(
-            f"the local tensor of rank {group.rank} is {_by(local.shape)}, the spec gives it {_by(wanted)}",
-            {"spec": str(spec), "global size": _by(size)},
+            f"the local tensor of rank {group.rank} is {by(local.shape)}, the spec gives it {by(wanted)}",
+            {"spec": str(spec), "global size": by(size)},
             "pass the true global size, or a spec with sizes(...) that says how the ranks differ",
         )
     return spec, size, layout
@@ -314,7 +304,7 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
                 return layout
     raise LayoutError(
         "the global size does not follow from the local shapes",
-        {"spec": str(spec), **{f"rank {rank}": _by(shape) for rank, shape in list(shapes.items())[:8]}},
+        {"spec": str(spec), **{f"rank {rank}": by(shape) for rank, shape in list(shapes.items())[:8]}},
         "pass the global size after the spec; or sizes(...) in the spec where the parts are uneven",
     )
 
@@ -339,9 +329,5 @@ def _given_size(global_size: Sequence[Any]) -> Size | None:
         return None
     size = tuple(None if length is None else index(length) for length in global_size)
     if any(length is not None and length < 0 for length in size):
-        raise LayoutError(f"a tensor cannot have the size {_by(size)}", fix="give the number of elements of each dim")
+        raise LayoutError(f"a tensor cannot have the size {by(size)}", fix="give the number of elements of each dim")
     return size
-
-
-def _by(shape: Sequence[int | None]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

@@ -149,7 +149,7 @@ def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
     if list(tensor.shape) != list(metadata.shard_sizes):
         raise LayoutError(
             "Shard tensor size does not match with metadata.shard_lengths!",
-            {"tensor": _by(tensor.shape), "metadata": _by(metadata.shard_sizes)},
+            {"tensor": by(tensor.shape), "metadata": by(metadata.shard_sizes)},
             "give the metadata the sizes of the tensor",
         )
     placement = metadata.placement
@@ -161,5 +161,6 @@ def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
         )
 
 
-def _by(shape: Sequence[int]) -> str:
+def by(shape: Sequence[int | None]) -> str:
+    """A shape as messages print it: ``4 x 6``."""
     return " x ".join(map(str, shape)) or "scalar"

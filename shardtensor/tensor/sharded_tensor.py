@@ -8,7 +8,6 @@ bypasses the handlers. The shell points to the leaf and never back.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -165,7 +164,11 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     def metadata(self) -> ShardedTensorMetadata:
         """Return every rank's shards, the size and the properties. Sends nothing; its cost grows with the ranks."""
         layout = self._layout
-        shards = [self._shard_metadata(rank, i) for rank, i in _dealt(layout)]
+        if isinstance(layout, ListedLayout):
+            places = [(rank, layout.boxes(rank).index(box)) for rank, box in layout.owned]
+        else:
+            places = [(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
+        shards = [self._shard_metadata(rank, i) for rank, i in places]
         properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned())
         return ShardedTensorMetadata(shards, torch.Size(layout.shape), properties)
 
@@ -271,18 +274,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 "make a tensor of that spec and copy_ into it",
             )
         self._spec = spec
-
-
-def _dealt(layout: Layout) -> list[tuple[int, int]]:
-    """Every shard as its rank and its number on that rank, in the order that the spec lists them."""
-    if not isinstance(layout, ListedLayout):
-        return [(rank, i) for rank in layout.ranks for i in range(len(layout.boxes(rank)))]
-    counts: Counter[int] = Counter()
-    order = []
-    for rank, _ in layout.owned:
-        order.append((rank, counts[rank]))
-        counts[rank] += 1
-    return order
 
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
