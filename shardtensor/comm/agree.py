@@ -42,7 +42,11 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
         return
     if fault is not None:
         group.exchange(digest)
-    report: _Report = (call, dict(facts), None if fault is None else (_type_names(fault), str(fault)))
+    report: _Report = (
+        call,
+        dict(facts),
+        None if fault is None else ([cls.__name__ for cls in type(fault).__mro__], str(fault)),
+    )
     reports: Sequence[_Report] = group.exchange_objects(report)
     raise (_shared_fault(group, reports) or _disagreement(group, reports)) from fault
 
@@ -87,10 +91,6 @@ def _disagreement(group: Group, reports: Sequence[_Report]) -> DisagreementError
     first, other = (ranks[0] for ranks in list(held[name].values())[:2])
     fault = f"{next(iter(calls))}: {name} of rank {first} does not match with {name} of rank {other}; nothing was moved"
     return DisagreementError(fault, differing, f"give every rank of the group the same {what}")
-
-
-def _type_names(error: BaseException) -> list[str]:
-    return [cls.__name__ for cls in type(error).__mro__]
 
 
 def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:

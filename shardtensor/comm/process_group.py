@@ -1,7 +1,8 @@
-"""`as_group`: the `Group` of a process group, a DeviceMesh or None."""
+"""`as_group`: the `Group` of a process group, a DeviceMesh or None; and pickles of groups, read by ranks of the same place."""
 
 from __future__ import annotations
 
+import copyreg
 import sys
 import weakref
 from collections.abc import Iterator
@@ -15,10 +16,51 @@ from torch.distributed.distributed_c10d import _world
 
 from shardtensor.comm.backend_support import BackendSupport
 from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
-from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup
+from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup, group_on_mesh
 from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.comm.untraced import untraced
+from shardtensor.errors import LayoutError, RuleError
 from shardtensor.mesh import Mesh
+from shardtensor.spec.placement import Placement
+
+_seen: dict[str, int] = {}
+
+
+def rpc_is_up() -> bool:
+    """Whether this process has called ``torch.distributed.rpc.init_rpc``."""
+    from torch.distributed import rpc
+
+    return rpc.is_available() and rpc._is_current_rpc_agent_set()
+
+
+def rank_of(placement: Placement) -> int | None:
+    """Return the global rank that a placement names, as a number or by its RPC worker; None if it names neither."""
+    name = placement.worker_name()
+    if name is None:
+        return placement.rank()
+    from torch.distributed import rpc
+
+    if not rpc_is_up():
+        raise RuleError(
+            f"RPC framework needs to be initialized for using worker names: {name}",
+            {"placement": placement},
+            ["call torch.distributed.rpc.init_rpc first", 'name the rank instead, as in "rank:0/cpu"'],
+        )
+    try:
+        rank: int = rpc.get_worker_info(name).id
+    except RuntimeError:
+        raise LayoutError(
+            f"Invalid worker name: {name}", {"placement": placement}, "use a name that a rank gave to init_rpc"
+        ) from None
+    _seen[name] = rank
+    return rank
+
+
+def rank_seen(placement: Placement) -> int | None:
+    """Return the rank that `rank_of` last returned for the placement's worker, even if RPC has been shut down since."""
+
+    return placement.rank() if placement.worker is None else _seen.get(placement.worker)
+
 
 _groups: dict[Any, Group] = {}  # by process group, which hashes by identity
 _mesh_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id: meshes of two worlds may be equal
@@ -84,7 +126,15 @@ def world_place() -> tuple[int, int] | None:
 def _find_group(where: Any) -> Group:
     if isinstance(where, dist.ProcessGroup):
         forget_destroyed()
-        group: Group = _torch_group(where) if where.size() > 1 else _single_rank_group(where)
+        config = dist.get_backend_config(where)
+        group: Group
+        if where.size() == 1:
+            support = BackendSupport.of_backends(config, where.bound_device_id)
+            group = SingleRankGroup(dist.get_rank(), where, support.device_type)
+        elif are_collectives_checked() and "fake" not in dist.get_backend(where):  # there are other processes
+            group = CheckedGroup.over(TorchGroup(where))
+        else:
+            group = TorchGroup(where)
         _groups[where] = group
         return group
     if isinstance(where, dist.DeviceMesh):
@@ -144,13 +194,72 @@ def _group_of_mesh(device_mesh: Any) -> Group:
     return group.on_mesh(mesh, axes)
 
 
-def _torch_group(process_group: Any) -> Group:
-    group = TorchGroup(process_group)
-    if not are_collectives_checked() or "fake" in dist.get_backend(process_group):  # there are no other processes
-        return group
-    return CheckedGroup.over(group)
+RankInfo = tuple[int, int, int, int]
+MeshState = tuple[Any, Any]
 
 
-def _single_rank_group(process_group: Any) -> SingleRankGroup:
-    support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
-    return SingleRankGroup(dist.get_rank(), process_group, support.device_type)
+def rank_info(group: Group) -> RankInfo | None:
+    """Return the rank in the group and in the world, and the sizes of both; None without process groups."""
+    world = world_place()
+    return None if world is None else (group.index, world[0], group.size, world[1])
+
+
+def mesh_state(group: Group) -> MeshState | None:
+    """Return the axes and ranks of the group's mesh."""
+    return None if group.mesh is None else (group.mesh.axes, tuple(group.mesh.ranks))
+
+
+def unpickle_group(info: RankInfo | None, mesh: MeshState | None, ranks: tuple[int, ...] | None = None) -> Group:
+    """Return the subgroup of `as_group(None)` with these ranks, or all of it without `ranks`.
+
+    A subgroup that this process does not have is made anew: its members must all read the same pickles in one order.
+
+    Raises:
+        RuntimeError: there is no process group, or this process has another rank or world size than the writing one.
+        LayoutError: the ranks are not in the group.
+    """
+    if info is not None and world_place() is None:
+        raise RuntimeError(
+            'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
+        )
+    group = as_group(None)
+    if ranks is not None and ranks != tuple(group.ranks):
+        if not set(ranks) <= set(group.ranks):
+            raise LayoutError(
+                "a module was pickled by a group of other ranks",
+                {"written by": f"ranks {', '.join(map(str, ranks))}", "read by": f"{group.size} ranks"},
+                "load inside load_with_process_group(group), with the group that has these ranks",
+            )
+        if info is not None:  # before `subgroup` waits for the other ranks
+            rank, size = world_place() or (0, 1)
+            _check_rank((0, info[1], 0, info[3]), (0, rank, 0, size))
+        group = group.subgroup(ranks)
+    _check_rank(info or (0, 0, 1, 1), rank_info(group) or (0, 0, 1, 1))
+    return group if mesh is None or group.mesh is not None else _on_mesh(group, mesh)
+
+
+def _check_rank(saved: RankInfo, found: RankInfo) -> None:
+    names = ("Local rank", "Global rank", "Local world size", "Global world size")
+    for name, then, now in zip(names, saved, found, strict=True):
+        if then != now:
+            raise RuntimeError(f"{name} at save time was {then}, but at load time was {now}")
+
+
+def _on_mesh(group: Group, state: MeshState) -> Group:
+    mesh = Mesh(tuple(map(tuple, state[0])), tuple(state[1]))
+    if mesh.size != group.size or set(mesh.ranks) != set(group.ranks):
+        raise LayoutError(
+            "the tensor was made on a mesh of other ranks",
+            {"mesh": mesh, "group": f"{group.size} ranks"},
+            "load inside load_with_process_group(device_mesh)",
+        )
+    return group_on_mesh(group, mesh)
+
+
+def reduce_group(group: Group) -> tuple[Any, ...]:
+    """Return what pickle writes of a group."""
+    return unpickle_group, (rank_info(group), mesh_state(group), tuple(group.ranks))
+
+
+for _kind in (SingleRankGroup, TorchGroup, CheckedGroup):
+    copyreg.pickle(_kind, reduce_group)

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardtensor.comm.process_group import as_group
-from shardtensor.comm.workers import rpc_is_up
+from shardtensor.comm.process_group import as_group, rpc_is_up
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.tensor.shard import Shard
 from shardtensor.tensor.sharded_tensor import ShardedTensor

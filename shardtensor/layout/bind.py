@@ -52,7 +52,8 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
     ndim = len(shape)
     if not -ndim <= spec.dim < ndim:
         fault = f"Invalid sharding dim: {spec.dim} for a tensor of {ndim} dims"
-        raise does_not_fit("E202", fault, spec, shape, _dims_that_fit(ndim))
+        fix = f"use a dim from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut: keep it whole"
+        raise does_not_fit("E202", fault, spec, shape, fix)
     dim = spec.dim % ndim
     length, count = shape[dim], len(ranks)
     if spec.sizes is None:
@@ -265,10 +266,6 @@ def _listed(boxes: Sequence[tuple[Placement | None, Box]], shape: Shape, mesh: M
     return listed_layout(tuple(owned), shape)
 
 
-def _dims_that_fit(ndim: int) -> str:
-    return f"use a dim from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut: keep it whole"
-
-
 def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
     """Return the layout of boxes, each with its rank, that tile `shape`."""
     ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
@@ -280,8 +277,10 @@ def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
 
 
 def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | None:
-    intervals = [
-        sorted({(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=_first_then_long)
+    intervals = [  # of those of one start an empty one comes last
+        sorted(
+            {(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=lambda interval: (interval[0], -interval[1])
+        )
         for dim in range(len(shape))
     ]
     grid = tuple(len(choices) for choices in intervals)
@@ -308,11 +307,6 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
         dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
         grid = (grid[cut[0]],)
     return CutLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
-
-
-def _first_then_long(interval: tuple[int, int]) -> tuple[int, int]:
-    """Return the sort key of an interval: its start; an empty interval comes last among those of one start."""
-    return interval[0], -interval[1]
 
 
 def _end(choices: list[tuple[int, int]]) -> int | None:

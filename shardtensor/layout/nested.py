@@ -52,9 +52,15 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
         what = said[axis]
         if isinstance(what, CutDim):
             cuts.setdefault(what.dim, []).append((axis, what.blocks))
-    dims = tuple(_dim_cut(length, cuts[dim], mesh.sizes) if dim in cuts else None for dim, length in enumerate(shape))
+    dims: list[DimCut | None] = [None] * len(shape)
+    for dim, cut in cuts.items():
+        axes = [axis for axis, _ in cut]
+        order, pieces = _pieces(shape[dim], tuple(mesh.sizes[axis] for axis in axes), tuple(n for _, n in cut))
+        dims[dim] = DimCut(tuple(axes[i] for i in order), pieces)
     partial = tuple((axis, what.op) for axis, what in enumerate(said) if isinstance(what, Addends))
-    return CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=dims, partial=partial, names=mesh.names)
+    return CutLayout(
+        shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), partial=partial, names=mesh.names
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -125,13 +131,6 @@ def _holdings(layout: Layout, rank: int) -> tuple[object, ...]:
         if rank in layout.ranks
     ]
     return [box for box in layout.boxes(rank) if box.numel], sums
-
-
-def _dim_cut(length: int, cuts: Sequence[tuple[int, int]], sizes: tuple[int, ...]) -> DimCut:
-    axes = tuple(axis for axis, _ in cuts)
-    counts = tuple(sizes[axis] for axis in axes)
-    order, pieces = _pieces(length, counts, tuple(blocks for _, blocks in cuts))
-    return DimCut(tuple(axes[i] for i in order), pieces)
 
 
 @lru_cache(maxsize=1024)

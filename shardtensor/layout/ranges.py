@@ -109,7 +109,8 @@ def _lay_out(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...]) -> Ra
 def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step: int) -> Ranges:
     """Return the layout with the smallest range, a multiple of `step`, among those tried."""
     found: Ranges | None = None
-    least = max([-(-sum(lengths) // ranks), *_undivided(lengths, units), 1])
+    undivided = [length for length, unit in zip(lengths, units, strict=True) if unit >= length]
+    least = max(-(-sum(lengths) // ranks), *undivided, 1)
     for grain in _grains(lengths, units, step):
         for chunk in _chunks(_up(least, grain), grain):
             if found is not None and chunk >= found.chunk:
@@ -120,10 +121,6 @@ def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step
                 break
     assert found is not None, "a range that holds everything is tried"
     return found
-
-
-def _undivided(lengths: Sequence[int], units: Sequence[int]) -> Iterator[int]:
-    return (length for length, unit in zip(lengths, units, strict=True) if unit >= length)
 
 
 def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import attrs
 
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
-from shardtensor.layout.transfer import lacking
+from shardtensor.layout.route import lacking
 from shardtensor.mesh import Ranks
 from shardtensor.rules.assign import Assignment, assignments, base_of
 from shardtensor.rules.rule import Letters, Rule

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup, check_reduction
-from shardtensor.comm.group_pickling import reduce_group
+from shardtensor.comm.process_group import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 Count = Callable[[str, Ranks, int, int], None]

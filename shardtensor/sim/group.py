@@ -12,7 +12,7 @@ import torch
 
 from shardtensor.comm.backend_support import BackendSupport
 from shardtensor.comm.group import Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
-from shardtensor.comm.group_pickling import reduce_group
+from shardtensor.comm.process_group import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 import shardtensor
-from shardtensor.comm.group import Group
-from shardtensor.comm.group_pickling import MeshState, RankInfo, mesh_state, rank_info, unpickle_group
+from shardtensor.comm.process_group import MeshState, RankInfo, mesh_state, rank_info, unpickle_group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import Layout, same_boxes
+from shardtensor.layout.layout import same_boxes
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
@@ -125,22 +124,18 @@ def rebuild(
     group = unpickle_group(place, mesh)
     bound = as_spec(spec)
     layout = bind(bound, tuple(shape), placing.mesh_of(group))
-    _check_shape(local, layout, group)
-    written = placing.placement_of(bound, group.rank)
-    if written is not None and written.device_type != local.device.type:  # map_location
-        bound = placing.moved(bound, layout, local.device)  # type: ignore[assignment]
-    tensor = wrap(local, layout, bound, group)
-    vars(tensor).update(attributes)
-    return tensor
-
-
-def _check_shape(local: torch.Tensor, layout: Layout, group: Group) -> None:
     want = layout.local_shape(group.rank)
     if tuple(local.shape) != want:
         raise LayoutError(
             "a pickled shard does not have the shape that its spec gives this rank",
             {"rank": group.rank, "found": tuple(local.shape), "needed": want},
         )
+    written = placing.placement_of(bound, group.rank)
+    if written is not None and written.device_type != local.device.type:  # map_location
+        bound = placing.moved(bound, layout, local.device)  # type: ignore[assignment]
+    tensor = wrap(local, layout, bound, group)
+    vars(tensor).update(attributes)
+    return tensor
 
 
 ShardedTensor.__reduce_ex__ = reduce  # type: ignore[method-assign,assignment]

@@ -70,19 +70,15 @@ def _on_plain(cls: type[Function]) -> Callable[..., Any]:
 def _refuse_cut_off(cls: type[Function], out: Any) -> Any:
     """Return the results, unless one is a ShardedTensor that autograd would follow if it were plain."""
     for x in out if isinstance(out, tuple) else (out,):
-        if isinstance(x, ShardedTensor) and x.grad_fn is None and _has_history(x):
+        with torch._C.DisableTorchFunctionSubclass():  # the C-level body may be tied to a graph
+            node = isinstance(x, ShardedTensor) and torch._C.TensorBase.grad_fn.__get__(x)  # type: ignore[union-attr]
+        if node and x.grad_fn is None:
             raise RuleError(
                 f"{cls.__name__} returns a ShardedTensor: its result would be cut off from autograd",
                 {"result": f"{tuple(x.shape)} {x.dtype}"},
                 ["return full_tensor() of it from forward", "return local_tensor() of it and wrap that outside"],
             )
     return out
-
-
-def _has_history(x: ShardedTensor) -> bool:
-    """Whether the C-level body was tied to a graph."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch._C.TensorBase.grad_fn.__get__(x) is not None  # type: ignore[union-attr]
 
 
 def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

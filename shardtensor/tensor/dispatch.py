@@ -103,7 +103,9 @@ def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> N
     `layouts` of the operands are the cause where the operation has a row in the table of rules.
     """
     name = name_of(func)
-    has_rule = bool(layouts) and _has_rule(func)
+    bare = (getattr(func, "__name__", None) or "").strip("_")  # of its form in place, and its operator, too
+    row = ROWS.get(bare) or ROWS.get(bare.removeprefix("i"))
+    has_rule = bool(layouts) and row is not None and not row.reason
     if is_strict():
         facts = {"operands": "\n".join(layouts)} if has_rule else {}
         raise RuleError(
@@ -126,13 +128,6 @@ def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> N
 
 
 _BY_DIMS = "lay the operands out by dims, all alike: shardtensor.distribute(x, spec), shardtensor.reshard(x, spec)"
-
-
-def _has_rule(func: Any) -> bool:
-    """Whether the table has a row for an operation, its form in place, or its operator, that does not say: gathers."""
-    bare = (getattr(func, "__name__", None) or "").strip("_")
-    row = ROWS.get(bare) or ROWS.get(bare.removeprefix("i"))
-    return row is not None and not row.reason
 
 
 def _level_of_caller() -> int:

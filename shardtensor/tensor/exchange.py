@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.route import Step
-from shardtensor.layout.transfer import Region, transfer
+from shardtensor.layout.route import Region, Step, transfer
 
 
 def see(local: torch.Tensor, region: Region) -> torch.Tensor:

@@ -74,8 +74,16 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     first = shells[0]
     size_bytes = sum(shell.numel() * shell.element_size() for shell in shells)
-    warn_of_gather(func, size_bytes, [_laid_out(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    changes = _changes_operands(name) or "out" in kwargs or kwargs.get("inplace") is True
+    warn_of_gather(
+        func,
+        size_bytes,
+        [
+            str(leaf.sharding_spec()) if isinstance(leaf, ShardedTensor) else "a plain tensor"
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor)
+        ],
+    )
+    changes = is_in_place(name) or name.startswith(CHANGES_OPERANDS) or "out" in kwargs or kwargs.get("inplace") is True
 
     has_statistics = any(family in name for family in WRITES_STATISTICS)
 
@@ -98,19 +106,11 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _laid_out(x: torch.Tensor) -> str:
-    return str(x.sharding_spec()) if isinstance(x, ShardedTensor) else "a plain tensor"
-
-
 def is_in_place(name: str) -> bool:
     """Whether a torch function of this name writes to its first operand: ``add_``, ``__iadd__``, ``__setitem__``."""
     if name.startswith("__"):
         return name in _IN_PLACE
     return name.endswith("_")
-
-
-def _changes_operands(name: str) -> bool:
-    return is_in_place(name) or name.startswith(CHANGES_OPERANDS)
 
 
 def _before(whole: torch.Tensor, changes: bool, has_statistics: bool) -> int | torch.Tensor | None:

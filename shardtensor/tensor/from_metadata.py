@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.comm.process_group import as_group
-from shardtensor.comm.workers import rank_of
+from shardtensor.comm.process_group import as_group, rank_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind, listed_layout, no_such_rank
 from shardtensor.layout.box import Box

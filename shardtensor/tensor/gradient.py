@@ -133,10 +133,6 @@ def keep_grad_dtype(tensor: torch.Tensor, successor: torch.Tensor) -> None:
         leaf.grad_dtype = tensor.grad_dtype
 
 
-def _get_grad_dtype(tensor: Any) -> torch.dtype | None:
-    return tensor._local.grad_dtype
-
-
 def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
     tensor._local.grad_dtype = dtype
     if tensor._flat is not None:
@@ -146,7 +142,9 @@ def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
 
 if HAS_GRAD_DTYPE:
     ShardedTensor.grad_dtype = property(  # type: ignore[assignment]
-        _get_grad_dtype, _set_grad_dtype, doc="As of the dense tensor: the dtype of gradients; None allows any."
+        lambda tensor: tensor._local.grad_dtype,
+        _set_grad_dtype,
+        doc="As of the dense tensor: the dtype of gradients; None allows any.",
     )
 ShardedTensor.grad = property(get_grad, set_grad, doc=get_grad.__doc__)  # type: ignore[assignment]
 

@@ -16,8 +16,7 @@ import torch
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.comm.process_group import as_group
-from shardtensor.comm.workers import rank_of
+from shardtensor.comm.process_group import as_group, rank_of
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.bind import listed_layout
 from shardtensor.layout.box import Box

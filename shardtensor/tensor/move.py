@@ -20,8 +20,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.layout.route import Step, route
-from shardtensor.layout.transfer import transfer
+from shardtensor.layout.route import Step, route, transfer
 from shardtensor.mesh import Mesh
 from shardtensor.tensor.exchange import exchange, see
 
@@ -147,7 +146,8 @@ class _Moved(torch.autograd.Function):
         grad = collectives.whole_gradient(grad)
         made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
         if made and grad.requires_grad:  # where addends are made, one copy of the gradient counts
-            grad = _Counted.apply(grad, _weight(attrs.evolve(ctx.target, partial=made), ctx.group.rank))
+            layout = attrs.evolve(ctx.target, partial=made)  # weights sum to 1 over the holders of an element's addends
+            grad = _Counted.apply(grad, layout.brings_value(ctx.group.rank) / _means(layout))
         back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)
         if share != 1:
@@ -182,11 +182,6 @@ class _Addend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Counted.apply(grad, ctx.weight), None
-
-
-def _weight(made: Layout, rank: int) -> float:
-    """Weights that sum to 1 over the ranks that hold the addends of one element."""
-    return made.brings_value(rank) / _means(made)
 
 
 def _means(layout: Layout) -> int:

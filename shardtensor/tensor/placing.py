@@ -10,11 +10,10 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.comm.process_group import as_group, world_place
-from shardtensor.comm.workers import rank_of, rank_seen
+from shardtensor.comm.process_group import as_group, rank_of, rank_seen, world_place
 from shardtensor.errors import LayoutError
-from shardtensor.layout.axis_form import axis_form
 from shardtensor.layout.bind import bind
+from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.mesh import Mesh, as_ranks
@@ -229,12 +228,11 @@ def _numbered(spec: ShardingSpec) -> ShardingSpec | None:
     if isinstance(spec, EnumerableShardingSpec):
         if all(box.placement is None or box.placement.worker is None for box in spec.boxes):
             return None
-        return EnumerableShardingSpec([_with_rank_of(shard) for shard in spec.shards])
+        shards = spec.shards
+        for shard in shards:
+            shard.placement = None if shard.placement is None else _with_rank(shard.placement)
+        return EnumerableShardingSpec(shards)
     return None
-
-
-def _with_rank_of(shard: ShardMetadata) -> ShardMetadata:
-    return attrs.evolve(shard, placement=None if shard.placement is None else _with_rank(shard.placement))
 
 
 def _with_rank(place: Placement) -> Placement:

@@ -39,10 +39,6 @@ class TensorProperties:
         self.memory_format = getattr(torch, memory_format.removeprefix("torch."))
 
 
-def _in_any_order(shards: list[ShardMetadata]) -> list[tuple[Any, ...]]:
-    return sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards)
-
-
 @with_dataclass_fields()
 @attrs.define
 class ShardedTensorMetadata:
@@ -51,7 +47,10 @@ class ShardedTensorMetadata:
     Two that list the same shards in another order are equal.
     """
 
-    shards_metadata: list[ShardMetadata] = attrs.field(factory=list, eq=_in_any_order)
+    shards_metadata: list[ShardMetadata] = attrs.field(
+        factory=list,
+        eq=lambda shards: sorted((list(s.shard_offsets), list(s.shard_sizes), str(s.placement)) for s in shards),
+    )
     size: torch.Size = attrs.field(factory=lambda: torch.Size([]), converter=torch.Size)
     tensor_properties: TensorProperties = attrs.field(factory=TensorProperties)
 

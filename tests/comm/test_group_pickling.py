@@ -98,7 +98,7 @@ def test_alone_a_group_is_read_alone_only():
 
 
 def test_a_mesh_of_other_ranks_is_refused():
-    from shardtensor.comm.group_pickling import unpickle_group
+    from shardtensor.comm.process_group import unpickle_group
 
     def read() -> None:
         group = as_group()

@@ -13,8 +13,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.route import route
-from shardtensor.layout.transfer import Region, transfer
+from shardtensor.layout.route import Region, route, transfer
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardtensor.tensor.drawing import draw_boxes
-from shardtensor.tensor.random_streams import (
+from shardtensor.tensor.drawing import (
     PIECE,
+    draw_boxes,
     draw_passes,
     find_pass,
     pass_lengths,

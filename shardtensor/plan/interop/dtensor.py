@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtensor.errors import LayoutError
-from shardtensor.layout.axis_form import axis_form
 from shardtensor.layout.bind import bind
+from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import Layout, same_boxes
 from shardtensor.layout.nested import Addends, CutDim, Said, nearest_nested, nested_layout, say_nested
 from shardtensor.mesh import Mesh, read_mesh
