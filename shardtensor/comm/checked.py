@@ -14,10 +14,11 @@ from threading import main_thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.call_site import call_site, user_call
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Counts, Group
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.comm.rendezvous import Rendezvous, pair_sum, world_status_store
 from shardtensor.errors import SpecError
@@ -111,19 +112,11 @@ class CheckedGroup(Group):
     exchange_objects = _checked("exchange_objects", lambda value: "")
     barrier = _checked("barrier", lambda: "")
 
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         self._check(f"all_to_all {_dtype_name(flat.dtype)}", (send_counts, recv_counts))
         return self._group.all_to_all(flat, send_counts, recv_counts, out)
 
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         sent, received = [0] * self.size, [0] * self.size
         received[src_index] = count
         if self.index == src_index and parts is not None:

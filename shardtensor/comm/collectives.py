@@ -22,13 +22,13 @@ make no graph. In a group of one each returns its argument. Counts are the eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import Function, forward_ad
 
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Counts, Group
 from shardtensor.errors import RuleError
 
 
@@ -57,9 +57,6 @@ def refuse_forward_mode() -> None:
                 "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
             ],
         )
-
-
-Counts = Sequence[int]
 
 
 def differentiates(x: torch.Tensor) -> bool:

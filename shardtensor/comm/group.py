@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
+Counts = Sequence[int]
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 
 
@@ -90,22 +92,14 @@ class Group(ABC):
         return Done(overwrite(out, self.reduce_scatter(flat)))
 
     @abstractmethod
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         """Send consecutive ranges of `flat` to the members and return the ranges received, flat, in group order.
 
         The result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`.
         """
 
     @abstractmethod
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         """Return this member's part, flat, of `count` elements; `parts` is read on the source only.
 
         `like` gives dtype and device of the result on every member.
@@ -218,18 +212,10 @@ class SingleRankGroup(Group):
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return flat.reshape(-1)
 
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         return flat.reshape(-1) if out is None else out.copy_(flat.reshape(-1))
 
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         assert parts is not None, "the source gives the parts"
         return parts[0].reshape(-1).to(like.device, like.dtype)
 

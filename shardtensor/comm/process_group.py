@@ -1,4 +1,4 @@
-"""`as_group`: the `Group` of a process group, a DeviceMesh or None; and pickles of groups, read by ranks of the same place."""
+"""`as_group`: the `Group` of a process group, a DeviceMesh or None; and pickles of groups."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardtensor.comm import primitives
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Counts, Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
@@ -122,13 +123,7 @@ class TorchGroup(Group):
         work = primitives.reduce_scatter_into(self.process_group, out, flat)
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
 
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         assert out is None or out.dtype == flat.dtype, "`out` has the dtype of `flat`"
         sent = self.support.to_move(flat)
@@ -143,9 +138,7 @@ class TorchGroup(Group):
         result = self.support.from_move(received, flat)
         return result if out is None else out.copy_(result)
 
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         # All-to-all with one sender: the only call that supports parts of unequal sizes on every backend.
         send, recv = [0] * self.size, [0] * self.size
         recv[src_index] = count

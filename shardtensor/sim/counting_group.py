@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Counts, Group, NonMemberGroup, SingleRankGroup, check_reduction
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -54,21 +55,13 @@ class CountingGroup(Group):
         self.count("reduce_scatter", self.ranks, _bytes(flat) - _bytes(own), _bytes(own) * (self.size - 1))
         return own.clone()
 
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         self._count_route("all_to_all", flat, send_counts, recv_counts)
         result = self._with_own(self._own(flat, send_counts), recv_counts)
         return result if out is None else out.copy_(result)
 
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         send, recv = [0] * self.size, [0] * self.size
         recv[src_index] = count
         own = like.new_zeros(count)

@@ -9,9 +9,10 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
+from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.sim.channel import Call, Slot
@@ -116,13 +117,7 @@ class SimGroup(Group):
         )
         return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
 
-    def all_to_all(
-        self,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
         result = self._route("all_to_all", text, flat, send_counts, recv_counts)
@@ -153,9 +148,7 @@ class SimGroup(Group):
                     return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
         return ""
 
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, count: int, src_index: int, like: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         send, recv = [0] * self.size, [0] * self.size
         recv[src_index] = count
         flat = like.new_empty(0)

@@ -1,4 +1,4 @@
-"""Random values for a sharded tensor: bit for bit the pieces of the unsharded draw, from one generator state for all ranks.
+"""Random values for a sharded tensor: bit for bit the pieces of the unsharded draw.
 
 Every rank runs through the same stream, keeps what lies in its boxes, and leaves the generator where the unsharded call
 leaves it. The whole tensor is never held: scratch is 64k elements on the CPU and one pass of the card's threads (about
