@@ -77,9 +77,8 @@ def init_from_local_shards(
     shape, shards = _joined(holders)
     check_tiling([(rank, _box(shard)) for rank, shard in shards], shape)
     spec = EnumerableShardingSpec([shard for _, shard in shards])
-    layout = listed_layout(
-        tuple((rank_of(box.placement) or 0, Box(box.offsets, box.sizes)) for box in spec.boxes), shape
-    )
+    held = [(rank_of(box.placement), Box(box.offsets, box.sizes)) for box in spec.boxes if box.placement is not None]
+    layout = listed_layout(tuple((rank, box) for rank, box in held if rank is not None), shape)
     mine = [_box(shard) for rank, shard in shards if rank == group.rank]
     first = next(iter(holders.values()))
     leaf = leaf_of(
