@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardtensor.compat.rrefs import with_rrefs
-from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
+from shardtensor.layout.box import check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.spec.devices import infer_sharding_spec
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec

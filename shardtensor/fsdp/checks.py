@@ -25,7 +25,7 @@ from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of
 from shardtensor.parallel.loading import laid_out_as
 from shardtensor.parallel.memory import become, cannot_change
-from shardtensor.tensor.modules import drop_weak_references
+from shardtensor.tensor.convert import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

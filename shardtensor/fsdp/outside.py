@@ -22,9 +22,8 @@ from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.ops.local_call import SHARDED
-from shardtensor.tensor.custom_functions import SHELLS
 from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
-from shardtensor.tensor.fallback import is_in_place
+from shardtensor.tensor.fallback import SHELLS, is_in_place
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 UNCOMPILED = (

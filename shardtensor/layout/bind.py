@@ -10,11 +10,10 @@ from itertools import product
 import attrs
 
 from shardtensor.errors import LayoutError
-from shardtensor.layout.box import Box
+from shardtensor.layout.box import Box, check_tiling
 from shardtensor.layout.cutting import check_sum, dim_cuts, does_not_fit, pieces_of
 from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
 from shardtensor.layout.pieces import Pieces, Stepped, chunked, listed
-from shardtensor.layout.tiling import check_tiling
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec

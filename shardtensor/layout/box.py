@@ -1,9 +1,17 @@
-"""Boxes: offsets and sizes of a part of a tensor, and their overlaps."""
+"""Boxes: offsets and sizes of a part of a tensor; their overlaps, and checks that they cover each element of it once.
+
+`validate_non_overlapping_shards_metadata` and `check_tensor` are these checks with torch's names and arguments.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from shardtensor.errors import LayoutError
+from shardtensor.spec.boxes import find_overlap
 
 
 class Box(NamedTuple):
@@ -61,3 +69,122 @@ def runs(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
     if first < last:
         boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     return boxes + (part(last, 0, stop - last * row) if stop > last * row else [])
+
+
+Owned = Sequence[tuple[int | None, Box]]
+
+
+def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the first element, row-major, that no box holds; None if the boxes cover `shape`."""
+    if 0 in shape:
+        return None
+    live = [box for box in boxes if box.numel]
+    if not shape:
+        return None if live else ()
+    bounds = sorted({0} | {edge for box in live for edge in (box.offsets[0], box.ends[0]) if edge < shape[0]})
+    for start in bounds:
+        slab = [Box(b.offsets[1:], b.sizes[1:]) for b in live if b.offsets[0] <= start < b.ends[0]]
+        if not slab and len(shape) == 1:
+            return (start,)
+        hole = find_hole(slab, shape[1:])
+        if hole is not None:
+            return (start, *hole)
+    return None
+
+
+def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
+    """Raise LayoutError unless boxes, each with its global rank or None, cover each element of `shape` once.
+
+    Example:
+        >>> check_tiling([(0, Box((0,), (2,))), (1, Box((3,), (2,)))], (5,))
+        Traceback (most recent call last):
+        shardtensor.errors.LayoutError: the shards do not cover the entire tensor: no shard holds element (2)
+          shape   (5)
+          volume  4 of the shards does not match tensor volume 5
+          fix     add a shard that starts at (2), or give the true global size
+    """
+    for rank, box in owned:
+        if len(box.offsets) != len(shape):
+            raise LayoutError(
+                f"Rank of tensor is {len(shape)}, but shards rank is {len(box.offsets)}",
+                {"shape": _tuple(shape), "shard": _who(rank, box)},
+                "give every shard one offset and one size for each dim",
+                code="E202",
+            )
+        if any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            dim = next(i for i, (end, size) in enumerate(zip(box.ends, shape, strict=True)) if end > size)
+            raise LayoutError(
+                f"Shard offset {box.offsets[dim]} and length {box.sizes[dim]} exceeds tensor dim: {shape[dim]}",
+                {"shape": _tuple(shape), "shard": _who(rank, box)},
+                "give the true global size, or a shard that ends inside it",
+                code="E209",
+            )
+    hole = find_hole([box for _, box in owned], shape)
+    check_no_overlap(owned, {} if hole is None else {"and": f"no shard holds element {_tuple(hole)}"})
+    if hole is not None:
+        held = sum(box.numel for _, box in owned)
+        raise LayoutError(
+            f"the shards do not cover the entire tensor: no shard holds element {_tuple(hole)}",
+            {"shape": _tuple(shape), "volume": f"{held} of the shards does not match tensor volume {math.prod(shape)}"},
+            f"add a shard that starts at {_tuple(hole)}, or give the true global size",
+            code="E209",
+        )
+
+
+def check_no_overlap(owned: Owned, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise LayoutError if two boxes share an element; `more` is added to the facts of the error."""
+    pair = find_overlap([box for _, box in owned])
+    if pair is not None:
+        first, second = owned[pair[0]], owned[pair[1]]
+        shared = first[1].overlap(second[1])
+        raise LayoutError(
+            f"Shards {_who(*first)} and {_who(*second)} overlap",
+            {"both": f"hold {shared}", **more},
+            "give each element to one shard",
+            code="E209",
+        )
+
+
+def _owned(shards: Sequence[Any]) -> Owned:
+    return [
+        (shard.placement.rank() if shard.placement else None, Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
+        for shard in shards
+    ]
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
+    """Raise ValueError if two of the ``ShardMetadata`` overlap."""
+    check_no_overlap(_owned(shards))
+
+
+def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:
+    """Raise ValueError if the ``ShardMetadata`` do not tile a tensor of size `tensor_dims`."""
+    check_tiling(_owned(shards_metadata), tuple(tensor_dims))
+
+
+def _who(rank: int | None, box: Box) -> str:
+    return f"{box}" if rank is None else f"{box} of rank {rank}"
+
+
+def _tuple(numbers: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, numbers)) + ")"
+
+
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """Return the size of a full chunk: ceil(dim_size / chunks). Only the last chunks are smaller."""
+    return (dim_size + chunks - 1) // chunks
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """Return the size of chunk `idx`; 0 if the chunks before it hold all elements."""
+    return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
+
+
+def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any, rank: int) -> tuple[int, int]:
+    """Return the offset and size of `rank`'s chunk; ``(-1, -1)`` if no placement of the spec names the rank."""
+    split_size = get_split_size(sharding_dim_size, world_size)
+    for index, placement in enumerate(spec.placements):
+        if placement.rank() == rank:
+            length = get_chunked_dim_size(sharding_dim_size, split_size, index)
+            return min(split_size * index, sharding_dim_size), length
+    return -1, -1

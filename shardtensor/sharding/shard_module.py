@@ -29,7 +29,7 @@ from shardtensor.sharding.settle import unsettle
 from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.tensor.modules import drop_weak_references, flatten_again
+from shardtensor.tensor.convert import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

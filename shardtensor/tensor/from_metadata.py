@@ -11,8 +11,7 @@ import torch
 from shardtensor.comm.process_group import as_group, rank_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind, listed_layout, no_such_rank
-from shardtensor.layout.box import Box
-from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
+from shardtensor.layout.box import Box, check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import (
     ChunkShardingSpec,

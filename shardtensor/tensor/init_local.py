@@ -19,9 +19,8 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, rank_of
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.bind import listed_layout
-from shardtensor.layout.box import Box
+from shardtensor.layout.box import Box, check_tiling
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.tiling import check_tiling
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec

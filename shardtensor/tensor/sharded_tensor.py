@@ -20,7 +20,7 @@ from shardtensor.layout.layout import Layout, ListedLayout, replicated, same_box
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor import bypasses, dispatch, placing
+from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
@@ -237,14 +237,14 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 return handler(*args, **kwargs) if kwargs else handler(*args)
             return dispatch.HANDLERS[dispatch.ANY_OTHER](func, args, kwargs or {})
         except (RuntimeError, TypeError) as error:
-            bypasses.explain(error, func, (args, kwargs))
+            dispatch.explain(error, func, (args, kwargs))
             raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> NoReturn:
-        raise bypasses.refusal_below(func)
+        raise dispatch.refusal_below(func)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = self._layout.boxes(self._group.rank)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from layout_cases import MESH, axis_specs, device_specs, elements, places
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.box import Box, runs, whole
+from shardtensor.layout.box import Box, get_chunk_sharding_params, get_chunked_dim_size, get_split_size, runs, whole
 from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout, has_equal_parts, same_boxes
-from shardtensor.layout.tiling import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from layout_cases import elements
 
 from shardtensor.errors import LayoutError
-from shardtensor.layout.box import Box, whole
-from shardtensor.layout.tiling import (
+from shardtensor.layout.box import (
+    Box,
     check_no_overlap,
     check_tensor,
     check_tiling,
     find_hole,
     validate_non_overlapping_shards_metadata,
+    whole,
 )
 from shardtensor.spec.devices import ShardMetadata
 

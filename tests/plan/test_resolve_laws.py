@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from plan.design_llama import model, resolved
 
-from shardtensor.layout.tiling import check_tiling
+from shardtensor.layout.box import check_tiling
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.report import folded

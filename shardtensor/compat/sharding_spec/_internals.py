@@ -1,6 +1,6 @@
 """The names of ``torch.distributed._shard.sharding_spec._internals``."""
 
-from shardtensor.layout.tiling import (
+from shardtensor.layout.box import (
     check_tensor,
     get_chunk_sharding_params,
     get_chunked_dim_size,
