@@ -70,18 +70,10 @@ def differentiates(x: torch.Tensor) -> bool:
 
 
 def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return `x`; sum its gradient over the group. Call it on the input of work that is split over the ranks.
+    """Return `x`, which is equal on every rank; sum its gradient over the group, whose ranks share the work on it.
 
-    Args:
-        x: any shape, equal on every rank.
-        group: the ranks that share the work.
-
-    Returns:
-        `x`, for this rank's share of the work; `all_reduce` is the adjoint. The gradient of a leaf is summed in its
-        ``grad_dtype``, that of a fully sharded parameter in the ``reduce_dtype``.
-
-    References:
-        *f* of Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; `all_reduce` is its *g*.
+    The gradient of a leaf is summed in its ``grad_dtype``, that of a fully sharded parameter in the ``reduce_dtype``.
+    It is *f* of Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; the adjoint `all_reduce` is its *g*.
     """
     if group.size == 1 or not differentiates(x):
         return x
@@ -89,14 +81,9 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of `x` over the group, in a new tensor; backward passes the gradient on unchanged.
+    """Return the sum over the group of the terms `x`, in a new tensor of its shape, equal on every rank.
 
-    Args:
-        x: any shape, this rank's term of the sum.
-        group: the ranks that hold the terms.
-
-    Returns:
-        the sum, of the shape of `x`, equal on every rank; `sum_gradient` is the adjoint.
+    Backward passes the gradient on unchanged: `sum_gradient` is the adjoint.
     """
     if group.size == 1:
         return x
@@ -167,15 +154,10 @@ class _AllReduceFresh(_AllReduce):
 
 
 def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return this rank's range of the elements of `x`, flat. Forward sends nothing; backward gathers the gradients.
+    """Return this rank's range of the elements of `x`, which is equal on every rank: flat, a view if `x` is contiguous.
 
-    Args:
-        x: any shape, equal on every rank, of ``sum(counts)`` elements in row-major order.
-        counts: elements of each member.
-        group: the ranks that use a range each.
-
-    Returns:
-        ``counts[group.index]`` elements, a view if `x` is contiguous; `all_gather` is the adjoint.
+    Forward sends nothing; backward gathers the gradients: `all_gather` is the adjoint. `counts` add up to the elements
+    of `x`, in row-major order.
     """
     if group.size == 1:
         return x.reshape(-1)
@@ -183,15 +165,9 @@ def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return the elements of all members, flat, in group order; backward returns this rank's range of the gradient.
+    """Return the elements of all members, flat, in group order, equal on every rank; counts may differ and may be zero.
 
-    Args:
-        x: any shape, of ``counts[group.index]`` elements.
-        counts: elements of each member; they may differ, and may be zero.
-        group: the ranks that hold the shards.
-
-    Returns:
-        ``sum(counts)`` elements, equal on every rank; `local_slice` is the adjoint.
+    Backward returns this rank's range of the gradient: `local_slice` is the adjoint.
     """
     if group.size == 1:
         return x.reshape(-1)
@@ -235,15 +211,7 @@ def whole_gradient(grad: Any) -> torch.Tensor:
 def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """`all_gather` for work that is split over the ranks: backward reduce-scatters the gradients.
 
-    It computes `sum_gradient` of `all_gather`, with half the traffic in backward.
-
-    Args:
-        x: any shape, of ``counts[group.index]`` elements.
-        counts: elements of each member.
-        group: the ranks that hold the shards and share the work.
-
-    Returns:
-        ``sum(counts)`` elements, flat; `reduce_scatter` is the adjoint.
+    It computes `sum_gradient` of `all_gather`, with half the traffic in backward; `reduce_scatter` is the adjoint.
     """
     if group.size == 1:
         return x.reshape(-1)
@@ -251,15 +219,9 @@ def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> to
 
 
 def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Sum `x` over the group and return this rank's range of the sum, flat; backward gathers the gradients.
+    """Sum the terms `x`, of ``sum(counts)`` elements, over the group and return this rank's range of the sum, flat.
 
-    Args:
-        x: any shape, of ``sum(counts)`` elements: this rank's term of the sum.
-        counts: elements of each member.
-        group: the ranks that hold the terms.
-
-    Returns:
-        ``counts[group.index]`` elements; `all_gather_sum_gradient` is the adjoint.
+    Backward gathers the gradients: `all_gather_sum_gradient` is the adjoint.
     """
     if group.size == 1:
         return x.reshape(-1)
@@ -286,14 +248,7 @@ class _ReduceScatter(Function):
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
     """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order.
 
-    Args:
-        x: any shape, of ``sum(send_counts)`` elements.
-        send_counts: elements sent to each member.
-        recv_counts: elements received from each member.
-        group: the ranks that exchange ranges.
-
-    Returns:
-        ``sum(recv_counts)`` elements; backward sends the gradient of each back.
+    Counts are the elements sent to and received from each member. Backward sends the gradient of each back.
     """
     if group.size == 1:
         return x.reshape(-1)

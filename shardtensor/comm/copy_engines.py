@@ -26,10 +26,6 @@ _NO_MULTIPROCESSORS = 2  # NCCL_CTA_POLICY_ZERO
 _SWITCH = "SHARDTENSOR_COPY_ENGINES"
 
 
-def _nothing() -> None:
-    """Do nothing: the memory was not registered."""
-
-
 @attrs.frozen(eq=False)
 class GatherBuffer:
     """Memory to gather into, as bytes, and the group whose all-gather to use.
@@ -39,7 +35,7 @@ class GatherBuffer:
 
     group: Group
     memory: torch.Tensor
-    end: Callable[[], None] = _nothing
+    end: Callable[[], None] = lambda: None
 
 
 def gather_buffer(group: Group, size_bytes: int, device: torch.device) -> GatherBuffer:

@@ -22,17 +22,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable
         TypeError: the function does not take these four.
     """
 
-    def register(user: Callable[..., Any]) -> Callable[..., Any]:
-        _check_signature(user)
-
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            first = _first_sharded(args, kwargs)
-            return user((type(first),), args, kwargs, first._process_group)
-
-        HANDLERS[func] = handler
-        return user
-
-    return register
+    return custom_sharding_spec_op(object, func)
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

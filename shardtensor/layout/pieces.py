@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Protocol
 
 import attrs
 
 Interval = tuple[int, int]
 
 
-class Pieces(Protocol):
-    """A dim of `length` elements in `count` shards, each of one or more intervals."""
+class Pieces:
+    """A dim of `length` elements in `count` shards, each of one interval but for `Blocked`."""
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        raise NotImplementedError
 
     @property
-    def count(self) -> int: ...
-
-    def intervals(self, i: int) -> tuple[Interval, ...]:
-        """Return the intervals of shard `i`, with exclusive ends; an empty one starts at the end of the one before."""
-        ...
-
-    def size(self, i: int) -> int:
-        """Return the number of elements of shard `i`."""
-        ...
-
-
-class _OneInterval:
-    """The base class of shards that are one interval."""
+    def count(self) -> int:
+        raise NotImplementedError
 
     def interval(self, i: int) -> Interval:
         raise NotImplementedError
 
     def intervals(self, i: int) -> tuple[Interval, ...]:
+        """Return the intervals of shard `i`, with exclusive ends; an empty one starts at the end of the one before."""
         return (self.interval(i),)
 
     def size(self, i: int) -> int:
+        """Return the number of elements of shard `i`."""
         start, stop = self.interval(i)
         return stop - start
 
 
 @attrs.frozen
-class Stepped(_OneInterval):
+class Stepped(Pieces):
     """Every shard has `step` elements, and the last ones fewer or none: even shards, torch.chunk, padded shards."""
 
     length: int
@@ -59,7 +50,7 @@ class Stepped(_OneInterval):
 
 
 @attrs.frozen
-class Balanced(_OneInterval):
+class Balanced(Pieces):
     """Shards differ by at most one unit, the larger first (numpy.array_split)."""
 
     length: int
@@ -73,7 +64,7 @@ class Balanced(_OneInterval):
 
 
 @attrs.frozen(cache_hash=True)
-class Listed(_OneInterval):
+class Listed(Pieces):
     """Shards between given bounds: ``(0, 12, 24, 32)`` is 12, 12, 8."""
 
     bounds: tuple[int, ...]
@@ -91,7 +82,7 @@ class Listed(_OneInterval):
 
 
 @attrs.frozen(cache_hash=True)
-class Blocked:
+class Blocked(Pieces):
     """Consecutive blocks (fused q, k, v), each cut separately: a shard has one interval of every block."""
 
     blocks: tuple[Pieces, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -120,9 +119,6 @@ def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> Sh
     return spec if isinstance(spec, Spec) else None
 
 
-_MESHES: WeakKeyDictionary[Group, Mesh] = WeakKeyDictionary()
-
-
 def mesh_of(group: Group) -> Mesh:
     """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name.
 
@@ -134,10 +130,10 @@ def mesh_of(group: Group) -> Mesh:
     if not group.size:
         world = world_place()
         return Mesh((("*", 1 if world is None else world[1]),))
-    mesh = _MESHES.get(group)
-    if mesh is None:
-        mesh = _MESHES[group] = Mesh((("*", group.size),), group.ranks)
-    return mesh
+    kept: dict[str, Mesh] = vars(group)
+    if "_one_axis" not in kept:
+        kept["_one_axis"] = Mesh((("*", group.size),), group.ranks)
+    return kept["_one_axis"]
 
 
 def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:

@@ -143,23 +143,19 @@ def _gathered(tensor: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torc
     """The whole of a tensor; with `rank0_only` None on all ranks but 0."""
     rank = _rank()
     if isinstance(tensor, ShardedTensor) and rank0_only and tensor._group.size != 1:
-        return _to_rank_0(tensor, rank, cpu_offload)
+        ranks, out = tensor._group.ranks, None
+        if rank == 0 and 0 not in ranks:
+            return tensor.full_tensor()  # which says that this rank is no member
+        if rank == 0:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if cpu_offload else tensor.device)
+        if 0 in ranks:  # else nobody in the group keeps it
+            tensor.gather(ranks.index(0), out)
+        return out
     if is_dtensor(tensor) or isinstance(tensor, ShardedTensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if rank0_only and rank:
         return None
     return tensor.detach().cpu() if cpu_offload else tensor.detach()
-
-
-def _to_rank_0(tensor: ShardedTensor, rank: int, cpu_offload: bool) -> torch.Tensor | None:
-    ranks, out = tensor._group.ranks, None
-    if rank == 0:
-        if 0 not in ranks:
-            return tensor.full_tensor()  # which says that this rank is no member
-        out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if cpu_offload else tensor.device)
-    if 0 in ranks:  # else nobody in the group keeps it
-        tensor.gather(ranks.index(0), out)
-    return out
 
 
 def _rank() -> int:
