@@ -15,8 +15,15 @@ from shardtensor.fsdp.data_mesh import DataMesh, TPSpec
 from shardtensor.fsdp.module import sharded_class
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
-from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
-from shardtensor.fsdp.post_forward import Reshard, read_reshard
+from shardtensor.fsdp.policy import (
+    ON_DEVICE,
+    OWN_PRECISION,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Reshard,
+    read_reshard,
+    selects,
+)
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import parameter_groups
 from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement

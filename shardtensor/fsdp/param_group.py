@@ -8,6 +8,7 @@ are packed and reduced.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.group import Pending
+from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import written_too_early
@@ -274,6 +275,52 @@ class ParamGroup:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self._gathered_writes not in (-1, self.writes):
             raise written_too_early(self.params_info)
+
+
+class PostForwardMesh:
+    """What this rank keeps of a module's parameters from forward to backward, with ``reshard_after_forward=n``.
+
+    Every n consecutive ranks hold the module together between its forward and its backward, which gathers from them.
+
+    Args:
+        param_groups: of the module.
+        shard: the ranks of one copy; all of them make this.
+        ranks: how many consecutive ones hold the module together.
+    """
+
+    def __init__(self, param_groups: Sequence[ParamGroup], shard: Group, ranks: int) -> None:
+        self._param_groups, self._ranks = param_groups, ranks
+        first = shard.index // ranks * ranks
+        self.group = shard.subgroup(list(shard.ranks)[first : first + ranks])
+        self.forget()
+
+    def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
+        """Return the same for a copy of the module."""
+        twin = copy.copy(self)
+        twin._param_groups = param_groups
+        twin.forget()
+        return twin
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._kept: list[torch.Tensor] = []
+        self._is_filled = False
+
+    def gather(self, is_again: bool) -> list[Pending]:
+        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the parts of `group`."""
+        wholes = [group.unsharded for group in self._param_groups if group.unsharded is not None]
+        if is_again and self._is_filled:
+            return [self.group.all_gather_into(*pair) for pair in zip(wholes, self._kept, strict=True)]
+        for pending in [group.gather() for group in self._param_groups]:
+            pending.wait()
+        self._is_filled = torch.is_grad_enabled()
+        if self._is_filled:
+            if not self._kept:
+                with torch.inference_mode(False):
+                    self._kept = [whole.new_empty(whole.numel() // self._ranks) for whole in wholes]
+            for whole, kept in zip(wholes, self._kept, strict=True):
+                kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
+        return []
 
 
 class _Unsharded(torch.autograd.Function):
