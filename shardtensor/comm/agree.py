@@ -23,21 +23,15 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
     """Return if all ranks make this call with equal facts; costs one small exchange.
 
     Every member of the group calls it, before any data moves. A rank that found a fault passes it as `fault` instead
-    of raising it. In a group of one `agree` raises the fault.
+    of raising it.
 
     Args:
-        group: the ranks that must agree.
         call: the user's call, for messages: ``shard_parameter("fc.weight")``.
         facts: what must be equal on every rank, by name: specs, shapes, dtypes, options as text.
-        fault: the error that this rank would raise, or None.
 
     Raises:
         ShardTensorError: on every rank, with the type of `fault` and one text, if a rank passed a fault.
         DisagreementError: on every rank, with one text that says which ranks hold which value of which fact.
-
-    Example:
-        >>> from shardtensor.comm.process_group import as_group
-        >>> agree(as_group(), 'shard_parameter("weight")', {"spec": "[tp, -]", "shape": "4 x 8"})
     """
     if group.size == 1:
         if fault is not None:
@@ -119,11 +113,6 @@ def _table(values: Mapping[str, Sequence[int]]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the names of ranks, with ranges of consecutive ones.
-
-    Example:
-        >>> name_ranks([0, 1, 2, 5]), name_ranks([3])
-        ('ranks 0-2, 5', 'rank 3')
-    """
+    """Return the names of ranks, with ranges of consecutive ones: ``ranks 0-2, 5``, ``rank 3``."""
     text = ranks_text(ranks)
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"

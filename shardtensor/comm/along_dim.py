@@ -1,7 +1,6 @@
-"""All-gather and reduce-scatter along any dim, of tensors of which each member of a group holds a slice of the dim.
+"""All-gather and reduce-scatter along any dim, of which each member of a group holds a slice.
 
-`all_gather` and `reduce_scatter` have gradients (by `collectives`); their forms with ``_no_grad`` have none, for
-autograd Functions that write their own backward.
+Forms with ``_no_grad`` are for autograd Functions that write their own backward; the others have gradients.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.collectives import alias
-from shardtensor.comm.function_call import caller
+from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 
 
 class DimSizes(NamedTuple):
-    """A dim, and the size of each group member's slice of it.
+    """A dim, counted from the front, or from the end if negative, and the size of each group member's slice of it.
 
-    Attributes:
-        dim: counted from the front, or from the end if negative.
-        sizes: the size of each member's slice; None if they follow from the length.
-        balanced: sizes may differ by one; else a length that cannot be divided evenly is an error.
+    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error.
     """
 
     dim: int

@@ -32,11 +32,9 @@ class BackendSupport:
     """Which tensors the backends of a group send as they are, and the conversions for all others.
 
     Attributes:
-        backends: the backend of each device type that it supports.
-        device_type: the device type to which tensors on other devices are copied.
+        backends: the backend of each device type that it supports; tensors elsewhere are copied to `device_type`.
         bound_device: the device that the process group was created with (``device_id``), if any.
-        reduced_as_is: triples (is on cuda, dtype, op) that the backend reduces.
-        moved_as_is: pairs (is on cuda, dtype) that the backend moves.
+        reduced_as_is, moved_as_is: triples (is on cuda, dtype, op) and pairs (is on cuda, dtype) sent as they are.
         ops: the reductions that the backend has; only "avg" may be missing.
     """
 

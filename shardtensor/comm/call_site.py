@@ -13,11 +13,7 @@ OWN = ("shardtensor.", "torch.", "contextlib.", "threading.")
 def call_site(frame: FrameType | None = None) -> str:
     """Return the innermost line outside of this library and torch, and the module whose forward it is part of.
 
-    Args:
-        frame: the frame to start from; the caller's if None.
-
-    Returns:
-        ``train.py:12 in step, at layers.3.down`` or, outside of any module's forward, ``train.py:12 in step``.
+    Such as ``train.py:12 in step, at layers.3.down`` or, outside of any module's forward, ``train.py:12 in step``.
     """
     frame = sys._getframe(1) if frame is None else frame
     modules = module_path(frame)
@@ -39,7 +35,7 @@ def user_call(frame: FrameType) -> str:
         if frame.f_back is None:
             return ""
         frame = frame.f_back
-    return name
+    return name if name.startswith("__") else name.strip("_")
 
 
 def module_path(frame: FrameType | None) -> str:

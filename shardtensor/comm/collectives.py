@@ -22,14 +22,42 @@ make no graph. In a group of one each returns its argument. Counts are the eleme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
-from shardtensor.comm.function_call import caller, refuse_forward_mode
 from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError
+
+
+def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` for plain tensors (no ShardedTensors), in 3 microseconds instead of 5.
+
+    It skips the checks of torch's Python layer, except under torch.compile and inside the transforms of torch.func.
+    """
+    plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return plain(*args)
+
+    return call
+
+
+def refuse_forward_mode() -> None:
+    """Raise, on all ranks alike, if forward-mode differentiation is active: a collective does not send tangents."""
+    if forward_ad._current_level >= 0:
+        raise RuleError(
+            "forward-mode differentiation does not see through ShardedTensors: a collective would lose the tangents",
+            fix=[
+                "unshard_module(module), or full_tensor(), and differentiate the function of plain tensors",
+                "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
+            ],
+        )
+
 
 Counts = Sequence[int]
 
@@ -42,9 +70,6 @@ def differentiates(x: torch.Tensor) -> bool:
     """
     refuse_forward_mode()
     return x.requires_grad and torch.is_grad_enabled()
-
-
-# -- replicated and partial ------------------------------------------------------------------------------------------
 
 
 def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -144,9 +169,6 @@ class _AllReduceFresh(_AllReduce):
         return alias(group.all_reduce(x.detach().contiguous()))
 
 
-# -- replicated and shard --------------------------------------------------------------------------------------------
-
-
 def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """Return this rank's range of the elements of `x`, flat. Forward sends nothing; backward gathers the gradients.
 
@@ -213,9 +235,6 @@ def whole_gradient(grad: Any) -> torch.Tensor:
     return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
-# -- shard and partial -----------------------------------------------------------------------------------------------
-
-
 def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """`all_gather` for work that is split over the ranks: backward reduce-scatters the gradients.
 
@@ -265,9 +284,6 @@ class _ReduceScatter(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather_sum_gradient(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
-# -- shard and shard -------------------------------------------------------------------------------------------------
 
 
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:

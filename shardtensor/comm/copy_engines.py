@@ -45,13 +45,9 @@ class GatherBuffer:
 def gather_buffer(group: Group, size_bytes: int, device: torch.device) -> GatherBuffer:
     """Return memory to gather into, and the group whose all-gather to use. All members call it with equal sizes.
 
-    Gather in a stream other than the default one: CUDA refuses batches of copies there ("invalid argument").
-
-    If copy engines cannot be used, or with ``SHARDTENSOR_COPY_ENGINES=0`` in the environment, it returns ordinary
-    memory and `group` itself.
-
-    References:
-        NCCL 2.28 release notes, "copy engine based collectives".
+    Gather in a stream other than the default one: CUDA refuses batches of copies there ("invalid argument"). If copy
+    engines cannot be used, or with ``SHARDTENSOR_COPY_ENGINES=0`` in the environment, it returns ordinary memory and
+    `group` itself. See NCCL 2.28 release notes, "copy engine based collectives".
     """
     inner = getattr(group, "_group", group)  # a CheckedGroup's
     is_cuda = size_bytes and device.type == "cuda"

@@ -33,9 +33,7 @@ class Group(ABC):
     of elements for each member, in group order; None means that all have the same number.
 
     Attributes:
-        size: number of members.
-        rank: global rank of this process.
-        ranks: global ranks of the members, in group order.
+        ranks: global ranks of the members, in group order; `size` is their number, `rank` this process's own.
         index: this process's place in `ranks`; -1 when it is not a member.
         device_type: ``"cuda"`` or ``"cpu"``: the device whose tensors the backend sends without a copy.
         process_group: the torch process group, or None.
@@ -307,12 +305,9 @@ def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Raise if the reduction is undefined for the dtype, as torch's own reductions do.
+    """Raise RuleError if the reduction is undefined for the dtype, as torch's own reductions do.
 
     A sum of bools is "any", a product "all".
-
-    Raises:
-        RuleError: an average of integers, or max or min of complex numbers.
     """
     if op not in REDUCTIONS:
         raise RuleError(f'no reduction is called "{op}"', {"reductions": ", ".join(REDUCTIONS)})

@@ -1,7 +1,6 @@
 """Pickles of groups: a pickle holds the ranks and this rank's place; a rank in the same place gets its group back.
 
-Nothing is sent, except that a subgroup which the reading process does not have is made anew. Its members must then all
-read the same pickles in the same order.
+A subgroup that the reading process does not have is made anew; its members must all read the same pickles in one order.
 """
 
 from __future__ import annotations

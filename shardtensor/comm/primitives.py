@@ -69,11 +69,7 @@ def _wait(work: Any) -> None:
 
 
 def _refuse_recording() -> None:
-    """Raise under `make_fx`, which records the start of a collective and not the wait for it.
-
-    Raises:
-        RuleError: `make_fx` records.
-    """
+    """Raise RuleError under `make_fx`, which records the start of a collective and not the wait for it."""
     if get_proxy_mode() is not None:
         raise RuleError(
             "make_fx, or an export through it, records the start of a collective and not its end",
@@ -237,10 +233,9 @@ def timeout_of(process_group: Any) -> float:
 def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None) -> Any:
     """Make a process group of `ranks`, ascending global ranks; only they call it.
 
-    torch names such a group by a counter of all groups that this process has made (pytorch/pytorch#189073). Ranks that
-    are members of different groups count differently, and ranks that use different names for one group wait for ever.
-    So this call makes the name from the ranks and the number of earlier groups of the same ranks. Ranks that are
-    threads of one process share both counters, so there torch's name is right.
+    torch names such a group by a counter of all groups that this process has made (pytorch/pytorch#189073), so ranks of
+    different groups would wait for ever under different names. This call makes the name from the ranks and the number
+    of earlier groups of the same ranks; ranks that are threads of one process share both counters.
     """
     if dist.get_backend() == "threaded":
         return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)

@@ -42,17 +42,13 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 def as_group(where: Any = None) -> Group:
     """Return the `Group` of a process group, a DeviceMesh, or None. Sends nothing; O(1) after the first call.
 
+    None means the first of these that there is: the group of `load_with_process_group`, the ranks of `simulate`, the
+    default process group, a group of one rank. A `Group` is returned unchanged.
+
     For a DeviceMesh of one axis it returns the group of that axis. For more axes it returns a group of all the mesh's
     ranks, whose ``mesh`` has the axes, named as in torch or ``dim_0, dim_1, ...``, and whose ``axis(name)`` is the
     group along one of them. If these ranks are not the whole world, the first call makes a process group, so all of
-    them must make it.
-
-    Args:
-        where: None means the first of these that there is: the group of `load_with_process_group`, the ranks of
-            `simulate`, the default process group, a group of one rank. A `Group` is returned unchanged.
-
-    Returns:
-        the group; its index is -1 if this process is not a member.
+    them must make it. The group's index is -1 if this process is not a member.
 
     Raises:
         TypeError: for any other object.

@@ -1,29 +1,32 @@
 """Ranks wait for each other in a store before each collective, so that a rank that is missing or calls another
 collective raises an error instead of a hang.
 
-The store is the one through which torch's process groups found each other; it needs no collective. A rank writes its
-status (what it calls, and where), adds itself to the counter of this rendezvous, and polls the counter until all ranks
-have arrived. The counter holds the number of ranks that have arrived and the sum of the digests of their calls, so one
-read shows whether they all make the same call. The first rank that finds a fault stores the error, and every rank
-raises it.
+The store is the one through which torch's process groups found each other. A rank writes its status (what it calls,
+and where), adds itself to the counter of this rendezvous, and polls it until all ranks have arrived. It holds their
+number and the sum of the digests of their calls, so one read shows whether they all make the same call. The first rank
+that finds a fault stores the error, and every rank raises it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from typing import Any
 from zlib import crc32
 
+import attrs
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardtensor import errors
 from shardtensor.comm.agree import name_ranks, ranks_by_value
 from shardtensor.comm.backend_support import BackendSupport
 from shardtensor.comm.group import Group
 from shardtensor.comm.primitives import timeout_of
-from shardtensor.comm.status_store import ARRIVAL, RankStatus, StatusStore, world_status_store
 from shardtensor.errors import AbsentRankError, CallMismatchError, ShardTensorError
 from shardtensor.mesh import Ranks
 
@@ -31,14 +34,78 @@ _MISMATCH_WAIT_S = 1.0  # after a mismatch, how long to wait for the other ranks
 _CHECK_ABSENT_S = 0.2  # how often a waiting rank reads the status of the absent ones
 _ORDER = "make the same calls in the same order on every rank of the group, each from one line of the program"
 
+ARRIVAL = 1 << 47
+"""What a rank adds to the counter of a rendezvous; the lower bits hold the sum of at most 2**15 digests of 32 bits."""
+
+
+@attrs.frozen
+class RankStatus:
+    """The rendezvous that a rank entered last; its key in the store is "" for a rank that has ended.
+
+    `place` says which collective of which ranks it is, `call` the call and its line; `size` ranks meet there.
+    """
+
+    key: str
+    place: str = ""
+    call: str = ""
+    size: int = 0
+
+
+class StatusStore:
+    """The status of each rank, in a torch store."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        # A connection of its own, if the store has several: a call of torch that waits on the store does not block it.
+        store = store.clone() if hasattr(store, "clone") else store
+        self.store = dist.PrefixStore("shardtensor", store)
+        self.rank = rank
+        this = weakref.ref(self)
+        self._at_exit: Callable[[], None] = lambda: _write_ended(this)
+        atexit.register(self._at_exit)
+        weakref.finalize(self, atexit.unregister, self._at_exit)
+
+    def write(self, status: RankStatus) -> None:
+        """Write this rank's status."""
+        self.store.set(f"at/{self.rank}", json.dumps(attrs.astuple(status)))
+
+    def read(self, rank: int) -> RankStatus | None:
+        """Return the status of a rank; None if it has never written one."""
+        if not self.store.check([f"at/{rank}"]):
+            return None
+        return RankStatus(*json.loads(self.store.get(f"at/{rank}")))
+
+    def is_open(self, status: RankStatus) -> bool:
+        """Whether ranks wait in this rendezvous: some have not arrived, and no error was raised."""
+        if not status.key or self.store.check([f"{status.key}/why"]) or not self.store.check([status.key]):
+            return False
+        return self.store.add(status.key, 0) // ARRIVAL < status.size
+
+
+def _write_ended(statuses: weakref.ref[StatusStore]) -> None:
+    found = statuses()
+    if found is not None:
+        try:
+            found.write(RankStatus(""))
+        except RuntimeError:  # the store has ended before this rank
+            return
+
+
+_stores: weakref.WeakKeyDictionary[Any, StatusStore] = weakref.WeakKeyDictionary()
+
+
+def world_status_store() -> StatusStore:
+    """Return the status store of the default process group."""
+    world = dist.group.WORLD
+    if world not in _stores:
+        _stores[world] = StatusStore(distributed_c10d._get_default_store(), dist.get_rank())
+    return _stores[world]
+
 
 class Rendezvous:
     """Where the ranks of one group wait for each other before each of their collectives.
 
-    Args:
-        name: the same on all ranks, and different from that of any other group that exists at the same time.
-        ranks: the global ranks of the group.
-        timeout_s: the timeout of the group; a rank that waits raises before it is over.
+    The name is the same on all ranks, and different from that of any other group that exists at the same time. A rank
+    that waits raises before the timeout of the group is over.
     """
 
     def __init__(self, statuses: StatusStore, name: str, ranks: Ranks, timeout_s: float) -> None:
@@ -55,7 +122,6 @@ class Rendezvous:
 
         Args:
             operation: its short name, for the first line of messages.
-            call: what must be equal on every rank.
             pairs: a number whose sum over the ranks is zero when each receives as many elements as are sent to it.
             own: the call of this rank, for messages, if it is not the same on every rank.
 
@@ -66,7 +132,7 @@ class Rendezvous:
         self._count += 1
         key, store = f"{self.name}/{self._count}", self.statuses.store
         place = f"collective {self._count} of {name_ranks(self.ranks)}"
-        here = RankStatus(key, place, own or call, tuple(self.ranks), self.statuses.count_threads())
+        here = RankStatus(key, place, own or call, len(self.ranks))
         digest = crc32(call.encode())
         before, self._keys = self._keys, [key] if pairs is None else [key, f"{key}/pairs"]
         try:
@@ -110,49 +176,13 @@ class Rendezvous:
                 self._withdraw(here, digest, self._absence(here, operation, f"within {self.timeout_s:g} s"))
             elif waited - checked > _CHECK_ABSENT_S:
                 checked = waited
-                self._check_absent(here, operation, digest)
+                if any(at is not None and not at.key for at in self._absent(here).values()):
+                    self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
             else:
                 time.sleep(min(waited / 4, 0.002))
             if waited > 0.001 and self.statuses.store.check([f"{here.key}/why"]):
                 raise self._shared_error(here.key, None)
             arrived = self.statuses.store.add(here.key, 0)
-
-    def _check_absent(self, here: RankStatus, operation: str, digest: int) -> None:
-        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a circle."""
-        absent = self._absent(here)
-        if any(at is not None and not at.key for at in absent.values()):
-            self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
-        circle = self._circle(here)
-        if circle and circle == self._circle(here):
-            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(circle.items())}
-            fault = f"{name_ranks(circle)} wait for each other in different groups; nothing was moved"
-            error = CallMismatchError(fault, facts, _ORDER)
-            for at in circle.values():  # else the others would see this rank leave, and wait for it
-                if at.key != here.key:
-                    self._shared_error(at.key, error)
-            self._withdraw(here, digest, error)
-
-    def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait.
-
-        A rank with one thread, whose last rendezvous is still open, waits there.
-        """
-        path = {self.statuses.rank: here}
-        while True:
-            at = path[next(reversed(path))]
-            if at.threads > 1 or not self.statuses.is_open(at):
-                return {}
-            found = {rank: self.statuses.read(rank) for rank in at.ranks}
-            absent = {rank: other for rank, other in found.items() if other is None or other.key != at.key}
-            for rank, other in absent.items():
-                if other is None or not other.key:
-                    return {}
-                if rank in path:
-                    return path if rank == self.statuses.rank else {}
-                path[rank] = other
-                break
-            else:
-                return {}
 
     def _withdraw(self, here: RankStatus, digest: int, error: ShardTensorError) -> None:
         """Remove this rank from the counter and raise; return if the last rank has arrived in the meantime."""
@@ -214,14 +244,6 @@ def rendezvous_of(group: Group, purpose: str) -> Rendezvous | None:
 
 
 def pair_sum(ranks: Sequence[int], rank: int, sent: Sequence[int], received: Sequence[int]) -> int:
-    """Return a number for the counts that a rank sends and receives; over all ranks these sum to zero if they match.
-
-    Example:
-        >>> ranks = (0, 1)
-        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (2, 4))
-        0
-        >>> pair_sum(ranks, 0, (1, 2), (1, 3)) + pair_sum(ranks, 1, (3, 4), (1, 4)) == 0
-        False
-    """
+    """Return a number for the counts that a rank sends and receives; over all ranks these sum to zero if they match."""
     out = sum(crc32(b"%d %d %d" % (rank, peer, count)) for peer, count in zip(ranks, sent, strict=True))
     return out - sum(crc32(b"%d %d %d" % (peer, rank, count)) for peer, count in zip(ranks, received, strict=True))

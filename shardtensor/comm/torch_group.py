@@ -36,8 +36,6 @@ class TorchGroup(Group):
         self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.support.device_type
 
-    # -- reductions ---------------------------------------------------------------------------------------------
-
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return primitives.all_reduce(self.process_group, t, op)
@@ -80,11 +78,6 @@ class TorchGroup(Group):
         if widest * self.size == total:
             return self.support.from_reduce(primitives.reduce_scatter(self.process_group, sent), flat)
         assert counts is not None
-        ends = list(accumulate(counts, initial=0))
-        mine = slice(ends[self.index], ends[self.index + 1])
-        if widest * self.size > 2 * total:  # padding would more than double the data: all_reduce sends less
-            summed = self.all_reduce(flat.detach().reshape(-1).clone())
-            return summed[mine].clone()
         scale = total // flat.numel()
         padded = sent.new_zeros(self.size * widest)
         for i, part in enumerate(sent.split([count * scale for count in counts])):
@@ -99,8 +92,6 @@ class TorchGroup(Group):
         work, out = primitives.reduce_scatter_async(self.process_group, flat.detach().view(-1))
         return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
 
-    # -- data movement ------------------------------------------------------------------------------------------
-
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if counts is None and (t.is_cuda, t.dtype) in self.support.moved_as_is and t.is_contiguous():
             return primitives.all_gather(self.process_group, t.view(-1))
@@ -112,14 +103,6 @@ class TorchGroup(Group):
             return self.support.from_move(primitives.all_gather(self.process_group, sent), t)
         assert counts is not None
         sizes = [count * scale for count in counts]
-        if widest * self.size > 2 * total and not torch.compiler.is_compiling():  # padding would double the data
-            out = sent.new_empty(total)
-            parts = out.split(sizes)
-            parts[self.index].copy_(sent)
-            works = [primitives.broadcast_async(self.process_group, p, i) for i, p in enumerate(parts) if sizes[i]]
-            for work in works:
-                primitives.finish(work, "all_gather", sent, self.process_group)
-            return self.support.from_move(out, t)
         padded = sent.new_zeros(widest)
         padded[: sent.numel()] = sent
         rows = primitives.all_gather(self.process_group, padded).view(self.size, widest)
@@ -181,8 +164,6 @@ class TorchGroup(Group):
             t.detach().copy_(self.support.from_move(sent, t).view(t.shape))
         return t
 
-    # -- small exchanges ----------------------------------------------------------------------------------------
-
     def exchange(self, blob: bytes) -> list[bytes]:
         assert blob, "an exchange carries at least one byte"
         sent = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -198,8 +179,6 @@ class TorchGroup(Group):
 
     def barrier(self) -> None:
         self.exchange(b"\0")
-
-    # -- other groups -------------------------------------------------------------------------------------------
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if self.rank not in ranks:
@@ -229,11 +208,9 @@ class TorchGroup(Group):
 
 
 class Started:
-    """A collective that torch runs.
+    """A collective that torch runs; `source`, the tensor that it reads, is kept alive until the wait.
 
-    Args:
-        finish: called after the wait; it copies the result into `t` if a converted tensor was sent.
-        source: the tensor that the collective reads, kept alive until the wait.
+    After the wait `finish` copies the result into `t` if a converted tensor was sent.
     """
 
     __slots__ = ("call", "finish", "process_group", "source", "t", "work")

@@ -14,17 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def untraced(reason: str) -> Callable[[Function], Function]:
     """Break the graph at a function and trace nothing that it calls: `torch.compiler.disable` without cost per call.
 
-    Args:
-        reason: the error text under ``fullgraph=True``, with the way out.
-
-    Example:
-        >>> @untraced("it counts its calls: compile the code before it")
-        ... def counted(x):
-        ...     calls.append(x)
-        ...     return x
-        >>> calls = []
-        >>> counted(3), calls
-        (3, [3])
+    `reason` is the error text under ``fullgraph=True``, with the way out.
     """
 
     def mark(function: Function) -> Function:

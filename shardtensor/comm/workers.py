@@ -16,17 +16,7 @@ def rpc_is_up() -> bool:
 
 
 def rank_of(placement: Placement) -> int | None:
-    """Return the global rank that a placement names, as a number or by its worker; None if it names neither.
-
-    Raises:
-        RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
-        LayoutError: (a ValueError) no worker has that name.
-
-    Example:
-        >>> from shardtensor.spec.placement import parse_placement
-        >>> rank_of(parse_placement("rank:3/cpu"))
-        3
-    """
+    """Return the global rank that a placement names, as a number or by its RPC worker; None if it names neither."""
     name = placement.worker_name()
     if name is None:
         return placement.rank()

@@ -1,18 +1,9 @@
 """The names of ``torch.distributed._shard.api``."""
 
-import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
+import shardtensor.ops  # gives ShardedTensor its operations
 from shardtensor.comm.process_group import load_with_process_group
 from shardtensor.parallel.output import collect_local_shard as _collect_local_shard
 from shardtensor.parallel.output import reshard_output as _reshard_output
 from shardtensor.parallel.parameter import shard_parameter
 from shardtensor.parallel.parameter import shard_tensor as _shard_tensor
 from shardtensor.sharding.shard_module import shard_module
-
-__all__ = [
-    "_collect_local_shard",
-    "_reshard_output",
-    "_shard_tensor",
-    "load_with_process_group",
-    "shard_module",
-    "shard_parameter",
-]

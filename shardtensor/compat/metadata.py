@@ -1,5 +1,3 @@
 """The names of ``torch.distributed._shard.metadata``."""
 
 from shardtensor.spec.devices import ShardMetadata
-
-__all__ = ["ShardMetadata"]

@@ -22,16 +22,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTensors too)
-    """Shards and what they are shards of, in one process, without a process group or any operation.
-
-    Example:
-        >>> from shardtensor.spec.devices import ShardMetadata
-        >>> shard = Shard(torch.ones(4), ShardMetadata([0], [4], "rank:0/cpu"))
-        >>> metadata = ShardedTensorMetadata([shard.metadata], torch.Size([4]))
-        >>> base = ShardedTensorBase._init_from_local_shards_and_global_metadata([shard], metadata)
-        >>> base.size(), len(base.local_shards())
-        (torch.Size([4]), 1)
-    """
+    """Shards and what they are shards of, in one process, without a process group or any operation."""
 
     def __init__(
         self,

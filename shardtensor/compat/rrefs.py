@@ -1,9 +1,8 @@
 """Shards shown to other ranks over torch.distributed.rpc: ``init_rrefs=True`` and ``remote_shards()``.
 
 A tensor that asks for it owns a `RemoteShards`, which the other ranks fill with RRefs by its number. It is registered
-weakly and does not know its tensor, and what an RRef shows is a shard of its own over the same bytes. So nothing here
-keeps a tensor alive, however many ranks hold RRefs to its shards, and no weak reference to a tensor is held, which
-would keep torch from swapping it.
+weakly and does not know its tensor, and an RRef shows a shard of its own over the same bytes: nothing keeps a tensor
+alive, and no weak reference to a tensor keeps torch from swapping it.
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
 
     Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's bytes; a
     tensor that is set in a shard later is not shown. Copies, conversions and results of operations show nothing.
-
-    Raises:
-        RuleError: (a RuntimeError) on every rank alike, when a rank has not called ``init_rpc``.
-        LayoutError: (a ValueError) on every rank alike, when a rank has another number in RPC.
     """
     world = as_group(dist.group.WORLD)
     shown, number = RemoteShards(), next(_numbers)
@@ -105,10 +100,7 @@ def _receive(number: int, rank: int, shards: list[Any]) -> None:
 def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
     """Return RRefs to the `Shard` objects of other ranks, by rank; ranks that hold nothing are absent. Sends nothing.
 
-    ``rref.to_here()`` brings a shard.
-
-    Raises:
-        RuleError: (a RuntimeError) the tensor was not made with ``init_rrefs=True``.
+    ``rref.to_here()`` brings a shard. The tensor has to be made with ``init_rrefs=True``.
     """
     if tensor._remote is None:
         raise RuleError(

@@ -1,5 +1,3 @@
 """The names of ``torch.distributed._shard.sharder``."""
 
 from shardtensor.sharding.plan import Sharder
-
-__all__ = ["Sharder"]

@@ -12,7 +12,7 @@ import torch
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.param_info import FlatViews
-from shardtensor.tensor.pieces import Pieces
+from shardtensor.tensor.gradient import Pieces
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Grads = Sequence[torch.Tensor | None]

@@ -26,10 +26,8 @@ from shardtensor.fsdp.outside import UNCOMPILED, join
 from shardtensor.fsdp.param_info import FlatViews, ParamInfo, ranges_of
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.parallel.memory import become
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
-from shardtensor.tensor.pieces import Pieces
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.gradient import Pieces, grad_dtype_of, keep_grad_dtype
+from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 _LAST = 2**64 - 1  # autograd runs the ready node with the highest number first, as it does with leaves

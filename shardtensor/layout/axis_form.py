@@ -14,15 +14,6 @@ def axis_form(layout: CutLayout | FlatLayout) -> Spec:
 
     Shard sizes that no modifier describes are written out. Blocks that are cut neither evenly nor `balanced` become
     `balanced`, so bind the spec to check that it gives the same layout.
-
-    Example:
-        >>> from shardtensor import Mesh, parse_spec
-        >>> from shardtensor.layout.bind import bind
-        >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> print(axis_form(bind(parse_spec("[tp*dp, ...]"), (8, 3), mesh)))
-        [tp*dp, -]
-        >>> print(axis_form(bind(parse_spec("[tp pad(1), -]"), (5, 3), mesh)))
-        [tp sizes(3, 2), -]
     """
     if isinstance(layout, FlatLayout):
         names = _names(layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, singledispatch
+from itertools import product
 
 import attrs
 
@@ -12,7 +13,6 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box
 from shardtensor.layout.cutting import check_sum, dim_cuts, does_not_fit, pieces_of
 from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
-from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.pieces import Pieces, Stepped, chunked, listed
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.mesh import Mesh, Ranks, as_ranks
@@ -22,23 +22,12 @@ from shardtensor.spec.placement import Placement
 
 
 def bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of a tensor of `shape` with `spec` on the ranks of `mesh`.
+    """Return the layout of a tensor of `shape` with `spec` on the ranks of `mesh`; `dim_names` for ``[out: tp]``.
 
     The time does not depend on the number of ranks, except for specs that list boxes.
 
-    Args:
-        spec: any spec of one tensor.
-        shape: the global shape.
-        mesh: the ranks of the group and the names of the mesh axes.
-        dim_names: names of the tensor's dims, for specs such as ``[out: tp]``.
-
     Raises:
         LayoutError: the spec does not fit; the message says which number is wrong and what would fit.
-
-    Example:
-        >>> layout = bind(Spec("tp", None), (8, 6), Mesh((("tp", 4),)))
-        >>> str(layout.boxes(1)[0])
-        '[2:4, 0:6]'
     """
     if type(spec).__hash__ is None:  # a user's own spec may be mutable
         return _bind(spec, shape, mesh, dim_names)
@@ -278,3 +267,59 @@ def _listed(boxes: Sequence[tuple[Placement | None, Box]], shape: Shape, mesh: M
 
 def _dims_that_fit(ndim: int) -> str:
     return f"use a dim from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut: keep it whole"
+
+
+def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
+    """Return the layout of boxes, each with its rank, that tile `shape`."""
+    ranks = tuple(dict.fromkeys(rank for rank, _ in owned))
+    if len(ranks) == len(owned):
+        grid = _as_grid(owned, shape)
+        if grid is not None:
+            return grid
+    return ListedLayout(shape=shape, ranks=ranks, grid=(len(ranks),), owned=owned)
+
+
+def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | None:
+    intervals = [
+        sorted({(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=_first_then_long)
+        for dim in range(len(shape))
+    ]
+    grid = tuple(len(choices) for choices in intervals)
+    if math.prod(grid) != len(owned) or any(
+        _end(choices) != size for choices, size in zip(intervals, shape, strict=True)
+    ):
+        return None
+    holder = {box: rank for rank, box in owned}
+    order = []
+    for choice in product(*intervals):
+        rank = holder.get(Box(tuple(start for start, _ in choice), tuple(size for _, size in choice)))
+        if rank is None:
+            return None
+        order.append(rank)
+    dims = tuple(
+        DimCut((axis,), listed(tuple(size for _, size in choices))) if len(choices) > 1 else None
+        for axis, choices in enumerate(intervals)
+    )
+    cut = [axis for axis, size in enumerate(grid) if size > 1]
+    if shape and not cut:  # one box is a shard of dim 0: the layout must differ from a replicated one
+        dims = (DimCut((0,), listed(shape[:1])), *dims[1:])
+        grid = (1,)
+    if len(cut) == 1:  # one cut dim: the same layout as a chunk spec gives
+        dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
+        grid = (grid[cut[0]],)
+    return CutLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
+
+
+def _first_then_long(interval: tuple[int, int]) -> tuple[int, int]:
+    """Return the sort key of an interval: its start; an empty interval comes last among those of one start."""
+    return interval[0], -interval[1]
+
+
+def _end(choices: list[tuple[int, int]]) -> int | None:
+    """Return the end of consecutive intervals, or None if they leave a gap or overlap."""
+    end = 0
+    for start, size in choices:
+        if start != end:
+            return None
+        end += size
+    return end

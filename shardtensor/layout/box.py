@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box of a tensor, with exclusive ends; an empty one still has offsets.
-
-    Example:
-        >>> box = Box((2, 0), (3, 4))
-        >>> box.slices, box.numel, str(box)
-        ((slice(2, 5, None), slice(0, 4, None)), 12, '[2:5, 0:4]')
-    """
+    """A box of a tensor, with exclusive ends; an empty one still has offsets."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,6 +30,10 @@ class Box(NamedTuple):
         sizes = tuple(min(a, b) - o for a, b, o in zip(self.ends, other.ends, offsets, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
+    def seen_from(self, other: Box) -> Box:
+        """Return this box with offsets that count from those of another."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
 
@@ -46,12 +44,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def runs(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """Return boxes, in memory order, that together are a range of the elements of a row-major tensor.
-
-    Example:
-        >>> [str(box) for box in runs(1, 11, (3, 4))]
-        ['[0:1, 1:4]', '[1:2, 0:4]', '[2:3, 0:3]']
-    """
+    """Return boxes, in memory order, that together are a range of the elements of a row-major tensor."""
     if stop <= start:
         return []
     if len(shape) <= 1:

@@ -17,10 +17,6 @@ def positional(spec: Spec, shape: Shape, dim_names: tuple[str, ...] | None = Non
 
     Raises:
         LayoutError: the tensor does not have these dims.
-
-    Example:
-        >>> str(positional(Spec(out=Cut("tp")), (4, 6), ("in", "out"))), str(positional(Spec(None, ...), (4, 6)))
-        ('[-, tp]', 'replicate')
     """
     cuts = dim_cuts(spec, shape, dim_names)
     dims = tuple(cuts) if any(cuts) else ()

@@ -47,8 +47,7 @@ def explain_reshard(
     tensor = next((x for x in (source, target) if hasattr(x, "_layout")), None)
     if tensor is not None:
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        layout = tensor._layout
-        mesh = _mesh_of(tensor, layout)
+        mesh = tensor._group.mesh or Mesh((("*", tensor._group.size),), tensor._group.ranks)
     if shape is None or mesh is None:
         raise LayoutError(
             "specs alone do not determine what is sent",
@@ -81,12 +80,7 @@ def say_step(step: Step, size_bytes: int) -> str:
 
 
 def say_bytes(count: int, digits: int = 1) -> str:
-    """Return a number of bytes as text with a unit; exact below a KiB.
-
-    Example:
-        >>> say_bytes(96), say_bytes(6 << 20)
-        ('96 B', '6.0 MiB')
-    """
+    """Return a number of bytes as text with a unit, such as ``6.0 MiB``; exact below a KiB: ``96 B``."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
@@ -94,19 +88,9 @@ def say_bytes(count: int, digits: int = 1) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype, by the dtype's name.
-
-    Example:
-        >>> item_bytes("bfloat16"), item_bytes("complex64"), item_bytes("bool")
-        (2, 8, 1)
-    """
+    """Return the bytes of one element of a dtype, by the dtype's name: ``bfloat16``, ``complex64``, ``bool``."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) // 8 if bits else 1
-
-
-def _mesh_of(tensor: Any, layout: Layout) -> Mesh:
-    group = tensor._group
-    return group.mesh if group.mesh is not None else Mesh((("*", len(group.ranks)),), group.ranks)
 
 
 def _bound(given: Any, shape: Shape, mesh: Mesh) -> tuple[str, Layout]:

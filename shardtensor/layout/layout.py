@@ -1,14 +1,11 @@
 """A layout: a spec bound to ranks and a shape. It computes which boxes a rank holds.
 
-There are three kinds, with different local tensors:
-
 * `CutLayout`: dims are sharded over the axes of a grid of ranks; the local tensor has the tensor's dims.
 * `ListedLayout`: a list of boxes; the local tensor is the rank's one box. If some rank has several boxes, it is
   *packed*: one dim, with the rank's boxes, each row-major, one after the other.
 * `FlatLayout`: each rank's local tensor under a `CutLayout` is flattened and cut into ranges; packed.
 
-Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared. ``str`` is for
-messages: it shows which axes cut which dims, without shard sizes.
+Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared.
 """
 
 from __future__ import annotations
@@ -37,14 +34,10 @@ class DimCut:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """The base class of layouts.
+    """The base class of layouts, of a global `shape` on a `grid` of global `ranks`, row-major.
 
-    Args:
-        shape: the global shape.
-        ranks: the global ranks of the grid, row-major.
-        grid: the sizes of its axes.
-        partial: axes (by number) along which the value is partial, with the operation that reduces it.
-        names: of the axes, for messages.
+    The value is partial along the axes (by number) of `partial`, each with the operation that reduces it. `names` of
+    axes are for messages.
     """
 
     shape: Shape
@@ -247,13 +240,10 @@ class ListedLayout(Layout):
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class FlatLayout(Layout):
-    """Each rank's local tensor under `inner`, flattened row-major and cut over `axes` into contiguous ranges.
+    """Each rank's local tensor under `inner`, over the same grid, flattened row-major and cut over `axes` into ranges.
 
-    Args:
-        inner: the layout before flattening, over the same grid.
-        axes: the axes of the grid over which it is cut.
-        unit: ranges start at multiples of this many elements; 0 means a row of the inner local tensor.
-        sizes: the lengths of the ranges, if the user chose them.
+    They start at multiples of `unit` elements (0: a row of the inner local tensor), or have the `sizes` that the user
+    chose.
     """
 
     inner: CutLayout
@@ -304,14 +294,7 @@ class FlatLayout(Layout):
 
 @lru_cache(maxsize=4096)
 def has_equal_parts(layout: Layout) -> bool:
-    """Whether all ranks of a layout hold the same number of elements.
-
-    Example:
-        >>> from shardtensor.layout.pieces import balanced
-        >>> cut = DimCut((0,), balanced(5, 2, 1))
-        >>> has_equal_parts(CutLayout(shape=(5, 4), ranks=range(2), grid=(2,), dims=(cut, None)))
-        False
-    """
+    """Whether all ranks of a layout hold the same number of elements."""
     if isinstance(layout, CutLayout):
         pieces = [cut.pieces for cut in layout.dims if cut is not None]
         if all(each.size(i) == each.size(0) for each in pieces for i in _sampled(each.count)):

@@ -1,4 +1,4 @@
-"""Layouts with one placement for each mesh axis, as DTensor has them, and layouts over the axes of another mesh.
+"""Layouts with one placement for each mesh axis, as DTensor has them.
 
 Each axis shards a dim, is partial, or holds replicas. An axis chunks its dim as torch.chunk does, and the next axis of
 the same dim chunks the shard again (a strided shard order). With *blocks* an axis first chunks the shard into that many
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise, permutations, product
+from itertools import chain, permutations, product
 
 import attrs
 
@@ -46,19 +46,7 @@ Runs = tuple[Interval, ...]
 
 @lru_cache(maxsize=1024)
 def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
-    """Return the layout with one placement for each axis.
-
-    Args:
-        said: the placement of each axis of the mesh.
-        order: in which the axes shard; from left to right if None.
-
-    Example:
-        >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> print(nested_layout((CutDim(0), CutDim(0)), (8, 3), mesh), nested_layout((None, CutDim(1)), (8, 3), mesh))
-        [dp*tp, -] [-, tp]
-        >>> print(nested_layout((CutDim(0, blocks=2), CutDim(0)), (8, 3), mesh))
-        [tp*dp, -]
-    """
+    """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None."""
     cuts: dict[int, list[tuple[int, int]]] = {}
     for axis in range(len(said)) if order is None else order:
         what = said[axis]
@@ -71,22 +59,15 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
 
 @lru_cache(maxsize=1024)
 def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
-    """Return the placement of each axis of a mesh that gives a layout; None if there are none.
-
-    Example:
-        >>> mesh = Mesh((("dp", 2), ("tp", 2)))
-        >>> say_nested(nested_layout((CutDim(1), None), (8, 3), mesh), mesh)
-        (CutDim(dim=1, blocks=1), None)
-    """
-    seen = on_mesh(layout, mesh)
-    if isinstance(seen, CutLayout):
-        return _say_cuts(seen)
-    if seen is None or seen.partial:
+    """Return the placement of each axis of a mesh that gives a layout; None if there are none."""
+    if isinstance(layout, CutLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
+        return _say_cuts(layout)
+    if not set(layout.ranks) <= set(mesh.ranks):
         return None
-    choices = [None, *(CutDim(dim) for dim in range(len(layout.shape)))]
+    choices = [None, *(CutDim(dim) for dim in range(len(layout.shape))), *(Addends(op) for _, op in layout.partial)]
     for said in product(choices, repeat=len(mesh.sizes)):
         found = nested_layout(said, layout.shape, mesh)
-        if all(_nonempty_boxes(found, rank) == _nonempty_boxes(layout, rank) for rank in mesh.ranks):
+        if all(_holdings(found, rank) == _holdings(layout, rank) for rank in mesh.ranks):
             return said
     return None
 
@@ -94,10 +75,9 @@ def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
 def nearest_nested(layout: Layout, mesh: Mesh) -> CutLayout:
     """Return a layout with one placement for each axis in which the same axes shard the same dims, by chunks."""
     said: list[Said] = [None if not layout.shape else CutDim(0) for _ in mesh.sizes]
-    seen = on_mesh(layout, mesh)
-    if isinstance(seen, CutLayout):
-        dim_of = {axis: dim for dim, cut in enumerate(seen.dims) if cut is not None for axis in cut.axes}
-        op_of = dict(seen.partial)
+    if isinstance(layout, CutLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
+        dim_of = {axis: dim for dim, cut in enumerate(layout.dims) if cut is not None for axis in cut.axes}
+        op_of = dict(layout.partial)
         said = [
             CutDim(dim_of[axis]) if axis in dim_of else Addends(op_of[axis]) if axis in op_of else None
             for axis in range(len(mesh.sizes))
@@ -136,9 +116,15 @@ def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
     return None
 
 
-def _nonempty_boxes(layout: Layout, rank: int) -> tuple[object, ...]:
-    """Return the boxes of a rank without the empty ones, whose offsets do not matter."""
-    return tuple(box for box in layout.boxes(rank) if box.numel)
+def _holdings(layout: Layout, rank: int) -> tuple[object, ...]:
+    """Return the boxes of a rank that are not empty, and for each reduction the ranks that hold addends of them."""
+    mesh = Mesh(tuple((str(axis), size) for axis, size in enumerate(layout.grid)), layout.ranks)
+    sums = [
+        (op, sorted(mesh.ranks_along(rank, [axis for axis, other in layout.partial if other == op])))
+        for op in sorted({op for _, op in layout.partial})
+        if rank in layout.ranks
+    ]
+    return [box for box in layout.boxes(rank) if box.numel], sums
 
 
 def _dim_cut(length: int, cuts: Sequence[tuple[int, int]], sizes: tuple[int, ...]) -> DimCut:
@@ -228,62 +214,3 @@ def _as_pieces(length: int, parts: Sequence[Runs]) -> Pieces:
         cut.append(listed(tuple(sizes)))
     assert sum(pieces.length for pieces in cut) == length, "the parts make up the dim"
     return cut[0] if len(cut) == 1 else Blocked(tuple(cut))
-
-
-def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
-    """Return the same layout over the axes of a mesh with the same ranks in the same order.
-
-    One axis of the layout may become several axes of the mesh, and several may become one. Layouts of listed boxes
-    have no axes and are returned unchanged. None if an axis of the mesh would have to shard and replicate at once.
-    """
-    if not isinstance(layout, CutLayout):
-        return layout if set(layout.ranks) <= set(mesh.ranks) else None
-    if layout.ranks != mesh.ranks:
-        return None
-    if layout.grid == mesh.sizes:
-        return layout
-    fine = _common_sizes(layout.grid, mesh.sizes)
-    if fine is None:
-        return None
-    of_layout, of_mesh = fine
-    cuts = [None if cut is None else [part for axis in cut.axes for part in of_layout[axis]] for cut in layout.dims]
-    partial = {part: op for axis, op in layout.partial for part in of_layout[axis]}
-    first = {parts[0]: axis for axis, parts in enumerate(of_mesh) if parts}
-    dims: list[DimCut | None] = []
-    for old, parts in zip(layout.dims, cuts, strict=True):
-        if old is None or parts is None:
-            dims.append(None)
-            continue
-        axes, rest = [], list(parts)
-        while rest:
-            axis = first.get(rest[0])
-            if axis is None or rest[: len(of_mesh[axis])] != of_mesh[axis]:
-                return None
-            axes.append(axis)
-            rest = rest[len(of_mesh[axis]) :]
-        dims.append(DimCut(tuple(axes), old.pieces))
-    addends = []
-    for axis, parts in enumerate(of_mesh):
-        ops = {partial.get(part) for part in parts}
-        if len(ops) > 1:
-            return None
-        op = next(iter(ops), None)
-        if op is not None:
-            addends.append((axis, op))
-    return attrs.evolve(layout, grid=mesh.sizes, dims=tuple(dims), partial=tuple(addends), names=mesh.names)
-
-
-def _common_sizes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Return the common factors of two grids of axes: for each axis of each grid, the numbers of its factors.
-
-    An axis of size 1 has none. None if the grids have no common factors.
-    """
-    inner = [[math.prod(sizes[i:]) for i in range(len(sizes) + 1)] for sizes in (one, other)]
-    marks = sorted({mark for marks in inner for mark in marks}, reverse=True)
-    if any(a % b for a, b in pairwise(marks)):
-        return None
-
-    def parts(bounds: list[int]) -> list[list[int]]:
-        return [list(range(marks.index(a), marks.index(b))) for a, b in pairwise(bounds)]
-
-    return parts(inner[0]), parts(inner[1])

@@ -45,14 +45,7 @@ class _OneInterval:
 
 @attrs.frozen
 class Stepped(_OneInterval):
-    """Every shard has `step` elements, and the last ones fewer or none: even shards, torch.chunk, padded shards.
-
-    Example:
-        >>> [Stepped(7, 4, 2).interval(i) for i in range(4)]
-        [(0, 2), (2, 4), (4, 6), (6, 7)]
-        >>> [Stepped(3, 4, 1).interval(i) for i in range(4)]
-        [(0, 1), (1, 2), (2, 3), (3, 3)]
-    """
+    """Every shard has `step` elements, and the last ones fewer or none: even shards, torch.chunk, padded shards."""
 
     length: int
     count: int
@@ -67,12 +60,7 @@ class Stepped(_OneInterval):
 
 @attrs.frozen
 class Balanced(_OneInterval):
-    """Shards differ by at most one unit, the larger first (numpy.array_split).
-
-    Example:
-        >>> [Balanced(25, 4, 1).size(i) for i in range(4)]
-        [7, 6, 6, 6]
-    """
+    """Shards differ by at most one unit, the larger first (numpy.array_split)."""
 
     length: int
     count: int

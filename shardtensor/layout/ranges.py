@@ -34,13 +34,9 @@ _WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
 @attrs.frozen
 class Ranges:
-    """Parameters one after the other, cut into one range for each rank, all of one size.
+    """Parameters of `lengths` elements from `starts` on, cut into one range of `chunk` elements for each rank.
 
-    Args:
-        lengths: elements of each parameter.
-        starts: the first element of each; the elements between them, and after the last, are padding.
-        chunk: elements of a rank's range.
-        ranks: the number of ranges.
+    The elements between parameters, and after the last, are padding.
     """
 
     lengths: tuple[int, ...]
@@ -87,10 +83,8 @@ class Ranges:
 def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = None) -> Ranges:
     """Lay parameters of these lengths one after the other and cut them into `ranks` equal ranges.
 
-    Args:
-        lengths: elements of each parameter.
-        units: the grain of each parameter: a range that ends inside it ends at a multiple of this many of its
-            elements. A parameter that is not longer than its grain is in one range. None: ranges may end anywhere.
+    A range that ends inside a parameter ends at a multiple of `units` (its grain) of its elements; a parameter that is
+    not longer than its grain is in one range. None: ranges may end anywhere.
 
     Example:
         >>> ranges = lay_out([40, 8], 2)
@@ -197,23 +191,13 @@ def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
     """Lay out one parameter in a buffer of its own, in the ranges of a `FlatLayout` without sizes.
 
     If its shards differ in size between groups, each group has other ranges; this layout describes them all.
-
-    Example:
-        >>> lay_out_alone(10, 4).sizes(0), lay_out_alone(9, 4).sizes(0), lay_out_alone(9, 2, 3).sizes(0)
-        ((3, 3, 3, 1), (3, 3, 3, 0), (6, 3))
     """
     units = -(-length // unit)
     return Ranges((length,), (0,), max(-(-units // ranks) * unit, 1), ranks)
 
 
 def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:
-    """Lay each parameter into the range of its owner; `owners` must not decrease.
-
-    Example:
-        >>> ranges = lay_out_owned([40, 8, 20], 3, [0, 2, 2])
-        >>> ranges.starts, ranges.chunk, ranges.sizes(1)
-        ((0, 96, 112), 48, (0, 0, 8))
-    """
+    """Lay each parameter into the range of its owner; `owners` must not decrease."""
     ends, starts = [0] * ranks, []
     for length, owner in zip(lengths, owners, strict=True):
         starts.append(ends[owner])
@@ -224,10 +208,7 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
 
 def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[list[int]]:
-    """Group parameters into buffers: all in one, unless a buffer for each grain wastes much less.
-
-    Returns:
-        the numbers of the parameters of each buffer.
+    """Return the numbers of the parameters of each buffer: all in one, unless a buffer for each grain wastes much less.
 
     Example:
         >>> together([64 * 48, 48], [48, 1], 4), together([64 * 997, 64 * 1009], [997, 1009], 8)
@@ -256,10 +237,6 @@ def parameter_groups(
     """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
 
     Those are of one kind, with grains that fit (`together`); those that a rank holds whole are in the order of owners.
-
-    Example:
-        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [64, 8, 16, 16], [1] * 4, 2, [None, None, 1, 0])
-        [[0], [1], [3, 2]]
     """
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}
@@ -284,25 +261,14 @@ class BufferPlan:
 
 
 def aligned_bytes(size: int) -> int:
-    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several.
-
-    Example:
-        >>> aligned_bytes(513)
-        1024
-    """
+    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several."""
     return _up(size, _LINE)
 
 
 def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
     """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
 
-    Args:
-        modules: of each its bytes, and whether it stays gathered.
-
-    Example:
-        >>> found = gather_buffers([(512, True), (1024, False), (2048, False), (512, False)])
-        >>> [(buffer.size_bytes, buffer.users) for buffer in found]
-        [(1024, (1, 3)), (2048, (2,)), (512, (0,))]
+    `modules` says of each its bytes, and whether it stays gathered.
     """
     turns = [number for number, (_, stays) in enumerate(modules) if not stays]
     users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]

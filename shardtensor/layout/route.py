@@ -33,14 +33,9 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 @attrs.frozen(cache_hash=True)
 class Step:
-    """One step of a reshard.
+    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after.
 
-    Attributes:
-        kind: a name in the table of this module.
-        source: the layout before.
-        target: the layout after.
-        axes: axes of the common grid along which ranks communicate; None for all ranks.
-        op: the reduction; empty for a step that does not reduce.
+    `axes` are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty.
     """
 
     kind: str
@@ -95,10 +90,7 @@ Partial = tuple[tuple[int, str], ...]
 
 
 def route(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the steps from `source` to `target`; none if they are the same.
-
-    Args:
-        source, target: layouts of one shape, of any kinds, on any ranks.
+    """Return the steps between two layouts of one shape, of any kinds, on any ranks; none if they are the same.
 
     Raises:
         LayoutError: the shapes differ.
@@ -106,11 +98,7 @@ def route(source: Layout, target: Layout) -> tuple[Step, ...]:
     Example:
         >>> from shardtensor.layout.layout import DimCut, replicated
         >>> from shardtensor.layout.pieces import chunked
-        >>> cut = DimCut((0,), chunked(8, 4))
-        >>> rows = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(cut, None))
-        >>> columns = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(None, cut))
-        >>> [(step.kind, step.received(0)) for step in route(rows, columns)]
-        [('all_to_all', 12)]
+        >>> rows = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(DimCut((0,), chunked(8, 4)), None))
         >>> [(step.kind, step.received(0)) for step in route(rows, replicated((8, 8), range(4)))]
         [('all_gather', 48)]
     """

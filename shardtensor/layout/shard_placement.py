@@ -22,11 +22,8 @@ Shape = tuple[int, ...]
 class ShardPlacement:
     """A parameter in a group. Ranges are of its elements in row-major order, or of those with `dim` brought to front.
 
-    Args:
-        unit: no range ends inside so many elements; ``"row"``: inside a row.
-        dim: the dim, not the first, that is cut; whole slices along it stay together.
-        owner: which of the data ranks holds all of it.
-        axis: what the user calls the data axis; None where nothing was asked for.
+    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is cut in whole slices; data rank
+    `owner` holds all of it. `axis` is what the user calls the data axis; None where nothing was asked for.
     """
 
     unit: int | Literal["row"] = 1
@@ -36,12 +33,10 @@ class ShardPlacement:
 
     @classmethod
     def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
-        """Read what `shard_placement_fn` returned for a parameter.
+        """Read what `shard_placement_fn` returned for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
+        ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
 
-        Args:
-            asked: None; a spec or its text: ``flat(dp)``, ``flat(dp, unit=row)``, ``flat(dp, unit=16)``,
-                ``only(dp, 1)``; or torch's ``Shard(dim)``.
-            axis, is_named, ranks: the data axis, whether the mesh gave it this name, and its size.
+        `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
 
         Raises:
             LayoutError, SpecError: it is something else, or does not fit the parameter.
@@ -92,8 +87,6 @@ class ShardPlacement:
             return max(math.prod(shape) // max(shape[self.dim], 1), 1)
         return max(math.prod(shape[1:]), 1) if self.unit == "row" else self.unit
 
-    # -- between parameters and what is stored ------------------------------------------------------------------------
-
     def stored(self, param: torch.Tensor) -> torch.Tensor:
         """The elements of a parameter in the order in which they are stored."""
         return (param if self.dim is None else param.movedim(self.dim, 0)).reshape(-1)
@@ -105,16 +98,11 @@ class ShardPlacement:
         front = (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
         return stored.view(front).movedim(0, self.dim)
 
-    # -- specs --------------------------------------------------------------------------------------------------------
-
     def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int] | None) -> Spec:
-        """How the parameter lies, with the sizes that its unit came to.
+        """Return the spec of a parameter: `inner`, where the data ranks hold a part of it each, cut over the data axis.
 
-        Args:
-            inner: its spec where the data ranks hold a part of it each, as in tensor parallelism.
-            shape: what is cut over the data ranks.
-            axis: the data axis.
-            sizes: how many stored elements each data rank holds; None where ranges are as `flat` has them unsaid.
+        `shape` is what is cut over the data ranks, and `sizes` how many stored elements each of them holds; None where
+        ranges are as `flat` has them unsaid.
         """
         axis = axis if self.axis is None else self.axis
         base = Replicate() if inner is None else inner

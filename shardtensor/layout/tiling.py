@@ -36,14 +36,7 @@ def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] |
 
 
 def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
-    """Check that boxes cover each element of `shape` once.
-
-    Args:
-        owned: the global rank (or None) and the box of each shard.
-        shape: the global shape.
-
-    Raises:
-        LayoutError: a box is outside of the tensor, two boxes overlap, or no box holds an element.
+    """Raise LayoutError unless boxes, each with its global rank or None, cover each element of `shape` once.
 
     Example:
         >>> check_tiling([(0, Box((0,), (2,))), (1, Box((3,), (2,)))], (5,))
@@ -121,22 +114,12 @@ def _tuple(numbers: tuple[int, ...]) -> str:
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """Return the size of a full chunk: ceil(dim_size / chunks). Only the last chunks are smaller.
-
-    Example:
-        >>> get_split_size(5, 4), get_split_size(9, 4), get_split_size(10, 5)
-        (2, 3, 2)
-    """
+    """Return the size of a full chunk: ceil(dim_size / chunks). Only the last chunks are smaller."""
     return (dim_size + chunks - 1) // chunks
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """Return the size of chunk `idx`; 0 if the chunks before it hold all elements.
-
-    Example:
-        >>> [get_chunked_dim_size(5, 2, i) for i in range(4)]
-        [2, 2, 1, 0]
-    """
+    """Return the size of chunk `idx`; 0 if the chunks before it hold all elements."""
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 

@@ -17,13 +17,9 @@ from shardtensor.mesh import Ranks, coordinate
 
 @attrs.frozen(eq=False)
 class Region:
-    """The place of a box in a rank's local tensor.
+    """The place of a box in a rank's local tensor: `held`, slices of it, and there `within` of the view in `shape`.
 
-    Attributes:
-        held: slices of the local tensor; in a packed one, the range of the box that contains this one.
-        shape: the shape in which to view that range; None if the local tensor is not packed.
-        within: slices of that view.
-        numel: the number of elements.
+    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None.
     """
 
     held: tuple[slice, ...]
@@ -34,9 +30,7 @@ class Region:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """The regions that one rank keeps, sends and receives.
-
-    The regions sent to one peer are in the order of the receiver's boxes, each row-major.
+    """The regions that one rank keeps, sends and receives, those of one peer in the order of the receiver's boxes.
 
     Attributes:
         keeps: pairs of regions of the old and the new local tensor.
@@ -61,18 +55,7 @@ class Transfer:
 
 @lru_cache(maxsize=1024)
 def transfer(source: Layout, target: Layout, rank: int, members: Ranks) -> Transfer:
-    """Return what `rank` keeps, sends and receives when `members` change the layout; neither layout is partial.
-
-    Example:
-        >>> from shardtensor.layout.layout import CutLayout, DimCut
-        >>> from shardtensor.layout.pieces import chunked
-        >>> cut = DimCut((0,), chunked(4, 2))
-        >>> rows = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(cut, None))
-        >>> columns = CutLayout(shape=(4, 4), ranks=range(2), grid=(2,), dims=(None, cut))
-        >>> step = transfer(rows, columns, 0, range(2))
-        >>> step.received, step.sends[1][0].held
-        (4, (slice(0, 2, None), slice(2, 4, None)))
-    """
+    """Return what `rank` keeps, sends and receives when `members` change the layout; neither layout is partial."""
     keeps: list[tuple[Region, Region]] = []
     sends: list[tuple[Region, ...]] = []
     receives: list[tuple[Region, ...]] = []
@@ -137,8 +120,8 @@ def _overlaps(source: Layout, sender: int, target: Layout, receiver: int) -> lis
 
 def _region(part: Box, box: Box, local: Box, packed: bool) -> Region:
     """Return the region of `part` of `box` in a local tensor that has the box at `local`."""
-    away = tuple(a - b for a, b in zip(part.offsets, box.offsets, strict=True))
+    within = part.seen_from(box)
     if packed:
-        return Region(local.slices, box.sizes, Box(away, part.sizes).slices, part.numel)
-    offsets = tuple(a + b for a, b in zip(away, local.offsets, strict=True))
+        return Region(local.slices, box.sizes, within.slices, part.numel)
+    offsets = tuple(a + b for a, b in zip(within.offsets, local.offsets, strict=True))
     return Region(Box(offsets, part.sizes).slices, None, (), part.numel)

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import DimSizes
-from shardtensor.comm.collectives import alias
-from shardtensor.comm.function_call import caller
+from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import by_rule, decided

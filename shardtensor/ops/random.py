@@ -18,7 +18,7 @@ from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.drawing import draw, memory_order
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.random import Sample
+from shardtensor.tensor.random_streams import Sample
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 _UNUSED = torch.Generator()

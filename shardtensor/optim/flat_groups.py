@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardtensor.tensor.pieces import Pieces, piece_of
+from shardtensor.tensor.gradient import Pieces, piece_of
 
 ELEMENTWISE = frozenset(
     getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()

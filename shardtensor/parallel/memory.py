@@ -10,8 +10,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.tensor.copying import attributes_of
-from shardtensor.tensor.gradient import keep_grad_dtype
-from shardtensor.tensor.hooks import give_hooks, take_hooks
+from shardtensor.tensor.gradient import give_hooks, keep_grad_dtype, take_hooks
 from shardtensor.tensor.placing import moved, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -62,7 +61,7 @@ def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     spec = tensor._spec
     placement = None if spec is None else placement_of(spec, tensor._group.rank)
     if placement is not None and placement.device_type != device.type:
-        spec = moved(spec, device.type)
+        spec = moved(spec, tensor._layout, device)
     return wrap(_empty_twin(tensor._local, device), tensor._layout, spec, tensor._group)
 
 

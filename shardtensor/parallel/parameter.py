@@ -19,10 +19,9 @@ from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.modules import drop_weak_references
 from shardtensor.tensor.move import take
-from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 

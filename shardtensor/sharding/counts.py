@@ -10,8 +10,7 @@ from torch import nn
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 
 _BEFORE = "_sharding_counts"
 """Where a module keeps what it counted before."""

@@ -18,8 +18,7 @@ from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.sharding.flows import stretches_of
 from shardtensor.sharding.hooks import Site, Use, register_hook
 from shardtensor.spec.nodes import Cut, Spec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 UNCOMPILED = (

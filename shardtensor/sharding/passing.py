@@ -20,8 +20,7 @@ from shardtensor.parallel.layers import LinearFlow, local, refuse_shell
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.spec.nodes import Spec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.reshard import reshard
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

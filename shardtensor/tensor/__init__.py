@@ -9,7 +9,6 @@ from shardtensor.tensor import copying as copying
 from shardtensor.tensor import custom_functions as custom_functions
 from shardtensor.tensor import dtensor as dtensor
 from shardtensor.tensor import from_metadata as from_metadata
-from shardtensor.tensor import hooks as hooks
 from shardtensor.tensor import modules as modules
 from shardtensor.tensor import plain_operands as plain_operands
 from shardtensor.tensor import reshard as reshard

@@ -27,8 +27,6 @@ class Answers:
     _local: torch.Tensor
     _layout: Layout
 
-    # -- from the layout: the same on every rank ------------------------------------------------------------------
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self._layout.shape)
@@ -84,8 +82,6 @@ class Answers:
             fix=["full_tensor().numpy() for the whole", "local_tensor().numpy() for this rank's part"],
         )
 
-    # -- from the leaf: the same on every rank, but for the index of the device ------------------------------------
-
     @property
     def dtype(self) -> torch.dtype:
         return self._local.dtype
@@ -97,33 +93,6 @@ class Answers:
     @property
     def layout(self) -> torch.layout:
         return torch.strided
-
-    @property
-    def itemsize(self) -> int:
-        return self._local.element_size()
-
-    def element_size(self) -> int:
-        return self._local.element_size()
-
-    @property
-    def is_leaf(self) -> bool:
-        return self._local.is_leaf
-
-    @property
-    def grad_fn(self) -> Any:
-        return self._local.grad_fn
-
-    @property
-    def output_nr(self) -> int:
-        return self._local.output_nr
-
-    @property
-    def _version(self) -> int:
-        return self._local._version
-
-    @property
-    def retains_grad(self) -> bool:
-        return self._local.retains_grad
 
     nelement, ndimension = numel, dim
 
@@ -141,12 +110,13 @@ def _question(name: str) -> Any:
 
 
 PROPERTIES = """
-name grad_dtype volatile _backward_hooks _post_accumulate_grad_hooks
+name itemsize is_leaf grad_fn output_nr _version retains_grad grad_dtype volatile
+_backward_hooks _post_accumulate_grad_hooks
 is_cpu is_cuda is_meta is_mps is_mtia is_xpu is_ipu is_maia is_vulkan is_xla
 is_mkldnn is_quantized is_nested is_sparse is_sparse_csr
 """
 QUESTIONS = """
-is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device
+element_size is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device
 """
 
 for _name in PROPERTIES.split():

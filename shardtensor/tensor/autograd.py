@@ -57,9 +57,8 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 def _leaf_of(x: Any) -> Any:
     """The tensor whose gradient is asked for.
 
-    Raises:
-        RuleError: it is a parameter of a fully sharded module, which is in no graph: modules compute with what was
-            gathered, and its gradient is summed over the ranks into ``.grad``.
+    A parameter of a fully sharded module is in no graph: modules compute with what was gathered, and its gradient is
+    summed over the ranks into ``.grad``.
     """
     if getattr(x, "_flat", None) is not None:
         raise RuleError(

@@ -16,12 +16,7 @@ from shardtensor.tensor.dispatch import implements, is_dtensor, name_of
 
 
 def explain(error: Exception, func: Any, operands: Any) -> None:
-    """Raise in place of `error`, from an operation on ShardedTensors, where its cause is known.
-
-    Raises:
-        RuleError: a transform or a tracer is active, or an operand is a DTensor, which no operation takes beside a
-            ShardedTensor.
-    """
+    """Raise RuleError in place of `error`, where its cause is known: a transform or a tracer at work, or a DTensor."""
     found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
     if found is not None:
         raise RuleError(

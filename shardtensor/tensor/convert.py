@@ -33,7 +33,7 @@ def converted(tensor: ShardedTensor, change: Callable[[torch.Tensor], torch.Tens
     if group is not tensor._group:
         _check_members(tensor, group)
     stays = local.device == tensor.device
-    spec = tensor._spec if stays else moved(tensor._spec, local.device.type)
+    spec = tensor._spec if stays else moved(tensor._spec, tensor._layout, local.device)
     return wrap(local, tensor._layout, spec, group)
 
 
@@ -48,12 +48,7 @@ def _check_members(tensor: ShardedTensor, group: Group) -> None:
 
 
 def to(tensor: torch.Tensor, *args: Any, process_group: Any = None, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.to`` in all its forms, and ``process_group=``. Either tensor of ``to(other)`` may be sharded.
-
-    Raises:
-        RuntimeError: a memory format other than contiguous; whatever ``Tensor.to`` raises on a plain tensor.
-        LayoutError: (a ValueError) the process group lacks ranks that hold shards.
-    """
+    """``Tensor.to`` in all its forms, and ``process_group=``. Either tensor of ``to(other)`` may be sharded."""
     args = tuple(_example(x) for x in args)
     if "other" in kwargs:
         kwargs["other"] = _example(kwargs["other"])

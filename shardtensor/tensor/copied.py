@@ -15,14 +15,8 @@ from shardtensor.errors import RuleError
 
 
 class Copied(NamedTuple):
-    """What a copy knows of its source.
-
-    Attributes:
-        name: of the view function, for errors.
-        local: the copy's local tensor.
-        source: the local tensor that was read.
-        version: the version counter that `source` had.
-        again: how to read the source again and how to write into it; None for views that are not written through.
+    """What a copy knows of its source: the view function's `name`, the copy's local tensor, the local tensor that was
+    read, with its version counter then, and how to read and write the source again; None for views not written through.
     """
 
     name: str
@@ -33,11 +27,7 @@ class Copied(NamedTuple):
 
     @property
     def current(self) -> torch.Tensor:
-        """The copy's local tensor. Every rank writes and reads at the same places, so all raise or none.
-
-        Raises:
-            RuleError: the source was written after it was read.
-        """
+        """The copy's local tensor, unless the source was written after it was read; all ranks raise or none."""
         if version_of(self.source) != self.version:
             raise RuleError(
                 "a copy that the dense program would have as a view is used after its source was written",
@@ -53,11 +43,7 @@ def version_of(local: torch.Tensor) -> int:
 
 
 def refuse_lost_write(target: Any, name: str) -> None:
-    """Refuse to write into a copy. Every handler that writes into a ShardedTensor calls it first.
-
-    Raises:
-        RuleError: `target` is one.
-    """
+    """Raise RuleError if `target` is a copy. Every handler that writes into a ShardedTensor calls it first."""
     if target._copied is not None:
         raise RuleError(
             f"{name}: in place on a copy that the dense program would have as a view; the write would be lost",

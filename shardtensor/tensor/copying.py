@@ -1,11 +1,8 @@
 """``copy.copy``, ``copy.deepcopy`` and pickling, ``torch.save`` and ``torch.load``, with ``weights_only=True`` too.
 
-For ``weights_only`` the package is imported after torch, or any of its names that needs torch is (``from shardtensor
-import ShardedTensor``). Where a program has ``import shardtensor`` alone before ``import torch``, torch refuses the
-file until the first such name is used: importing the package does not import torch, and torch asks nobody.
-
 A rank writes its own leaf, the text of the spec, the global shape, and its place in the world; a rank of the same place
-reads them back, under `load_with_process_group` or on the default group. Nothing is sent.
+reads them back, under `load_with_process_group` or on the default group. Nothing is sent. For ``weights_only`` a name
+of the package that needs torch has to be imported, or the package after torch: importing it does not import torch.
 """
 
 from __future__ import annotations
@@ -28,9 +25,6 @@ from shardtensor.tensor import placing
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, view_of, wrap
 
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
 """What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
 
@@ -51,9 +45,6 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
 
     As torch does, the gradient comes along for a plain tensor, not for a parameter; hooks do not.
-
-    Raises:
-        RuntimeError: the tensor is a result that requires a gradient, as from torch.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]
@@ -92,18 +83,11 @@ ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
 ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
 
 
-# -- pickles -----------------------------------------------------------------------------------------------------------
-
-
 SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
 
 
 def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
-    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back.
-
-    Raises:
-        RuleError: the tensor is still to be reduced.
-    """
+    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back."""
     group, local = tensor._group, tensor._local
     if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: not all of what it views
         local = local.detach().clone().requires_grad_(local.requires_grad)
@@ -137,18 +121,14 @@ def rebuild(
     place: RankInfo | None,
     attributes: dict[str, Any],
 ) -> ShardedTensor:
-    """Make the tensor that `reduce` wrote.
-
-    Raises:
-        RuntimeError: there is no process group, or this process has another place in it than the one that wrote.
-    """
+    """Make the tensor that `reduce` wrote, in a process with the same place in a process group."""
     group = unpickle_group(place, mesh)
     bound = as_spec(spec)
     layout = bind(bound, tuple(shape), placing.mesh_of(group))
     _check_shape(local, layout, group)
     written = placing.placement_of(bound, group.rank)
     if written is not None and written.device_type != local.device.type:  # map_location
-        bound = placing.moved(bound, local.device.type)  # type: ignore[assignment]
+        bound = placing.moved(bound, layout, local.device)  # type: ignore[assignment]
     tensor = wrap(local, layout, bound, group)
     vars(tensor).update(attributes)
     return tensor

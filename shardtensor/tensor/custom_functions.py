@@ -1,17 +1,13 @@
 """``torch.autograd.Function.apply`` with sharded tensors: never cut off from autograd.
 
-A Function runs its forward without recording and then ties its results to its arguments below the level that a
-subclass of Tensor can see. On ShardedTensors it would tie the shells: the results' leaves would have no history, and
-what flows back would end in a shell that has no gradient. It has no override hook, and a C-level tensor hook on the
-shell would speak up only in backward, and not at all where nothing is recorded for the shell. So importing this module
-replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2 microseconds; torch.compile knows
-``apply`` by its name and traces the Function itself.
+A Function ties its results to its arguments below the level that a subclass of Tensor can see: on ShardedTensors it
+would tie the shells, whose leaves would have no history. It has no override hook, so importing this module replaces
+``Function.apply`` once. A call without ShardedTensors pays about 0.2 microseconds; torch.compile knows ``apply`` by its
+name and traces the Function itself.
 
-* Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is: the safety
-  net of any operation without a rule, with its one warning, an error under `strict`.
-* Reentrant checkpointing, a Function too, gets the local tensors and gathers nothing; so does the Function by which
-  the other kind of checkpointing keeps its inputs in torch 2.11.
-* Full backward hooks of modules, another, are shown whole gradients: what they watch is gathered and stays whole.
+* Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is.
+* Reentrant checkpointing, and in torch 2.11 the Function by which the other kind keeps its inputs, get local tensors.
+* Full backward hooks of modules are shown whole gradients: what they watch is gathered and stays whole.
 * A Function that itself makes a ShardedTensor out of plain arguments is refused.
 """
 

@@ -100,8 +100,7 @@ def bare_name(func: Any) -> str:
 def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> None:
     """Say once for each operation that it gathered; an error under `strict`.
 
-    Args:
-        layouts: of the operands, which are the cause where the operation has a row in the table of rules.
+    `layouts` of the operands are the cause where the operation has a row in the table of rules.
     """
     name = name_of(func)
     has_rule = bool(layouts) and _has_rule(func)
@@ -151,11 +150,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def refuse_partial_write(target: Any, name: str) -> None:
-    """Refuse to change in place a tensor whose addends the ranks still hold, where no addend could take the change.
-
-    Raises:
-        RuleError: the tensor is partial.
-    """
+    """Raise RuleError if `target` is partial: no addend could take a change in place."""
     if target._layout.partial:
         raise RuleError(
             f"{name}: in place on a tensor that is still to be reduced",

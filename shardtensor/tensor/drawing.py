@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Generator, Tensor
 
 from shardtensor.comm.group import Group
+from shardtensor.layout.box import Box, runs
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.move import take
-from shardtensor.tensor.random import Sample, draw_boxes
+from shardtensor.tensor.random_streams import PIECE, Sample, philox_pieces, serial_pieces
 
 
 def agree_on_state(
     group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Give every rank the generator state of the group's first rank. All ranks of the group call it: one broadcast.
+    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast.
 
-    Args:
-        group: the ranks that draw together.
-        device: whose default generator is meant when `generator` is None.
-        generator: as passed to the call that draws.
-        note: a few small numbers (0 to 255), as many on every rank, that travel with the state.
-
-    Returns:
-        The first rank's note.
+    All ranks of the group call it. `device` is the one whose default generator is meant when `generator` is None;
+    `note` a few small numbers (0 to 255), as many on every rank.
     """
     if group.size == 1:
         return tuple(note)
@@ -59,11 +56,8 @@ def draw(
     """Return this rank's local tensor of the draw that ``sample`` makes of the whole. All ranks of the group call it.
 
     Bit for bit the part of the unsharded draw from the first rank's state; every rank's generator ends where that call
-    leaves it. See `shardtensor.tensor.random.draw_boxes` for what `sample` may be.
-
-    Args:
-        order: the whole's dims as its memory has them, outermost first (see `memory_order`); the first rank's counts.
-            Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
+    leaves it. `order` are the whole's dims as its memory has them (see `memory_order`); the first rank's counts.
+    Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
     """
     local_shape = layout.local_shape(group.rank)
     if group.index < 0 or device.type == "meta":
@@ -89,14 +83,79 @@ def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
 
     Two dims of one stride are told apart by their sizes: in memory the longer one is the outer. A rank on which both
     are of length one or less cannot know, which is why the first rank's answer counts.
-
-    Example:
-        >>> from shardtensor.layout.layout import replicated
-        >>> memory_order(torch.empty(2, 3).t(), replicated((3, 2), range(1)))
-        (1, 0)
     """
     dims = tuple(range(len(layout.shape)))
     if layout.packed:
         return dims
     strides, sizes = local.stride(), local.shape
     return tuple(sorted(dims, key=lambda dim: (-strides[dim], -sizes[dim])))
+
+
+def draw_boxes(
+    sample: Sample,
+    shape: Sequence[int],
+    boxes: Iterable[tuple[Sequence[int], Sequence[int]]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    generator: Generator | None = None,
+) -> list[Tensor]:
+    """Draw only this rank's boxes of a random tensor, equal to the unsharded draw; on CPU it costs that draw's time.
+
+    The generator ends as after the unsharded call, also with no box or only empty ones. Each large draw first proves on
+    a few elements that drawing in pieces is exact. Where that fails (``bernoulli_(p)`` and dropout on Intel CPUs with
+    MKL, every device but CPU and CUDA) the whole is drawn and cut.
+
+    Args:
+        sample: fills a contiguous tensor of any shape in place with **one** torch random operation, from the generator
+            it is given. Values may depend on the order of the elements, not on the shape; loops that reject and draw
+            again are not allowed.
+        boxes: ``(offsets, sizes)`` pairs within the global `shape`; they may be empty and may overlap.
+        generator: of the device; None means its default one. Ranks that must agree bring it in one state.
+
+    Returns:
+        One contiguous tensor for each box, owning exactly its bytes.
+    """
+    shape, device = tuple(shape), torch.device(device)
+    wanted = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+    is_whole = [box.sizes for box in wanted] == [shape]
+    if math.prod(shape) > PIECE and not is_whole:
+        results = _draw_pieces(sample, shape, wanted, dtype, device, generator)
+        if results is not None:
+            return results
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    sample(whole, generator)
+    return [whole] if is_whole else [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in wanted]
+
+
+def _draw_pieces(
+    sample: Sample,
+    shape: tuple[int, ...],
+    boxes: Sequence[Box],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: Generator | None,
+) -> list[Tensor] | None:
+    """Draw the boxes from pieces of the flat whole, or return None where the whole is to be drawn at once."""
+    results = [torch.empty(box.sizes, dtype=dtype, device=device) for box in boxes]
+
+    def is_wanted(start: int, stop: int) -> bool:
+        return any(run.overlap(box) for run in runs(start, stop, shape) for box in boxes)
+
+    pieces = None
+    if device.type == "cpu":
+        pieces = serial_pieces(sample, math.prod(shape), dtype=dtype, generator=generator)
+    elif device.type == "cuda":
+        pieces = philox_pieces(sample, math.prod(shape), is_wanted, dtype=dtype, device=device, generator=generator)
+    if pieces is None:
+        return None
+    for start, values in pieces:
+        done = 0
+        for run in runs(start, start + values.numel(), shape):
+            slab = values[done : done + run.numel].view(run.sizes)
+            done += run.numel
+            for box, result in zip(boxes, results, strict=True):
+                both = box.overlap(run)
+                if both is not None:
+                    result[both.seen_from(box).slices].copy_(slab[both.seen_from(run).slices])
+    return results

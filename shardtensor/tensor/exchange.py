@@ -1,4 +1,4 @@
-"""The exchange of parts between ranks: one all-to-all, from and to local memory wherever its parts lie in order.
+"""The steps that send elements: one collective each, from and to local memory wherever its parts lie in order.
 
 What is to be copied is computed once for each step and strides of the local tensor; a call then costs the host little
 more than the copies and the collective themselves. CUDA copies strided memory element by element, so copies are made
@@ -7,8 +7,7 @@ in words as wide as their places allow: elements of two bytes would leave most o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.layout.route import Step
 from shardtensor.layout.transfer import Region, transfer
-
-# -- regions of local memory -------------------------------------------------------------------------------------------
 
 
 def see(local: torch.Tensor, region: Region) -> torch.Tensor:
@@ -34,55 +31,6 @@ def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
             return False
         at += piece.numel()
     return True
-
-
-def pack(pieces: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
-    """Put pieces end to end."""
-    start = 0
-    for piece in pieces:
-        flat[start : start + piece.numel()].view(piece.shape).copy_(piece)
-        start += piece.numel()
-
-
-def unpack(flat: torch.Tensor, pieces: Iterable[torch.Tensor]) -> None:
-    """Fill pieces from memory that has them end to end."""
-    start = 0
-    for piece in pieces:
-        piece.copy_(flat[start : start + piece.numel()].view(piece.shape))
-        start += piece.numel()
-
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
-
-
-KEPT_BYTES = 1 << 28
-"""The most that is kept between uses; larger buffers go back to the system."""
-
-_free: list[torch.Tensor] = []
-
-
-@contextmanager
-def staging(numel: int, like: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Lend a flat buffer of `numel` elements of the dtype and on the device of `like`, with any content.
-
-    On CUDA torch's own allocator keeps memory, and in the order of streams, so that nothing is kept here.
-    """
-    if not like.is_cpu or not numel:
-        yield like.new_empty(numel)
-        return
-    size = numel * like.element_size()
-    # Taken out of the pool while in use: ranks may be threads.
-    buffer = _free.pop() if _free else torch.empty(0, dtype=torch.uint8, device="cpu")
-    if buffer.numel() < size:
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-    try:
-        yield buffer[:size].view(like.dtype)
-    finally:
-        if buffer.numel() <= KEPT_BYTES and not _free:
-            _free.append(buffer)
-
-
-# -- strided copies ----------------------------------------------------------------------------------------------------
 
 
 WIDEST = 16
@@ -103,13 +51,7 @@ class Strided(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What is to be copied between two tensors; empty when nothing is.
-
-    Attributes:
-        pieces: the copies.
-        per_word: elements in a word.
-        word: the dtype of a word; None where it is the element.
-    """
+    """The copies between two tensors, in words of a dtype (None: in elements) that hold `per_word` elements."""
 
     pieces: tuple[Strided, ...]
     per_word: int = 1
@@ -143,12 +85,10 @@ def end_to_end(views: Iterable[torch.Tensor]) -> list[Pair]:
 
 
 def copies(pairs: Sequence[Pair], item: int, misplaced: int | None) -> Copies:
-    """Settle the copies between pairs of views of equal shapes, all of the same two tensors.
+    """Settle the copies between pairs of views of equal shapes, all of two tensors with `item` bytes an element.
 
-    Args:
-        item: bytes of an element.
-        misplaced: bytes by which either tensor starts after a whole widest word; None where words are no use, which is
-            where a tensor is not contiguous, and on the CPU.
+    `misplaced` bytes lie between a whole widest word and the start of either tensor; None where words are no use, which
+    is where a tensor is not contiguous, and on the CPU.
     """
     pieces = _merged(pairs)
     for width, word in _WORDS.items() if misplaced is not None else ():
@@ -209,20 +149,14 @@ def _widened(piece: Strided, n: int) -> Strided | None:
     return Strided((*size[:-1], size[-1] // n), (*outer, 1), at // n, (*other_outer, 1), other_at // n)
 
 
-# -- the exchange ------------------------------------------------------------------------------------------------------
-
-
 MOST = 1024
 """Exchanges kept for one group; when there are more, all are forgotten."""
 
 
 class Side(NamedTuple):
-    """What leaves, or what comes.
+    """What leaves, or what comes: the elements for each member that there is a part of its own for, and `total`.
 
-    Attributes:
-        counts: elements for each member, and `total` of them all.
-        in_order: whether they lie end to end as they are, from element `start` on; then nothing is copied.
-        copies: from or to where they are end to end.
+    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so.
     """
 
     counts: list[int]
@@ -239,34 +173,38 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
     leaving: Side
     coming: Side
-    first: int
-    buffered: int
 
 
 def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    """Return this rank's new local tensor; no gradient. All ranks of `team` call it.
+    """Return this rank's local tensor after an all-gather, a reduce-scatter or an all-to-all; no gradient.
 
-    A rank's own pieces take the same way: what is in order on one side is then moved without a copy of ours. Rows that
-    become columns are put end to end before they are sent and arrive in place; columns that become rows leave from
-    where they lie and are taken apart after.
+    All ranks of `team` call it. A rank's own pieces take the same way: what is in order on one side is then moved
+    without a copy of ours. Rows that become columns are put end to end before they are sent and arrive in place;
+    columns that become rows leave from where they lie and are taken apart after.
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     plan = _plan(local, step, team, rank)
     leaving, coming = plan.leaving, plan.coming
-    with staging(plan.buffered, local) as buffer:
-        if leaving.in_order:
-            sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
-        else:  # first of all: what follows costs the host while the copies run
-            sent = buffer if plan.buffered == leaving.total else buffer[: leaving.total]
-            for apart, together in leaving.copies.between(local, sent):
-                together.copy_(apart)
+    if leaving.in_order:
+        sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
+    else:  # first of all: what follows costs the host while the copies run
+        sent = local.new_empty(leaving.total)
+        for apart, together in leaving.copies.between(local, sent):
+            together.copy_(apart)
+    if step.kind in ("all_gather", "reduce_scatter"):
+        is_gather = step.kind == "all_gather"
+        received = team.all_gather(sent) if is_gather else team.reduce_scatter(sent, leaving.counts)
+        if coming.in_order:
+            return received.view(plan.shape)
         out = local.new_empty(plan.shape)
-        received = out.view(-1) if coming.in_order else buffer[plan.first :]
+    else:
+        out = local.new_empty(plan.shape)
+        received = out.view(-1) if coming.in_order else local.new_empty(coming.total)
         team.all_to_all(sent, leaving.counts, coming.counts, received)
-        if not coming.in_order:
-            for apart, together in coming.copies.between(out, received):
-                apart.copy_(together)
+    if not coming.in_order:
+        for apart, together in coming.copies.between(out, received):
+            apart.copy_(together)
     return out
 
 
@@ -286,11 +224,18 @@ def _plan(local: torch.Tensor, step: Step, team: Group, rank: int) -> Plan:
 
 def _settle(local: torch.Tensor, step: Step, team: Group, rank: int, misplaced: int | None) -> Plan:
     members = team.ranks
-    moves = transfer(step.source, step.target, rank, members)
-    sends, receives = list(moves.sends), list(moves.receives)
-    if moves.keeps:
-        own = members.index(rank)
-        sends[own], receives[own] = zip(*moves.keeps, strict=True)
+    if step.kind == "reduce_scatter":
+        kept = {peer: transfer(step.source, step.target, peer, (peer,)).keeps for peer in members}
+        sends = [tuple(here for here, _ in kept[peer]) for peer in members]
+        receives = [tuple(there for _, there in kept[rank])]
+    else:
+        moves = transfer(step.source, step.target, rank, members)
+        sends, receives = list(moves.sends), list(moves.receives)
+        if moves.keeps:
+            own = members.index(rank)
+            sends[own], receives[own] = zip(*moves.keeps, strict=True)
+        if step.kind == "all_gather":  # every member gets the same elements
+            sends = [sends[members.index(rank)]]
     shape = step.target.local_shape(rank)
     old = torch.empty_strided(step.source.local_shape(rank), local.stride(), device="meta")
     new = torch.empty(shape, device="meta")
@@ -302,6 +247,4 @@ def _settle(local: torch.Tensor, step: Step, team: Group, rank: int, misplaced: 
         start = int(views[0].storage_offset()) if views else 0
         settled = copies(end_to_end(views), local.element_size(), at)
         sides.append(Side(counts, sum(counts), follow_one_another(views), start, settled))
-    leaving, coming = sides
-    first = 0 if leaving.in_order else leaving.total + -leaving.total % WIDEST  # what comes starts with a whole word
-    return Plan(step, shape, leaving, coming, first, first + (0 if coming.in_order else coming.total))
+    return Plan(step, shape, *sides)

@@ -17,12 +17,11 @@ from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.tensor.binding import bind_to
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import draw
 from shardtensor.tensor.move import moved
-from shardtensor.tensor.placing import device_asked, device_for
-from shardtensor.tensor.random import Sample
+from shardtensor.tensor.placing import bind_to, device_asked, device_for
+from shardtensor.tensor.random_streams import Sample
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str

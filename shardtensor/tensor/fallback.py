@@ -43,10 +43,7 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do `func` on whole tensors and lay out results of the first sharded operand's shape as that operand is.
 
     Other results are plain tensors, equal on every rank. All ranks of the group call it; it warns once for each
-    function, and raises under `strict`.
-
-    Raises:
-        RuleError: the function shows memory or changes a shape in place; or `strict` is on.
+    function, and raises under `strict`, and where the function shows memory or changes a shape in place.
     """
     name = bare_name(func)
     if name in CHANGES_SHAPE:

@@ -11,9 +11,8 @@ import torch
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rank_of
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.layout.bind import bind, no_such_rank
+from shardtensor.layout.bind import bind, listed_layout, no_such_rank
 from shardtensor.layout.box import Box
-from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tensor, validate_non_overlapping_shards_metadata
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import (
@@ -26,9 +25,8 @@ from shardtensor.spec.devices import (
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement, parse_placement
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.init_local import leaf_of
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -47,9 +45,7 @@ def from_local_shards_and_global_metadata(
     process_group: Any = None,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Return the tensor that the metadata describes, of which this rank has these shards.
-
-    Sends nothing and compares nothing between ranks: the metadata is trusted to be right on each of them.
+    """Return the tensor that the metadata describes, of which this rank has these shards. Sends and compares nothing.
 
     Raises:
         RuntimeError: not as many shards as the metadata gives this rank.
@@ -106,14 +102,6 @@ def build_metadata(
 
     A method of the specs that name devices. It is given to them here, as `shard_tensor` is in `parallel`, because specs
     know no tensors: planning runs where torch cannot be imported.
-
-    Raises:
-        LayoutError: (a ValueError) the spec does not fit the size.
-
-    Example:
-        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> spec.build_metadata([3, 4], TensorProperties()).shards_metadata[1]
-        ShardMetadata(shard_offsets=[2, 0], shard_sizes=[1, 4], placement=rank:1/cpu)
     """
     shape = tuple(tensor_sizes)
     if isinstance(spec, EnumerableShardingSpec):
@@ -132,12 +120,7 @@ for _kind in (ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec):
 
 
 def parse_and_validate_remote_device(process_group: Any, remote_device: Any) -> tuple[int, torch.device]:
-    """Return the global rank and the device of a placement.
-
-    Raises:
-        LayoutError: (a ValueError) there is none, it names no rank, or one outside the process group.
-        RuleError: (a RuntimeError) it names a worker, and RPC is not initialized.
-    """
+    """Return the global rank, which has to be in the process group, and the device of a placement."""
     if remote_device is None:
         raise LayoutError("remote device is None", fix='give the shard a placement such as "rank:0/cpu"')
     placement: Placement = parse_placement(remote_device)

@@ -1,17 +1,45 @@
-"""What shows of the gradient of a leaf: a ShardedTensor over it, the same as long as the leaf's gradient is.
+"""The gradient of a leaf as a ShardedTensor, and hooks on leaves, which run on every rank and get ShardedTensors.
 
-Its dtype is the leaf's own, or the ``grad_dtype`` that a user set, where torch has such a setting.
+Hooks live on the leaf, as its gradient does, and must not keep the ShardedTensor alive: Python's collector does not see
+through a leaf's post-accumulate hooks, so such a cycle would never be freed. Nor may they hold a weak reference to it:
+torch refuses to swap a tensor that has one. So the ShardedTensor owns a small `Owner` that knows it, a cycle that the
+collector does see, and the hook has a weak reference to that.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from sys import getrefcount
 from typing import Any
 
 import torch
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, shell_over, wrap
+
+
+class Pieces:
+    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`; their ``_piece`` is this
+    object and their number there.
+
+    The leaves get gradients that are the same pieces of one tensor like `whole`, so an optimizer may step all of it as
+    one tensor: what lies between is zero there and in the gradient. Autograd does not run hooks of leaves that it gives
+    no gradients; whoever gives those looks at `has_hooks`.
+    """
+
+    __slots__ = ("has_hooks", "starts", "whole")
+
+    def __init__(self, whole: torch.Tensor, starts: tuple[int, ...]) -> None:
+        self.whole, self.starts = whole, starts
+        self.has_hooks = False
+
+
+def piece_of(leaf: torch.Tensor) -> tuple[Pieces, int] | None:
+    """What `leaf` is a piece of, and its number there."""
+    return vars(leaf).get("_piece")
+
 
 _NOTHING = torch.empty(0)
 
@@ -59,8 +87,7 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
     """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
 
-    Raises:
-        RuleError: the tensor is partial in another way than a sum, whose leaf's gradient is not the tensor's.
+    A tensor that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's.
     """
     layout = tensor._layout
     if not layout.partial:
@@ -122,3 +149,101 @@ if HAS_GRAD_DTYPE:
         _get_grad_dtype, _set_grad_dtype, doc="As of the dense tensor: the dtype of gradients; None allows any."
     )
 ShardedTensor.grad = property(get_grad, set_grad, doc=get_grad.__doc__)  # type: ignore[assignment]
+
+
+@implements(torch.Tensor.register_hook)
+def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
+    """Call ``hook(gradient)``, a ShardedTensor, whenever the gradient is computed; what it returns replaces it."""
+    note_hook(tensor._local)
+    return tensor._local.register_hook(_gradient_hook(tensor, hook))
+
+
+def _gradient_hook(
+    tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]
+) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    """The hook for the leaf of `tensor`."""
+    # It must not keep the tensor alive, so it knows it by a local tensor without memory.
+    stand_in = torch.empty(tensor._local.shape, device="meta")
+    like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
+
+    def on_leaf(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # torch calls where the graph could have brought a gradient and did not, too
+            return None
+        shown = gradient_of(like, grad)
+        changed = hook(shown)
+        return None if changed is None else local_as(changed, shown._layout, shown._group)
+
+    return on_leaf
+
+
+class Owner:
+    """Finds the ShardedTensor that a leaf belongs to, as long as it lives."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: ShardedTensor) -> None:
+        self.tensor = tensor
+
+
+@implements(torch.Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
+    """Call ``hook(tensor)``, with this very object, after its gradient has been accumulated."""
+    note_hook(tensor._local)
+    return tensor._local.register_post_accumulate_grad_hook(_post_hook(tensor, hook))
+
+
+def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Callable[[torch.Tensor], None]:
+    """The hook for the leaf of `tensor`."""
+    owner = vars(tensor).setdefault("_owner", Owner(tensor))
+    find = weakref.ref(owner)
+
+    def on_leaf(_: torch.Tensor) -> None:
+        owner = find()
+        if owner is not None:
+            hook(owner.tensor)
+
+    return on_leaf
+
+
+def note_hook(leaf: torch.Tensor) -> None:
+    """Tell who gives `leaf` its gradients, if it is not autograd, that there are hooks."""
+    piece = piece_of(leaf)
+    if piece is not None:
+        piece[0].has_hooks = True
+
+
+Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+"""Of a tensor: those on its gradient, those after its accumulation; as its handles know them."""
+
+
+def take_hooks(tensor: torch.Tensor) -> Hooks:
+    """Take the hooks of a plain tensor off it."""
+    on: Any = tensor
+    hooks = on._backward_hooks, on._post_accumulate_grad_hooks
+    if hooks[0]:
+        on._backward_hooks = None
+    if hooks[1]:
+        on._post_accumulate_grad_hooks = None
+    return hooks
+
+
+def give_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give the hooks that a plain tensor had to `tensor`, sharded or plain; their handles go on removing them."""
+    before, after = hooks
+    leaf: Any = tensor._local if isinstance(tensor, ShardedTensor) else tensor
+    if before:
+        if isinstance(tensor, ShardedTensor):
+            before.update({key: _gradient_hook(tensor, hook) for key, hook in before.items()})
+        leaf._backward_hooks = before
+    if after:
+        if isinstance(tensor, ShardedTensor):
+            after.update({key: _post_hook(tensor, hook) for key, hook in after.items()})
+        leaf._post_accumulate_grad_hooks = after
+    if before or after:
+        note_hook(leaf)
+
+
+@implements(torch.Tensor.retain_grad)
+def retain_grad(tensor: ShardedTensor) -> None:
+    """Keep the gradient of a result; nothing changes for a leaf."""
+    tensor._local.retain_grad()

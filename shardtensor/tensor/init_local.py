@@ -19,15 +19,14 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.workers import rank_of
 from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.layout.bind import listed_layout
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.listed import listed_layout
 from shardtensor.layout.tiling import check_tiling
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of, own_device, placement_of
+from shardtensor.tensor.placing import bind_named, mesh_of, own_device, placement_of
 from shardtensor.tensor.shard import Shard, check_metadata, same_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -44,9 +43,6 @@ class Brought:
     dtype: torch.dtype | None
     requires_grad: bool | None
     pin_memory: bool | None
-
-
-# -- from shards -----------------------------------------------------------------------------------------------------
 
 
 def init_from_local_shards(
@@ -224,9 +220,6 @@ def _rank(placement: Any) -> int:
     return rank
 
 
-# -- from one tensor a rank ------------------------------------------------------------------------------------------
-
-
 def init_from_local_tensor(
     local_tensor: torch.Tensor,
     sharding_spec: ShardingSpec | str,
@@ -324,9 +317,6 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
         {"spec": str(spec), **{f"rank {rank}": _by(shape) for rank, shape in list(shapes.items())[:8]}},
         "pass the global size after the spec; or sizes(...) in the spec where the parts are uneven",
     )
-
-
-# -- both ------------------------------------------------------------------------------------------------------------
 
 
 def _caught(work: Any) -> tuple[Any, ShardTensorError | None]:

@@ -19,8 +19,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
     """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay.
 
-    Raises:
-        RuleError: the source is anything else: a storage or a plain tensor would be one shard's.
+    Any other source, a storage or a plain tensor, would be one shard's.
     """
     if (
         not isinstance(tensor, ShardedTensor)

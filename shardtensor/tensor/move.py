@@ -7,8 +7,7 @@ and so is its gradient; the gradient of addends is that of their sum, on every r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,18 +15,15 @@ import attrs
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.function_call import refuse_forward_mode
+from shardtensor.comm.collectives import refuse_forward_mode
 from shardtensor.comm.group import Group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.layout.route import Step, route
-from shardtensor.layout.transfer import Region, transfer
-from shardtensor.mesh import Mesh, Ranks
-from shardtensor.tensor.exchange import exchange, follow_one_another, pack, see, staging, unpack
-
-# -- groups ------------------------------------------------------------------------------------------------------------
-
+from shardtensor.layout.transfer import transfer
+from shardtensor.mesh import Mesh
+from shardtensor.tensor.exchange import exchange, see
 
 _ALONG: WeakKeyDictionary[Group, dict[tuple[Any, ...], Group]] = WeakKeyDictionary()
 
@@ -62,19 +58,10 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     return group.subgroup(mesh.ranks_along(group.rank, axes))
 
 
-# -- one step ----------------------------------------------------------------------------------------------------------
-
-
 def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    """Return this rank's local tensor after a step. No gradient. All ranks of `team` call it.
+    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split.
 
-    Args:
-        local: of shape ``step.source.local_shape(rank)``.
-        team: the group of the ranks along ``step.axes``, or of all ranks.
-        rank: the global rank of this process.
-
-    Returns:
-        a tensor of shape ``step.target.local_shape(rank)``; it shares memory with `local` after a slice or a split.
+    It has no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one.
     """
     if step.kind == "all_reduce":
         return team.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
@@ -86,9 +73,7 @@ def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
         return take(local, step.source, step.target, rank)
     if 0 in step.source.shape:
         return local.new_empty(step.target.local_shape(rank))
-    if step.kind == "reduce_scatter":
-        return _reduce_scatter(local, step, team, rank)
-    return _all_gather(local, step, team, rank) if step.kind == "all_gather" else exchange(local, step, team, rank)
+    return exchange(local, step, team, rank)
 
 
 def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torch.Tensor:
@@ -100,62 +85,6 @@ def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torc
     for here, there in keeps:
         see(out, there).copy_(see(local, here))
     return out
-
-
-def _reduce_scatter(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    parts = [[see(local, here) for here, _ in transfer(step.source, step.target, r, (r,)).keeps] for r in team.ranks]
-    counts = [sum(piece.numel() for piece in part) for part in parts]
-    pieces = [piece for part in parts for piece in part]
-    if local.is_contiguous() and follow_one_another(pieces):
-        mine = team.reduce_scatter(local.view(-1), counts)
-    else:
-        with staging(local.numel(), local) as flat:
-            pack(pieces, flat)
-            mine = team.reduce_scatter(flat, counts)
-    out = local.new_empty(step.target.local_shape(rank))
-    unpack(mine, [see(out, there) for _, there in transfer(step.source, step.target, rank, (rank,)).keeps])
-    return out
-
-
-def _all_gather(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    flat = team.all_gather(local if _lies_in_order(step, rank) else _box_by_box(local, step, rank))
-    shape = step.target.local_shape(rank)
-    if _lands_in_order(step, rank, team.ranks):
-        return flat.view(shape)
-    out = local.new_empty(shape)
-    unpack(flat, [see(out, region) for region in _landing(step, rank, team.ranks)])
-    return out
-
-
-@lru_cache(maxsize=1024)
-def _lies_in_order(step: Step, rank: int) -> bool:
-    """Whether a local tensor, end to end, is what it gives away box by box; not so where a later dim is in blocks."""
-    local = torch.empty(step.source.local_shape(rank), device="meta")
-    keeps = transfer(step.source, step.target, rank, (rank,)).keeps
-    return follow_one_another([see(local, here) for here, _ in keeps])
-
-
-def _box_by_box(local: torch.Tensor, step: Step, rank: int) -> torch.Tensor:
-    flat = local.new_empty(local.numel())
-    pack((see(local, here) for here, _ in transfer(step.source, step.target, rank, (rank,)).keeps), flat)
-    return flat
-
-
-def _landing(step: Step, rank: int, members: Ranks) -> Iterable[Region]:
-    """Where the parts of all members go, in their order."""
-    moves = transfer(step.source, step.target, rank, members)
-    for peer, regions in zip(members, moves.receives, strict=True):
-        yield from (there for _, there in moves.keeps) if peer == rank else regions
-
-
-@lru_cache(maxsize=1024)
-def _lands_in_order(step: Step, rank: int, members: Ranks) -> bool:
-    """Whether gathered parts, end to end, already are the local tensor."""
-    out = torch.empty(step.target.local_shape(rank), device="meta")
-    return follow_one_another([see(out, region) for region in _landing(step, rank, members)])
-
-
-# -- a route -----------------------------------------------------------------------------------------------------------
 
 
 def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
@@ -181,10 +110,9 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Return an empty local tensor in the shape that the layout gives it; there are many ways to hold nothing.
+    """Return an empty local tensor in the shape that the layout gives it, with the strides that are usual for it.
 
-    Its strides are usual ones, too: torch's elementwise functions give what is empty strides of zero, which are those
-    of an expanded tensor.
+    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor.
     """
     shape = layout.local_shape(rank)
     if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):

@@ -1,31 +1,31 @@
-"""Which device a rank's part is on, and how a layout is said as a spec."""
+"""From a spec, a shape and a group to a layout and a device, and from a layout back to a spec."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
 import torch
 
 from shardtensor.comm.group import Group
-from shardtensor.comm.process_group import world_place
-from shardtensor.comm.workers import rank_seen
+from shardtensor.comm.process_group import as_group, world_place
+from shardtensor.comm.workers import rank_of, rank_seen
 from shardtensor.errors import LayoutError
 from shardtensor.layout.axis_form import axis_form
+from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.mesh import Mesh, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec, Spec
+from shardtensor.spec.parse import as_spec
 from shardtensor.spec.placement import Placement
 
 
 def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
-    """The device this rank's part shall be on: its placement's, else the group's own kind, else that of `like`.
-
-    Args:
-        like: where the values come from; torch's default device when None.
+    """The device this rank's part shall be on: its placement's, else the group's, else `like`'s or torch's default.
 
     Raises:
         LayoutError: a placement, of any rank, names a device that machines like this one do not have.
@@ -63,11 +63,7 @@ def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -
 
 
 def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
-    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own.
-
-    Raises:
-        LayoutError: it is not there, or the spec names devices by itself, and not only of that kind.
-    """
+    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own."""
     kinds = _named_kinds(spec)
     if kinds and device.type != "meta":
         if kinds != {device.type} or device.index is not None:
@@ -105,17 +101,9 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
         workers = (run.first for run in spec.placements.runs if run.first.worker is not None)
         return next((place for place in workers if rank_seen(place) == rank), None)
     if isinstance(spec, EnumerableShardingSpec):
-        by_rank, named = _listed_placements(spec)
-        return by_rank.get(rank) or next((place for place in named if rank_seen(place) == rank), None)
+        places = (box.placement for box in spec.boxes if box.placement is not None)
+        return next((place for place in places if rank_seen(place) == rank), None)
     return None
-
-
-@lru_cache(maxsize=256)
-def _listed_placements(spec: EnumerableShardingSpec) -> tuple[dict[int, Placement], tuple[Placement, ...]]:
-    """The first placement of each rank that a spec lists, by offset, and those that name workers."""
-    places = [box.placement for box in spec.boxes if box.placement is not None]
-    by_rank = {place.rank_: place for place in reversed(places) if place.rank_ is not None}
-    return by_rank, tuple(place for place in places if place.worker is not None)
 
 
 def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:
@@ -126,23 +114,10 @@ def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:
     return f"rank:{rank}/{device}" if device.type != "cuda" else f"rank:{rank}/cuda"
 
 
-def moved(spec: ShardingSpec | None, kind: str) -> ShardingSpec | None:
-    """The spec of a tensor whose every shard went to a device of another kind: same dims, same ranks, new devices.
-
-    Indices are left out: each rank means its own device. None where the spec has to be told from the layout.
-    """
-    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        runs = [
-            attrs.evolve(run, first=attrs.evolve(run.first, device_type=kind, device_index=None), index_step=0)
-            for run in spec.placements.runs
-        ]
-        return attrs.evolve(spec, placements=[str(run) for run in runs])
+def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> ShardingSpec | None:
+    """The spec of a tensor whose shards went to devices of another kind; None where the layout tells it."""
     if isinstance(spec, EnumerableShardingSpec):
-        shards = spec.shards
-        for shard in shards:
-            if shard.placement is not None:
-                shard.placement = attrs.evolve(shard.placement, device_type=kind, device_index=None)
-        return EnumerableShardingSpec(shards)
+        return enumerated(layout, device)
     return spec if isinstance(spec, Spec) else None
 
 
@@ -212,3 +187,55 @@ def _placements(ranks: range | tuple[int, ...], device: torch.device) -> tuple[s
         first, last = ranks[0], ranks[-1]
         return (f"rank:{first}-{last}/{device.type}" if last > first else f"rank:{first}/{device.type}",)
     return tuple(f"rank:{rank}/{device.type}" for rank in ranks)
+
+
+def bind_to(
+    spec: ShardingSpec | str,
+    shape: tuple[int, ...],
+    process_group: Any = None,
+    dim_names: tuple[str, ...] | None = None,
+) -> tuple[ShardingSpec, Group, Layout]:
+    """Read the spec, find the group and bind them to a shape. Sends nothing; raises SpecError or LayoutError."""
+    spec = as_spec(spec)
+    group = as_group(process_group)
+    if not group.size and isinstance(spec, Spec):
+        raise LayoutError(
+            f"rank {group.rank} is not a member of the process group: what the axes of the spec mean is unknown here",
+            {"spec": str(spec)},
+            ["call this on the members only", "use a spec that names its ranks, such as chunk(...)"],
+        )
+    return spec, group, bind_named(spec, shape, mesh_of(group), dim_names)
+
+
+def bind_named(
+    spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh, dim_names: tuple[str, ...] | None = None
+) -> Layout:
+    """As `bind`, for specs whose placements may name RPC workers; RPC is asked once `bind` has refused those."""
+    try:
+        return bind(spec, shape, mesh, dim_names)
+    except LayoutError:
+        numbered = _numbered(spec)
+        if numbered is None:
+            raise
+    return bind(numbered, shape, mesh, dim_names)
+
+
+def _numbered(spec: ShardingSpec) -> ShardingSpec | None:
+    """The spec with ranks in place of workers; None when it names no worker."""
+    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+        if all(run.first.worker is None for run in spec.placements.runs):
+            return None
+        return attrs.evolve(spec, placements=[_with_rank(place) for place in spec.placements])
+    if isinstance(spec, EnumerableShardingSpec):
+        if all(box.placement is None or box.placement.worker is None for box in spec.boxes):
+            return None
+        return EnumerableShardingSpec([_with_rank_of(shard) for shard in spec.shards])
+    return None
+
+
+def _with_rank_of(shard: ShardMetadata) -> ShardMetadata:
+    return attrs.evolve(shard, placement=None if shard.placement is None else _with_rank(shard.placement))
+
+
+def _with_rank(place: Placement) -> Placement:
+    return attrs.evolve(place, worker=None, rank_=rank_of(place))

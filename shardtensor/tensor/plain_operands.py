@@ -19,11 +19,7 @@ _CHUNK = 1 << 20  # elements of a checksum at a time
 
 
 def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise on every rank where a plain operand is not the same on all. One small exchange; all ranks call it.
-
-    Raises:
-        DisagreementError: on every rank of the group, naming the operation, its line, the operand and who holds what.
-    """
+    """Raise DisagreementError on every rank where a plain operand is not the same on all; all ranks call it."""
     name = dispatch.name_of(func)
     leaves = tree_flatten_with_path((args, {key: value for key, value in kwargs.items() if key != "out"}))[0]
     group = next((x._group for _, x in leaves if isinstance(x, ShardedTensor)), None)

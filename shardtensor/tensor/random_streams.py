@@ -1,77 +1,49 @@
 """The random streams of the CPU and of CUDA, drawn in pieces that add up to the whole call.
 
-The CPU generator is one serial stream (mt19937). Most torch samplers take from it element by element, so two calls on
-two halves give what one call on the whole gives. ``normal_`` differs: from 16 elements on it works in blocks of 16
-and, where the size is no multiple of 16, draws the *last 16 elements* again at the end. Pieces that are a multiple
-of 16 long, and a last piece of at least 16, are exact for both kinds, values and final state.
+The CPU generator is one serial stream (mt19937), so two calls on two halves give what one call on the whole gives. But
+``normal_`` works in blocks of 16 from 16 elements on and, where the size is no multiple of 16, draws the *last 16
+elements* again at the end. Pieces that are a multiple of 16 long, and a last piece of at least 16, are exact for all.
 
-CUDA's Philox is counter-based. A torch sampler runs a fixed grid of threads over the tensor again and again; one pass
-fills ``length`` consecutive elements and moves the generator's offset by ``step``. Pass ``k`` of a large tensor is
-therefore the same call on a tensor of ``length`` elements with the offset set ``k * step`` further. The numbers depend
-on the card's count of multiprocessors, as those of the unsharded call do.
-
-References: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+CUDA's Philox is counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A torch sampler
+runs a fixed grid of threads over the tensor again and again; one pass fills ``length`` consecutive elements and moves
+the generator's offset by ``step``. Pass ``k`` of a large tensor is therefore the same call on a tensor of ``length``
+elements with the offset set ``k * step`` further. The numbers depend on the card's count of multiprocessors, as those
+of the unsharded call do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-# -- CPU ---------------------------------------------------------------------------------------------------------------
-
+Sample = Callable[[Tensor, Generator | None], object]
+"""Fills a contiguous tensor in place with one torch random operation."""
 
 BLOCK = 16
 PIECE = 65536
 
 
 def serial_pieces(
-    sample: Callable[[Tensor, Generator | None], object],
-    numel: int,
-    *,
-    dtype: torch.dtype,
-    generator: Generator | None,
+    sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
 ) -> Iterator[tuple[int, Tensor]] | None:
-    """Draw a CPU tensor of ``numel`` elements piece by piece into one small scratch.
+    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small scratch.
 
-    Args:
-        sample: fills a contiguous tensor in place with one torch random operation.
-        numel: elements of the whole tensor, at least 16.
-        dtype: the dtype it is drawn in.
-        generator: a CPU generator; None means torch's default one.
-
-    Returns:
-        An iterator of ``(start, values)``: ``values`` is the whole's flat range that begins at ``start``, valid until
-        the next step. When the iterator is used up, the generator is where the whole call leaves it.
-        None if ``sample`` is not exact in pieces, with the generator untouched.
-
-    Example:
-        >>> pieces = serial_pieces(lambda t, g: t.uniform_(generator=g), 200_000, dtype=torch.float32, generator=None)
-        >>> [(start, values.numel()) for start, values in pieces]
-        [(0, 65536), (65536, 65536), (131072, 65536), (196608, 3392)]
+    Used up, it leaves the generator where the whole call does. None, and the generator as it was, if `sample` is not
+    exact in pieces.
     """
-    if not _is_exact_in_pieces(sample, dtype, generator):
-        return None
-    return _draw(sample, numel, dtype, generator)
+    return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
 
 
 def piece_bounds(numel: int, piece: int) -> list[int]:
-    """Return the cuts of ``range(numel)`` into pieces, none shorter than a block of 16.
-
-    Example:
-        >>> piece_bounds(100, 48), piece_bounds(112, 48)
-        ([0, 48, 100], [0, 48, 96, 112])
-    """
+    """Return the cuts of ``range(numel)`` into pieces, none shorter than a block of 16."""
     return [*range(0, numel - BLOCK + 1, piece), numel]
 
 
-def _draw(
-    sample: Callable[[Tensor, Generator | None], object], numel: int, dtype: torch.dtype, generator: Generator | None
-) -> Iterator[tuple[int, Tensor]]:
+def _draw(sample: Sample, numel: int, dtype: torch.dtype, generator: Generator | None) -> Iterator[tuple[int, Tensor]]:
     scratch = torch.empty(min(numel, PIECE + BLOCK - 1), dtype=dtype, device="cpu")
     for start, stop in pairwise(piece_bounds(numel, PIECE)):
         values = scratch[: stop - start]
@@ -79,14 +51,11 @@ def _draw(
         yield start, values
 
 
-def _is_exact_in_pieces(
-    sample: Callable[[Tensor, Generator | None], object], dtype: torch.dtype, generator: Generator | None
-) -> bool:
+def _is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator | None) -> bool:
     """Compare 37 elements drawn at once with the same in two pieces, then put the generator back.
 
     Some samplers seed a stream of their own with one draw a call (``bernoulli_`` with a number, and so dropout, on
-    Intel CPUs with MKL). That shows in the generator's state even where the few values happen to agree. The check
-    costs some 20 µs beside at least 130 µs for the draw, so it is made on every call and there is no cache to go stale.
+    Intel CPUs with MKL). That shows in the generator's state even where the few values happen to agree.
     """
     stream = torch.default_generator if generator is None else generator
     before = stream.get_state()
@@ -104,23 +73,12 @@ def _is_exact_in_pieces(
         stream.set_state(before)
 
 
-# -- CUDA --------------------------------------------------------------------------------------------------------------
-
-
 THREADS_PER_BLOCK = 256
 MAX_BYTES = 2**31 - 1  # a kernel indexes with 32 bits; torch halves larger tensors until they fit
 
 
-class OffsetStream(Protocol):
-    """The part of a CUDA ``torch.Generator`` that gives random access."""
-
-    def get_offset(self) -> int: ...
-
-    def set_offset(self, offset: int) -> object: ...
-
-
 def philox_pieces(
-    sample: Callable[[Tensor, Generator | None], object],
+    sample: Sample,
     numel: int,
     wanted: Callable[[int, int], bool],
     *,
@@ -128,21 +86,11 @@ def philox_pieces(
     device: torch.device,
     generator: Generator | None,
 ) -> Iterator[tuple[int, Tensor]] | None:
-    """Draw those passes of a CUDA tensor of ``numel`` elements that are wanted, into one scratch of a pass.
+    """Yield ``(start, values)``: the wanted passes of a CUDA tensor of `numel` elements, in a scratch of one pass.
 
-    Args:
-        sample: fills a contiguous tensor in place with one torch random operation.
-        numel: elements of the whole tensor.
-        wanted: tells whether anything of the flat range ``[start, stop)`` is needed.
-        dtype: the dtype it is drawn in.
-        device: a CUDA device.
-        generator: a generator of that device; None means its default one.
-
-    Returns:
-        An iterator of ``(start, values)``: ``values`` is the whole's flat range that begins at ``start``, valid until
-        the next step. When the iterator is used up, the generator is where the whole call leaves it.
-        None if the tensor fits one pass, or is complex and larger than 2 GiB, or if ``sample`` is not exact in passes;
-        the generator is then untouched.
+    Used up, it leaves the generator where the whole call does. None, and the generator as it was, if the tensor fits
+    one pass, or is complex and larger than 2 GiB, or if `sample` is not exact in passes. `wanted` tells whether
+    anything of a flat range is needed.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     lengths = pass_lengths(index)
@@ -168,7 +116,7 @@ def pass_lengths(index: int) -> tuple[int, int]:
     return 4 * THREADS_PER_BLOCK * blocks, 2 * THREADS_PER_BLOCK * blocks
 
 
-def find_pass(draw: Callable[..., Tensor], stream: OffsetStream, lengths: tuple[int, ...]) -> tuple[int, int] | None:
+def find_pass(draw: Callable[..., Tensor], stream: Any, lengths: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the ``(length, step)`` of a pass that is proved to reproduce ``draw``, or None. The offset is put back.
 
     The proof compares two passes and one element drawn at once with the same in three passes, values and final offset.
@@ -200,7 +148,7 @@ def find_pass(draw: Callable[..., Tensor], stream: OffsetStream, lengths: tuple[
 
 def draw_passes(
     draw: Callable[..., Tensor],
-    stream: OffsetStream,
+    stream: Any,
     numel: int,
     wanted: Callable[[int, int], bool],
     length: int,
@@ -231,12 +179,7 @@ def draw_passes(
 
 
 def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) -> list[int]:
-    """Return the sizes of the parts that torch draws one after the other: halves until a part fits 32-bit indexing.
-
-    Example:
-        >>> split_for_indexing(1000, 4), split_for_indexing(2**30 + 1, 4)
-        ([1000], [536870912, 268435456, 268435457])
-    """
+    """Return the sizes of the parts that torch draws one after the other: halves until a part fits 32-bit indexing."""
     if (numel - 1) * itemsize + 1 <= max_bytes:
         return [numel]
     half = numel // 2

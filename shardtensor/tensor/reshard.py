@@ -14,15 +14,11 @@ from shardtensor.layout.box import whole
 from shardtensor.layout.layout import Layout, ListedLayout
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.factories import distribute
 from shardtensor.tensor.gradient import keep_grad_dtype
 from shardtensor.tensor.move import moved, settle
-from shardtensor.tensor.placing import device_for, mesh_of
+from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
-
-# -- other layouts -----------------------------------------------------------------------------------------------------
-
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,15 +64,12 @@ def reshard(
 def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
     """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
 
-    Every rank receives exactly the elements it lacks, then lets go of those it had. A leaf stays a leaf, and its
-    gradient comes along; autograd follows a result through it. Tensors that were views of this one keep the old
-    elements: later writes are not shared. `shardtensor.reshard` makes a new tensor instead.
-
-    Args:
-        spec: of any kind, or its text, bound to the ranks of this tensor's group.
+    Every rank receives exactly the elements it lacks. A leaf stays a leaf, and its gradient comes along; autograd
+    follows a result through it. Tensors that were views of this one keep the old elements: later writes are not shared.
+    `shardtensor.reshard` makes a new tensor instead.
 
     Raises:
-        SpecError, LayoutError: the text is wrong, or does not fit; the tensor is as before.
+        SpecError, LayoutError: the text is wrong, or does not fit the group; the tensor is as before.
         RuleError: the tensor is a copy that the dense program would have as a view.
     """
     spec = as_spec(spec)
@@ -151,10 +144,7 @@ def _transport(old: Group, new: Group) -> Group:
 ShardedTensor.reshard = reshard_
 
 
-# -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def gather_or_pick(
+def _gather(
     tensor: ShardedTensor,
     dst: int = 0,
     out: torch.Tensor | None = None,
@@ -164,8 +154,8 @@ def gather_or_pick(
 ) -> Any:
     """Write the whole tensor into `out` on the group rank `dst`. No gradient. All ranks of the group call it.
 
-    ``x.gather(dim, index)`` is `torch.gather`, told by an index of another dtype than the tensor's; of an integer
-    tensor call `torch.gather` itself.
+    ``x.gather(dim, index)`` is `torch.gather` where the index has another dtype than the tensor; for an integer tensor
+    call `torch.gather` itself. One small exchange comes first, so that all ranks raise the same error, or none.
 
     Args:
         dst: group rank that receives.
@@ -173,47 +163,25 @@ def gather_or_pick(
         enforce_dtype: convert to ``out.dtype`` instead of demanding it.
         dtype: send the elements as this dtype.
     """
-    if call or is_index(tensor, dst, out, enforce_dtype):
-        given = {"dim": dst, "index": out, **call}
-        return torch.gather(tensor, **given)
-    gather_to(tensor, dst, out, enforce_dtype, dtype)
-    return None
-
-
-@torch.no_grad()
-def gather_to(
-    tensor: ShardedTensor, dst: int, out: torch.Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
-) -> None:
-    """Write the whole of `tensor` into `out` on group rank `dst`. All ranks of the group call it.
-
-    One small exchange comes first, so that a missing or misshapen `out` is the same error on every rank.
-    """
-    group = tensor._group
+    group, layout = tensor._group, tensor._layout
+    if call:
+        return torch.gather(tensor, **{"dim": dst, "index": out, **call})
+    if out is not None and not enforce_dtype and out.dtype in (torch.int64, torch.int32) and out.dtype != tensor.dtype:
+        agree(group, "gather", {"dim": str(dst), "index": str(tuple(out.shape))})
+        return torch.gather(tensor, dst, out)
     if group.index < 0:
-        return
+        return None
     fault = _fault(tensor, dst, out, None if enforce_dtype else dtype or tensor.dtype)
     agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, fault)
-    local, layout = tensor._local, tensor._layout
-    if layout.partial:  # joined before they are rounded to another dtype
-        local, layout = settle(local, layout, group), layout.reduced()
-    if dtype is not None:
-        local = local.to(dtype)
-    rank, shape = group.ranks[dst], layout.shape
-    there = ListedLayout(shape=shape, ranks=(rank,), grid=(1,), owned=((rank, whole(shape)),))
-    local = moved(local, layout, there, group)
-    if out is not None:
-        out.copy_(local)
-
-
-def is_index(tensor: ShardedTensor, dim: int, given: torch.Tensor | None, enforce_dtype: bool) -> bool:
-    """Whether ``tensor.gather(dim, given)`` means `torch.gather`: `given` is of integers and `tensor` is not.
-
-    Then one small exchange makes sure that all ranks mean it, as an `out` is given on one rank only.
-    """
-    if given is None or enforce_dtype or given.dtype == tensor.dtype or given.dtype not in (torch.int64, torch.int32):
-        return False
-    agree(tensor._group, "gather", {"dim": str(dim), "index": str(tuple(given.shape))})
-    return True
+    with torch.no_grad():
+        local = settle(tensor._local, layout, group)  # before it is rounded to another dtype
+        there = ListedLayout(
+            shape=layout.shape, ranks=(group.ranks[dst],), grid=(1,), owned=((group.ranks[dst], whole(layout.shape)),)
+        )
+        local = moved(local if dtype is None else local.to(dtype), layout.reduced(), there, group)
+        if out is not None:
+            out.copy_(local)
+    return None
 
 
 def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> LayoutError | None:
@@ -243,4 +211,4 @@ def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: tor
     return None
 
 
-ShardedTensor.gather = gather_or_pick
+ShardedTensor.gather = _gather

@@ -12,8 +12,6 @@ import torch
 from shardtensor.errors import LayoutError
 from shardtensor.spec.devices import ShardMetadata, with_dataclass_fields
 
-# -- metadata ----------------------------------------------------------------------------------------------------------
-
 
 @with_dataclass_fields()
 @attrs.define
@@ -56,9 +54,6 @@ class ShardedTensorMetadata:
     shards_metadata: list[ShardMetadata] = attrs.field(factory=list, eq=_in_any_order)
     size: torch.Size = attrs.field(factory=lambda: torch.Size([]), converter=torch.Size)
     tensor_properties: TensorProperties = attrs.field(factory=TensorProperties)
-
-
-# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:

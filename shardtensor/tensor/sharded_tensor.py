@@ -23,9 +23,9 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import bypasses, dispatch, placing
 from shardtensor.tensor.answers import Answers
-from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
+from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
 _make_body = torch.Tensor._make_wrapper_subclass
@@ -81,8 +81,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             if name == "_local" and self._copied is not None:
                 return self._copied.current
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-    # -- parts ------------------------------------------------------------------------------------------------------
 
     def local_tensor(self) -> torch.Tensor:
         """Return this rank's part, the tensor that autograd and optimizers know. Sends nothing.
@@ -177,16 +175,12 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             self._spec = placing.spec_of(self._layout, self.device)
         return self._spec
 
-    # -- wholes -----------------------------------------------------------------------------------------------------
-
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank: one all-gather (one all-reduce where it is partial). Differentiable.
 
         All ranks of the group call it.
         """
         return whole(self._local, self._layout, self._group)
-
-    # -- autograd: the leaf's ----------------------------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:
@@ -228,8 +222,6 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self._grad_shell = None
         self._sync_body()
         self._tell_flat()
-
-    # -- dispatch -----------------------------------------------------------------------------------------------------
 
     @classmethod
     @untraced("a graph takes no ShardedTensor as an operand: compile the parts that work on plain values")
@@ -296,9 +288,7 @@ def _dealt(layout: Layout) -> list[tuple[int, int]]:
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
     """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds.
 
-    Args:
-        local: of shape ``layout.local_shape(group.rank)``; where that is empty, empty in any way.
-        spec: what `sharding_spec` shall return; None to tell it from the layout when asked.
+    Where the local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked.
     """
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
@@ -337,12 +327,9 @@ def copy_of(
     name: str,
     again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None,
 ) -> ShardedTensor:
-    """Return `value`, read from `x`, as a copy of what the dense program has as a view.
+    """Return `value`, plain or sharded and read from `x`, as a copy of what the dense program has as a view.
 
-    Args:
-        value: plain (equal on every rank) or sharded; an object of its own.
-        name: of the view function, for errors.
-        again: reads `x` again, and writes such a value into it.
+    `name` is the view function's, for errors; `again` reads `x` again, and writes such a value into it.
     """
     local = x._local
     if not isinstance(value, ShardedTensor):

@@ -1,12 +1,9 @@
 """State dicts: what ``torch.distributed.checkpoint`` asks of a tensor, and whole tensors for programs without sharding.
 
 A file holds boxes with offsets in the global tensor, whatever layout wrote them, so a tensor loads into any layout and
-any number of ranks, and files are read by, and written for, plain tensors and DTensors, too. Ranks that hold copies
-list the same boxes; the planner of torch chooses one writer for each. A flat range that ends inside a row is several
-boxes, as everywhere in `layout`.
-
-``torch.distributed.checkpoint.state_dict`` gathers DTensors where a program asks for ``full_state_dict=True``, and
-keeps them sharded where it sets values. It asks a tensor for no method, so its own functions are extended here.
+any number of ranks, plain tensors and DTensors too. Ranks that hold copies list the same boxes; the planner of torch
+chooses one writer for each. ``torch.distributed.checkpoint.state_dict`` asks a tensor for no method, so its own
+functions are extended here.
 """
 
 from __future__ import annotations
@@ -28,15 +25,9 @@ from shardtensor.layout.box import Box, whole
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
-# -- boxes of a checkpoint ---------------------------------------------------------------------------------------------
-
 
 def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]:
-    """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box.
-
-    Raises:
-        RuleError: the ranks still hold addends. The planner runs on every rank, so that all raise.
-    """
+    """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -57,21 +48,13 @@ def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]
 
 
 def create_chunk_list(tensor: ShardedTensor) -> list[Any]:
-    """Return the boxes that this rank has to read, perhaps none.
-
-    Raises:
-        RuleError: the ranks hold addends, which the loaded value would be added up from.
-    """
+    """Return the boxes that this rank has to read, perhaps none."""
     _refuse_addends(tensor)
     return [_chunk(box) for _, box in _boxes(tensor).values()]
 
 
 def get_tensor_shard(tensor: ShardedTensor, index: Any) -> torch.Tensor:
-    """Return the local memory of the box at ``index.offset``: what is written there is written into the tensor.
-
-    Raises:
-        ValueError: this rank holds no such box.
-    """
+    """Return the local memory of the box at ``index.offset``: what is written there is written into the tensor."""
     offsets = tuple(index.offset or (0,) * len(tensor._layout.shape))
     if not math.prod(tensor._layout.shape):
         return tensor._local.detach().new_empty(tensor._layout.shape)
@@ -106,9 +89,6 @@ def _refuse_addends(tensor: ShardedTensor, fqn: str | None = None) -> None:
 ShardedTensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
 ShardedTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-defined]
 ShardedTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]
-
-
-# -- whole tensors -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

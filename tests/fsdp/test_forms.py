@@ -16,8 +16,7 @@ from shardtensor.errors import LayoutError, SpecError
 from shardtensor.fsdp import fully_shard
 from shardtensor.layout.layout import same_boxes
 from shardtensor.mesh import Mesh
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 
 sim = pytest.mark.worlds("sim")
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

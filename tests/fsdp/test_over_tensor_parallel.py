@@ -18,8 +18,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.fsdp import fully_shard
 from shardtensor.layout.layout import same_boxes
 from shardtensor.mesh import Mesh
-from shardtensor.tensor.binding import bind_named
-from shardtensor.tensor.placing import mesh_of
+from shardtensor.tensor.placing import bind_named, mesh_of
 
 sim = pytest.mark.worlds("sim")
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.nested import Addends, CutDim, nearest_nested, nested_layout, on_mesh, say_nested
+from shardtensor.layout.nested import Addends, CutDim, nearest_nested, nested_layout, say_nested
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
@@ -102,12 +102,12 @@ def test_axes_are_split_and_joined():
     said = nested_layout((CutDim(0), None, CutDim(0)), (12,), fine)
     assert say_nested(said, coarse) == (CutDim(0),)
     assert say_nested(nested_layout((CutDim(0),), (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
-    assert on_mesh(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
-    assert on_mesh(nested_layout((Addends("sum"), None, CutDim(0)), (12,), fine), coarse) is None
+    assert say_nested(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
+    assert say_nested(nested_layout((Addends("sum"), None, CutDim(0)), (12,), fine), coarse) is None
     summed = nested_layout((Addends("sum"),), (12,), coarse)
     assert say_nested(summed, fine) == (Addends("sum"), None, Addends("sum"))
     grid = nested_layout((CutDim(0), CutDim(1)), (4, 6), Mesh((("a", 2), ("b", 3))))
-    assert on_mesh(grid, Mesh((("a", 3), ("b", 2)))) is None
+    assert say_nested(grid, Mesh((("a", 3), ("b", 2)))) is None
 
 
 def test_the_nearest_keeps_the_axes():

@@ -15,7 +15,7 @@ import shardtensor as st
 from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroup, FlatGroups, find_flat_groups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.state import ParamState
-from shardtensor.tensor.pieces import Pieces
+from shardtensor.tensor.gradient import Pieces
 
 SHAPES = ((2, 3), (4,), (1, 5), (3,), (2, 2))
 STARTS = (0, 8, 12, 20, 24)  # with gaps, as alignment leaves them

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardtensor.tensor.random import draw_boxes
+from shardtensor.tensor.drawing import draw_boxes
 from shardtensor.tensor.random_streams import (
     PIECE,
     draw_passes,

@@ -3,5 +3,3 @@
 from shardtensor.optim.named_params import named_params_with_sharded_tensor
 
 from .api import ShardedOptimizer
-
-__all__ = ["ShardedOptimizer", "named_params_with_sharded_tensor"]

@@ -22,29 +22,3 @@ from .utils import _parse_and_validate_remote_device
 empty, full, ones = with_rrefs(factories.empty), with_rrefs(factories.full), with_rrefs(factories.ones)
 rand, randn, zeros = with_rrefs(factories.rand), with_rrefs(factories.randn), with_rrefs(factories.zeros)
 init_from_local_shards = with_rrefs(init_local.init_from_local_shards)
-
-__all__ = [
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "ShardedTensorBase",
-    "ShardedTensorMetadata",
-    "TensorProperties",
-    "_create_tensor_from_params",
-    "_parse_and_validate_remote_device",
-    "_sharded_tensor_map",
-    "custom_sharded_op_impl",
-    "empty",
-    "full",
-    "init_from_local_shards",
-    "load_with_process_group",
-    "metadata",
-    "ones",
-    "pre_load_state_dict_hook",
-    "rand",
-    "randn",
-    "shard",
-    "state_dict_hook",
-    "utils",
-    "zeros",
-]

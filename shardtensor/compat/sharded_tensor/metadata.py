@@ -2,5 +2,3 @@
 
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.tensor.shard import ShardedTensorMetadata, TensorProperties
-
-__all__ = ["ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]

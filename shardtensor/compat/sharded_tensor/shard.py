@@ -1,5 +1,3 @@
 """The names of ``torch.distributed._shard.sharded_tensor.shard``."""
 
 from shardtensor.tensor.shard import Shard
-
-__all__ = ["Shard"]

@@ -1,5 +1,3 @@
 """The names of ``torch.distributed._shard.sharding_plan``."""
 
 from .api import ShardingPlan, ShardingPlanner
-
-__all__ = ["ShardingPlan", "ShardingPlanner"]

@@ -17,19 +17,3 @@ from .api import (
     _infer_sharding_spec_from_shards_metadata,
 )
 from .chunk_sharding_spec import ChunkShardingSpec
-
-__all__ = [
-    "ChunkShardingSpec",
-    "DevicePlacementSpec",
-    "EnumerableShardingSpec",
-    "GridShardingSpec",
-    "PlacementSpec",
-    "ShardMetadata",
-    "ShardingSpec",
-    "_infer_sharding_spec_from_shards_metadata",
-    "check_tensor",
-    "get_chunk_sharding_params",
-    "get_chunked_dim_size",
-    "get_split_size",
-    "validate_non_overlapping_shards_metadata",
-]

@@ -7,11 +7,3 @@ from shardtensor.layout.tiling import (
     get_split_size,
     validate_non_overlapping_shards_metadata,
 )
-
-__all__ = [
-    "check_tensor",
-    "get_chunk_sharding_params",
-    "get_chunked_dim_size",
-    "get_split_size",
-    "validate_non_overlapping_shards_metadata",
-]
