@@ -70,7 +70,6 @@ _HOME = {
     "along": "sharding.styles",
     "check_collectives": "comm.checked",
     "check_numeric": "sharding.numeric",
-    "choose_overlap": "sharding.overlap",
     "clip_grad_norm_": "optim.clip",
     "clip_grad_value_": "optim.clip",
     "colwise": "sharding.styles",

@@ -20,7 +20,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.ids import strays_of, widest
-from shardtensor.ops.linear import cast, chunked_row_linear, column_linear, gathered_linear, is_large, shared_linear
+from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_large, shared_linear
 from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -61,22 +61,6 @@ class StreamProduct:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return gathered_linear(x, weight, bias, self.team, self.stretches)
-
-
-@attrs.frozen
-class ChunkedProduct:
-    """Inputs of `least` elements or more are multiplied and summed in so many chunks of rows."""
-
-    team: Group
-    chunks: int
-    least: int
-
-    def pays(self, x: torch.Tensor) -> bool:
-        return x.numel() >= self.least and not torch.compiler.is_compiling()
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = chunked_row_linear(x, weight, self.team, self.chunks)
-        return y if bias is None else y + bias
 
 
 @attrs.frozen(eq=False)
