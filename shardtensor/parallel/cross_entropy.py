@@ -10,8 +10,9 @@ from torch import nn
 from shardtensor.comm.checked import CheckedGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
+from shardtensor.ops.engine import HALF
 from shardtensor.ops.ids import strays_of, widest
-from shardtensor.parallel.cut_cross_entropy import Classes, CutCrossEntropy, classes_of
+from shardtensor.parallel.cut_cross_entropy import Classes, RowSums, classes_of
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -146,17 +147,37 @@ def _loss(
     z_loss: float,
 ) -> torch.Tensor:
     _check(logits, target, weight, classes)
-    waits = logits.is_cpu or isinstance(classes.team, CheckedGroup)  # elsewhere `gather` asserts what is looked at here
-    if waits and not torch.compiler.is_compiling():
-        # the same on all ranks that have these targets
-        strays = strays_of(target, 0, classes.count, ignore_index, waits=True)
-        if classes.data is not None and reduction == "mean":  # others would wait for this rank's count
+    if torch.compiler.is_compiling():
+        is_live = (target >= 0) & (target < classes.count) | (target == ignore_index)
+        torch._assert_async(is_live.all(), "Target is out of bounds.")
+    else:  # the same on all ranks that have these targets
+        strays = strays_of(target, 0, classes.count, ignore_index, waits=isinstance(classes.team, CheckedGroup))
+        is_told = logits.is_cpu or isinstance(classes.team, CheckedGroup)  # elsewhere it is an assert on the device
+        if classes.data is not None and reduction == "mean" and is_told:  # others would wait for this rank's count
             strays = widest(strays, classes.data)
         if strays:
             raise IndexError(f"Target {strays[0]} is out of bounds.")
-    return CutCrossEntropy.apply(
-        logits, target, weight, classes, ignore_index, reduction, float(label_smoothing), float(z_loss)
-    )
+    wide = torch.float32 if logits.dtype in HALF else logits.dtype
+    w = None if weight is None else weight.to(wide)
+    ids = target.reshape(-1).long()
+    live = ids != ignore_index
+    share = live.to(wide) if w is None else w[torch.where(live, ids, 0)] * live
+    columns = w[classes.start : classes.start + classes.held] if label_smoothing and w is not None else None
+    top, base, d_target, *evens = RowSums.apply(logits, ids, columns, classes, bool(label_smoothing))
+    losses = base - d_target  # of rows that are not live anything, until the end
+    if w is not None:
+        losses = losses * share
+    if label_smoothing:
+        each = label_smoothing / classes.count
+        evenly = each * (classes.count if w is None else w.sum())
+        losses = (1 - label_smoothing) * losses + (evenly * base - each * evens[0])
+    if z_loss:
+        losses = losses + z_loss * share * (top + base).square()
+    losses = torch.where(live, losses, 0)
+    if reduction != "mean":
+        return losses.sum() if reduction == "sum" else losses.view(target.shape)
+    total = share.sum()
+    return losses.sum() / (total if classes.data is None else classes.data.all_reduce(total, "avg"))
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, classes: Classes) -> None:
