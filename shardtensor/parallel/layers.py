@@ -122,6 +122,14 @@ class LayerFlow:
     is_transposed: bool = False
     product: Product | None = None
 
+    @property
+    def shares(self) -> bool:
+        """Whether the product may share its input's sum: its input comes as it is, and its gradient is an addend.
+
+        Not where its weight's gradient is summed, too, which would come before the input's.
+        """
+        return not (self.enter or self.adds_bias_last or self.sums is not None or self.is_transposed)
+
     def __deepcopy__(self, memo: Any) -> LayerFlow:
         return self
 

@@ -50,15 +50,12 @@ class Entering:
         places: where each stands when it is given by position.
         wraps: by the name of the argument, for modules that work on ShardedTensors.
         sums: what comes back is an addend.
-        siblings: names of the children whose products may read an argument as it comes in, and share its sum: see
-            `shardtensor.ops.linear`.
     """
 
     moves: Mapping[str, Move]
     places: Mapping[str, int]
     wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
     sums: bool = False
-    siblings: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args_found = list(args)
@@ -87,15 +84,16 @@ class Entering:
         if not isinstance(x, torch.Tensor):
             return x
         refuse_shell(module, x)
-        if self.siblings and not torch.compiler.is_compiling() and is_large(x) and collectives.differentiates(x):
+        if name in self.wraps:
+            return self.wraps[name](moved(x, move))
+        if is_large(x) and not torch.compiler.is_compiling() and collectives.differentiates(x):
             return self._shared(module, x, move)
-        x = moved(x, move)
-        return self.wraps[name](x) if name in self.wraps else x
+        return moved(x, move)
 
     def _shared(self, module: nn.Module, x: torch.Tensor, move: Move) -> torch.Tensor:
-        """`moved`, with the last sum started before the weights' gradients of those that read `x`, and met after."""
-        children = (module._modules.get(name) for name in self.siblings)
-        found = [local(child, "weight") for child in children if isinstance(child, LinearFlow)]
+        """`moved`, with the last sum started before the weights' gradients of children that may read `x`."""
+        children = [child for child in module._modules.values() if isinstance(child, LinearFlow) and child.flow.shares]
+        found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
         if weights and x.is_floating_point() and move and (move[-1].kind == "sum_gradient" or move[-1].sums):
             return share(moved(x, move[:-1]), weights, move[-1].team, move[-1].stretches)
