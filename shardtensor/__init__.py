@@ -98,7 +98,6 @@ _HOME = {
     "ones": "tensor.factories",
     "optim_state_dict": "optim.fqn",
     "optim_state_dict_to_load": "optim.fqn",
-    "parallel_cross_entropy": "parallel.cross_entropy",
     "parse_spec": "spec.parse",
     "placements_from_spec": "plan.interop.dtensor",
     "plan_from_hf": "plan.interop.hugging_face",

@@ -233,7 +233,7 @@ def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, t
         top = x.amax(1).to(wide)
     top = team.all_reduce(top, "max")
     if is_told and not math.isfinite(top.amax()):
-        agree(team, "parallel_cross_entropy", {}, fault)
+        agree(team, "ParallelCrossEntropy", {}, fault)
     return top
 
 
