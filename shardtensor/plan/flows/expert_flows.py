@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow, as_written, partial_axes
-from shardtensor.plan.flows.modules import Modules, Names, Stated, flow_finding
+from shardtensor.plan.flows.modules import Modules, Names, Stated, flow_finding, is_inside
 from shardtensor.plan.line import Line
 from shardtensor.plan.resolved import Placed
 
@@ -28,7 +28,8 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
             if hook.name == "dispatch" and hook.args:
                 names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
                 axes = modules.leaves(name for said in names for name in said.split("*"))
-                if axes and is_whole:
+                experts = f"{path}.experts".lstrip(".")
+                if axes and is_whole and (is_stacked or any(is_inside(other, experts) for other in modules.owned)):
                     yield from _same_samples(path, axes, line, modules)
                 if axes and is_stacked:
                     yield from _stacked(path, axes, modules)

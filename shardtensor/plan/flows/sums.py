@@ -237,10 +237,14 @@ class Sums:
             first = self.served[self._modules.nearest_in(path) or ""][0].path
             why = f"{of} sums what comes back along {shown}, for {first} is cut: the gradients here may be addends, or "
             why += "copies"
+        elif beside:
+            why = f"{beside[axes[0]]} beside it leaves values cut along {self._modules.named(axes[:1])}: met by such "
+            why += "values, its gradients are addends; met by copies, they are copies"
         else:
-            source = beside[axes[0]] + " beside it" if beside else self._streams[axes[0]]
-            why = f"{source} leaves values cut along {shown}: met by such values, its gradients are addends; met by "
-            why += "copies, they are copies"
+            why = (
+                f"{self._streams[streams[0]]} leaves values cut along {shown}: if it meets such values, its gradients "
+            )
+            why += "are addends, and one rank's would be taken for the sum"
         quote = "" if self._modules.resolved.plan.sources else '"'  # rules in Python
         cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
         fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
