@@ -61,9 +61,15 @@ WAYS: dict[str, dict[str, str]] = {
     "keys stay whole beside cut queries": {
         "`along(replicate)` if they come whole": "{k,v}_proj: along(replicate)",
     },
+    "the attention does not say how values enter": {
+        "say how values enter `model.layers.0.self_attn`: `in: replicate` there": "in: replicate\n q_proj"
+    },
     "an in around a residual": {"or move `in` to the modules that are cut": MUTATIONS["an in around a residual"].was},
     "norms of a stream are forgotten": {
         "write `along([-, tp, ...])` if values come cut so": "{input,post_attention}_layernorm: along([-, tp, ...])"
+    },
+    "norms of a stream take copies": {
+        "take them as they come: `along([-, tp, ...])`": "{input,post_attention}_layernorm: along([-, tp, ...])"
     },
     "the last norm of a stream is forgotten": {
         "write `along([-, tp, ...])` if values come cut so": "    norm: along([-, tp, ...])"
@@ -75,6 +81,9 @@ WAYS: dict[str, dict[str, str]] = {
     },
     "the head is a row product": {"cut the head, `vocab_head(tp)`": "lm_head: vocab_head(tp)"},
     "a loss has no cut head": {"cut the head, `vocab_head(tp)`": "optional lm_head: vocab_head(tp, pad=64)"},
+    "the last norm cuts what comes cut": {
+        "take them as they come: `along([-, tp, ...])`": "    norm: along([-, tp, ...])\n    layers.0"
+    },
     "an in sums copies": {"drop `partial(tp)` here": "mlp {\n            in: replicate"},
     "a cut table beside a stream": {
         "or a style such as `colwise(...)` or `vocab_embedding(...)`": "embed_tokens: vocab_embedding(tp, pad=64)"

@@ -134,7 +134,9 @@ MUTATIONS = {
     "norms of a stream are forgotten": Mutation(
         NORMS, NORMS.replace("along(stream)", "replicate"), "E401", "{input,", params=SP
     ),
-    "norms of a stream take copies": Mutation(NORMS, NORMS.replace("stream", "replicate"), NUMERIC, "", params=SP),
+    "norms of a stream take copies": Mutation(
+        NORMS, NORMS.replace("stream", "replicate"), "E403", "along(replicate)", params=SP
+    ),
     "the last norm of a stream is forgotten": Mutation(
         "    norm: along(stream)", "    norm: replicate", "E401", "norm: replicate", params=SP
     ),
@@ -198,7 +200,7 @@ MUTATIONS = {
         "optional lm_head: vocab_head(tp, pad=64)", "optional lm_head: replicate", "E403", "use cross_entropy()", **GPT2
     ),
     "the last norm takes copies": Mutation(
-        "    norm: along(stream)", "    norm: along(replicate)", NUMERIC, "", params=SP
+        "    norm: along(stream)", "    norm: along(replicate)", "E403", "norm: along(replicate)", params=SP
     ),
     "a sum is dealt out along another dim": Mutation(OUT, OUT.replace("stream", "[tp, ...]"), LOUD, "", params=SP),
     "a stream is gathered along another dim": Mutation(
@@ -209,7 +211,7 @@ MUTATIONS = {
         params=SP,
     ),
     "the attention does not say how values enter": Mutation(
-        "in: stream -> replicate\n            q_proj", "q_proj", NUMERIC, ""
+        "in: stream -> replicate\n            q_proj", "q_proj", "E401", "in: replicate -> stream"
     ),
     "norms are cut among plain values": Mutation("ln_{1,2}: replicate", "ln_{1,2}: [tp]", LOUD, "", **GPT2),
     "a table of positions passes a ShardedTensor": Mutation("                out: [..., tp]\n", "", LOUD, "", **T5),
@@ -229,8 +231,8 @@ MUTATIONS = {
     "the last norm cuts what comes cut": Mutation(
         "    norm: along(stream)\n    layers.0",
         block("    norm", "weight: replicate", "in: replicate -> stream", "out: stream") + "\n    layers.0",
-        NUMERIC,
-        "",
+        "E403",
+        "in: replicate -> stream",
         params=SP,
     ),
     "the last norm gathers what the head gathers": Mutation(

@@ -84,6 +84,7 @@ WRONG = {
     "a table leaves addends": ("replicate", ("embed", "out"), "partial(tp)"),
     "a product leaves addends": ("replicate", ("layers.*", "mlp", "down", "out"), "partial(tp)"),
     "tokens meet a weight that is cut alike": ("replicate", ("head", "in"), "replicate -> [-, tp, ...]"),
+    "a norm that cuts what is cut": ("[-, tp, ...]", ("norm", "in"), "replicate -> [-, tp, ...]"),
 }
 MISFITS = {
     "a head that leaves its logits cut": ("replicate", ("head", "out"), "[..., tp balanced]"),
@@ -91,7 +92,6 @@ MISFITS = {
     "layers that gather nothing": ("[-, tp, ...]", ("layers.*", "mlp", "in"), "replicate"),
     "a sum that is not scattered": ("[-, tp, ...]", ("layers.*", "attn", "o", "out"), "partial(tp) -> replicate"),
     "a norm that gathers what is gathered later": ("[-, tp, ...]", ("norm", "out"), "[-, tp, ...] -> replicate"),
-    "a norm that cuts what is cut": ("[-, tp, ...]", ("norm", "in"), "replicate -> [-, tp, ...]"),
     "a head that takes parts for the whole": ("[-, tp, ...]", ("head", "in"), "replicate"),
 }
 

@@ -107,6 +107,9 @@ class Sums:
         for path, stated in self._modules.stated.items():
             if path not in self._broken:
                 yield from self._summed_again(path, stated)
+        if is_whole:
+            yield from self._summed_otherwise()
+        yield from self._norms_of_whole_values()
         for path, params in self._modules.owned.items():
             if (said := self._modules.stated.get(path)) is not None and (said.ins or said.outs):
                 continue
@@ -220,6 +223,28 @@ class Sums:
                     found.setdefault(above, []).append((path, stated.out.after))
         return found
 
+    def _summed_otherwise(self) -> Iterator[Finding]:
+        """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
+        modules = self._modules
+        for path, addends in self.addends.items():
+            parent, _, number = path.rpartition(".")
+            if not addends or not number.isdecimal():
+                continue
+            alike = (f"{parent}.{int(number) + step}".lstrip(".") for step in (1, -1))
+            other = next((each for each in alike if each in modules.places), None)
+            if other is None or (other in modules.stated and modules.stated[other].ins):
+                continue
+            line = modules.stated[path].line("in")
+            first = self.served[path][0]
+            holder = first.path.rpartition(".")[0]
+            yield flow_finding(
+                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(addends)}", line,
+                f"{first.path} leaves its own to it; in {other}, which has no `in`, the same layer sums for itself: "
+                "what stands between them, a norm or a residual, would get one rank's addend here",
+                f"say how values enter `{holder if holder != path else first.path}`: `in: replicate` there",
+                path,
+            )  # fmt: skip
+
     # -- modules without flows where values pass in parts -------------------------------------------------------------
 
     def _whole_without_flows(self, path: str, placed: Placed, beside: Mapping[str, str]) -> Iterator[Finding]:
@@ -255,6 +280,62 @@ class Sums:
         place = pattern_place(placed.line) if placed.line is not None else at_unmatched
         name = placed.tensor.name
         yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
+
+    def _norms_of_whole_values(self) -> Iterator[Finding]:
+        """Norms that take whole values where every module leaves them cut along tokens (E403): the gradients of their
+        parameters would be of one rank's tokens."""
+        modules = self._modules
+        if not any(layer.kind.name == "embedding" for layer in modules.layers.values()):
+            return  # whole values may come from outside
+        for path, layer in modules.layers.items():
+            flow = layer.stated.ins.get("")
+            if layer.kind.name != "norm" or flow is None:
+                continue
+            came = {*cut_axes(flow.before), *partial_axes(flow.before)}
+            here = modules.places.get(path, 0)
+            axes = [a for a in self._streams_at(path) if a not in came and self._left_whole.get(a, here) >= here]
+            if not axes:
+                continue
+            source = self._streams[axes[0]]
+            after = next(flow.after for flow, _ in modules.stated[source].passing.outs.values())
+            line = layer.stated.line("in")
+            yield flow_finding(
+                "E403", f"`{path}` takes whole values, and they come cut along {modules.named(axes)}", line,
+                f"every module leaves them so, such as `{source}`: `{after}`; one rank's part would be taken for the "
+                "whole",
+                f"take them as they come: `along({after})`", path,
+            )  # fmt: skip
+
+    @cached_property
+    def _left_whole(self) -> dict[str, int]:
+        """By the axes of streams, the place of the first module, in none that gathers, that leaves whole values of its
+        own."""
+        found: dict[str, int] = {}
+        for path, stated in self._modules.stated.items():
+            layer = self._modules.layers.get(path)
+            for flow in stated.outs.values():
+                if layer is None or layer.kind.name != "norm" or flow.before != flow.after:  # a norm passes them on
+                    left = {*cut_axes(flow.after), *partial_axes(flow.after)}
+                    here = self._modules.places.get(path, 0)
+                    found |= {a: min(found.get(a, here), here) for a in self._streams_at(path) if a not in left}
+        return found
+
+    def _streams_at(self, path: str) -> list[str]:
+        """The axes of streams that begin before a module in the order of the model, and that none around it gathers."""
+        here = self._modules.places.get(path, 0)
+        return [axis for axis in self._streams_into(path) if self._begins[axis] <= here]
+
+    @cached_property
+    def _begins(self) -> dict[str, int]:
+        """By the axes of streams, the place of the first module that cuts a value so."""
+        found: dict[str, int] = {}
+        for path, stated in self._modules.stated.items():
+            here = self._modules.places.get(path, 0)
+            for flow in (*stated.ins.values(), *stated.outs.values()):
+                for dim, cut in cuts(flow.after).items():
+                    for axis in cut.axes if dim != -1 else ():
+                        found[axis] = min(found.get(axis, here), here)
+        return found
 
     def _cut_without_flows(self, path: str, placed: Placed) -> Iterator[Finding]:
         """A cut module of which nothing is said, so that it takes and gives ShardedTensors, where plain values pass."""
