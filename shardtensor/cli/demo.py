@@ -32,10 +32,16 @@ from shardtensor.cli.show_text import draw_boxes, rank_style
 from shardtensor.layout.box import Box
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import matches
+from shardtensor.tensor.sharded_tensor import local_of
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
 TOLERANCE = 1e-4
 """Of the dense loss: a larger difference is no rounding."""
+SLOWER = (
+    "\nA sharded step is slower here: the {} ranks share this machine ({} cores) with the dense run, and this model is "
+    "so small that the sums between its layers take longer than the work they divide. Sharding pays where each rank has"
+    " a device of its own, or where a model does not fit into one."
+)
 NEXT = """
 Next
   shardtensor plan mlp --world 4       bytes of every rank on a machine, before it runs
@@ -61,12 +67,14 @@ class Outcome:
         sharded, dense: the loss of every step.
         step_s: seconds that the sharded steps and the dense steps took.
         held: who holds what of each parameter.
+        held_bytes: of parameters, gradients and optimizer state: of each rank, and of the dense model at the end.
     """
 
     sharded: list[float]
     dense: list[float]
     step_s: tuple[float, float]
     held: list[Held]
+    held_bytes: list[tuple[int, ...]]
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -112,12 +120,13 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
 def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
     """Print what was found; returns the exit status."""
     show_holders(outcome.held, console)
+    show_bytes(outcome.held_bytes, console)
     steps = len(outcome.sharded)
     step, difference = worst_difference(outcome.sharded, outcome.dense)
     console.print(
-        f"{steps} steps: loss {outcome.sharded[0]:.4f} -> {outcome.sharded[-1]:.4f}; "
+        f"\n{steps} steps: loss {outcome.sharded[0]:.4f} -> {outcome.sharded[-1]:.4f}; "
         f"{1e3 * outcome.step_s[0] / steps:.0f} ms a sharded step, {1e3 * outcome.step_s[1] / steps:.0f} ms a dense "
-        f"one (all ranks share this machine with it); {wall_s:.0f} s in all"
+        f"one; {wall_s:.0f} s in all"
     )
     if not difference <= TOLERANCE:
         console.print(
@@ -130,6 +139,8 @@ def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
         f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} "
         f"(worst at step {step})."
     )
+    if outcome.step_s[0] > outcome.step_s[1]:
+        console.print(SLOWER.format(len(outcome.held_bytes) - 1, os.cpu_count() or 1), highlight=False)
     console.print(NEXT, highlight=False)
     return 0
 
@@ -141,15 +152,28 @@ def show_holders(held: list[Held], console: Console) -> None:
         alike.setdefault((each.shape, each.spec, each.boxes) if each.spec else (), []).append(each.name)
     whole = alike.pop((), [])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-    for title in ("parameter", "shape", "spec"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("dim 0 down, dim 1 right", min_width=16)
+    for title, no_wrap in (("parameter", False), ("shape", True), ("spec", False)):
+        table.add_column(title, no_wrap=no_wrap, overflow="fold")
+    table.add_column("dim 0 down,\ndim 1 right", no_wrap=True)  # in a narrow terminal names wrap, not the picture
     for (shape, spec, boxes), names in alike.items():
         table.add_row("\n".join(brief_names(names)), " x ".join(map(str, shape)), Text(spec), draw_boxes(shape, boxes))
     legend = Text("\nwho holds what   ")
     for rank in range(max((len(each.boxes) for each in held), default=0)):
         legend.append(f" rank {rank} ", style=rank_style(rank)).append(" ")
     console.print(legend, table, "whole on every rank: " + ", ".join(brief_names(whole)) + "\n", sep="\n")
+
+
+def show_bytes(held_bytes: list[tuple[int, ...]], console: Console) -> None:
+    """Print a table of the bytes that each rank and the dense model hold."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("KiB held", "parameters", "gradients", "optimizer", "sum", "of dense"):
+        table.add_column(title, justify="left" if title == "KiB held" else "right")
+    *by_rank, dense = held_bytes
+    for rank, sizes in enumerate(held_bytes):
+        who = Text("dense") if rank == len(by_rank) else Text(f"rank {rank}", style=rank_style(rank))
+        cells = [f"{size / 1024:,.1f}" for size in (*sizes, sum(sizes))]
+        table.add_row(who, *cells, f"{100 * sum(sizes) / sum(dense):.0f} %")
+    console.print(table)
 
 
 def worst_difference(sharded: list[float], dense: list[float]) -> tuple[int, float]:
@@ -195,7 +219,13 @@ def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: i
                 f"step {step + 1:4d}/{steps}  loss {losses[0][-1]:.6f} sharded  {losses[1][-1]:.6f} dense", flush=True
             )
     held = [_held(name, param, world) for name, param in model.named_parameters()]
-    return Outcome(*losses, (seconds[0], seconds[1]), held) if rank == 0 else None
+    own = torch.tensor(_bytes(model, optimizer), device=device)
+    everyone = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyone, own)
+    if dense is None or beside is None:
+        return None
+    held_bytes = [*(tuple(each.tolist()) for each in everyone), _bytes(dense, beside)]
+    return Outcome(*losses, (seconds[0], seconds[1]), held, held_bytes)
 
 
 def train_step(
@@ -207,6 +237,14 @@ def train_step(
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Bytes of this process's parameters, gradients and optimizer state."""
+    params = list(model.parameters())
+    grads = [param.grad for param in params if param.grad is not None]
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return tuple(sum(local_of(x).nbytes for x in tensors) for tensors in (params, grads, states))
 
 
 def _matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
