@@ -136,9 +136,11 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
+    layout = recipe.settled  # the call sums partial results
+
     def sized(result: Any) -> CutLayout:
         first = result if isinstance(result, torch.Tensor) else result[0]
-        return _sized(recipe.settled, tuple(first.shape))
+        return _sized(layout, tuple(first.shape))
 
     return found._replace(sized=sized)
 

@@ -182,6 +182,8 @@ def norms(cut: Cut) -> torch.Tensor:
     """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
     ord = 2 if ord is None or ord == "fro" else ord
+    if (ord < 0 or math.isinf(ord)) and not cut.count:
+        return cut.compute(*cut.locals)  # torch's error: nothing has no extreme
     local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
     if math.isinf(ord):
         return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.team), cut)
