@@ -63,7 +63,7 @@ def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
         raise RuleError(f"{name}: a rule has letters", {"rule": rule}, "write `... k, n k -> ... n`")
     _check_operands(name, func, row)
     ROWS[key] = row
-    handler = by_rule(func, key)
+    handler = _telling(by_rule(func, key), name, row)
     if not is_own:
         HANDLERS[func] = handler
         return func
@@ -100,3 +100,24 @@ def _check_operands(name: str, func: Function, row: Row) -> None:
             {"rule": str(row.pattern), "function": f"{name}{inspect.signature(func)}"},
             "write one side for each tensor, apart by commas",
         )
+
+
+def _telling(handler: Function, name: str, row: Row) -> Function:
+    """The handler, which first says so when a call brings more tensors than the rule has operands."""
+    assert row.pattern is not None
+    pattern = row.pattern
+
+    @functools.wraps(handler)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        tensors = sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
+        if tensors - isinstance(kwargs.get("out"), torch.Tensor) > len(pattern.sides) and not pattern.is_elementwise:
+            raise RuleError(
+                f"{name}: the call brings {tensors} tensors, its rule has {len(pattern.sides)} operands",
+                {"rule": str(pattern)},
+                "write one side for each tensor, apart by commas",
+            )
+        return handler(*args, **kwargs)
+
+    return checked

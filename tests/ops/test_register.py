@@ -148,13 +148,13 @@ def test_what_is_wrong_is_said_when_it_is_registered(fault):
     assert str(caught.value) == text
 
 
-def test_a_call_with_more_tensors_than_the_rule_has_operands_gathers_them():
+def test_more_tensors_than_operands_are_refused():
     registered = register_op("... k -> ... k")(scores)
-    x = torch.arange(4.0).view(2, 2)
-
-    def gathered() -> None:
-        y = st.distribute(x, "[tp, -]")
-        assert torch.equal(whole(registered(y, y)), scores(x, x))
-
-    with pytest.warns(st.GatherWarning, match="scores"):
-        st.simulate("tp=2", gathered)
+    x = st.distribute(torch.ones(2, 2), "[tp, -]")
+    with pytest.raises(st.RuleError) as caught:
+        registered(x, x)
+    assert str(caught.value) == (
+        "scores: the call brings 2 tensors, its rule has 1 operands\n"
+        "  rule  ... k -> ... k\n"
+        "  fix   write one side for each tensor, apart by commas"
+    )
