@@ -110,7 +110,7 @@ def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, r
     if options.format == "json":
         more = {"summary": None, "numeric": ran}
         if summary is not None:
-            more |= {"summary": summary.as_dict(), "checked": looked_at(ran)}
+            more |= {"summary": summary, "checked": looked_at(ran)}
         print(json_report(findings, **{key: value for key, value in more.items() if value}))
     elif options.format == "github":
         print(github_report(findings), end="\n" if findings else "")

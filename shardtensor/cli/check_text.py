@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import text_report
-from shardtensor.plan.outlook.summary import OPTIMIZER, Summary
+from shardtensor.plan.outlook.summary import OPTIMIZER
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -53,32 +54,25 @@ def looked_at(ran: str) -> str:
     return "text, layouts and the values of a small step checked" if ran else "text and layouts checked; values not run"
 
 
-def summary_text(summary: Summary, ran: str = "") -> str:
+def summary_text(summary: Mapping[str, Any], ran: str = "") -> str:
     """What a plan comes to, as a few small tables."""
-    ranks = f"{summary.world:,} rank{'s' * (summary.world != 1)}"
-    of = f" of {summary.model}" if summary.model else ""
-    lines = [
-        f"{summary.plan} on {ranks} {summary.mesh}: {looked_at(ran)}",
-        f"{summary.tensors:,} tensors{of}, {summary.parameters:,} parameters",
-        "",
-        *_table(
-            ("layout", "tensors", "bytes"),
-            [(share.layout, f"{share.tensors:,}", say_bytes(share.bytes)) for share in summary.layouts],
-        ),
-        "",
-        *_table(
-            ("bytes of a rank", "least", "most"),
-            [
-                (f"{name} ({OPTIMIZER})" if name == "optimizer" else name, *map(say_bytes, pair))
-                for name, pair in summary.rank_bytes.items()
-            ],
-        ),
+    ranks = f"{summary['world']:,} rank{'s' * (summary['world'] != 1)}"
+    of = f" of {summary['model']}" if summary["model"] else ""
+    layouts = [(row["layout"], f"{row['tensors']:,}", say_bytes(row["bytes"])) for row in summary["layouts"]]
+    held = [
+        (f"{name} ({OPTIMIZER})" if name == "optimizer" else name, *map(say_bytes, pair))
+        for name, pair in summary["rank_bytes"].items()
     ]
-    if summary.groups:
-        rows = [(group.axes, f"{group.ranks:,}", f"{group.groups:,}") for group in summary.groups]
-        lines += ["", *_table(("process groups along", "ranks", "groups"), rows)]
-    if summary.fallbacks:
-        lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary.fallbacks)]
+    groups = [(row["axes"], f"{row['ranks']:,}", f"{row['groups']:,}") for row in summary["groups"]]
+    lines = [
+        f"{summary['plan']} on {ranks} {summary['mesh']}: {looked_at(ran)}",
+        f"{summary['tensors']:,} tensors{of}, {summary['parameters']:,} parameters",
+        *("", *_table(("layout", "tensors", "bytes"), layouts)),
+        *("", *_table(("bytes of a rank", "least", "most"), held)),
+        *(("", *_table(("process groups along", "ranks", "groups"), groups)) if groups else ()),
+    ]
+    if summary["fallbacks"]:
+        lines += ["", "fallbacks taken", *(f"  {place}  {what}" for place, what in summary["fallbacks"])]
     return "\n".join(lines)
 
 

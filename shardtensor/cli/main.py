@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
 
         print(ops.page(), end="") if options.markdown else ops.print_table()
         return 0
-    from shardtensor.cli.demo.launch import run_demo  # after parsing, so that --help need not wait for torch
+    from shardtensor.cli.demo import run_demo  # after parsing, so that --help need not wait for torch
 
     return run_demo(options)
 

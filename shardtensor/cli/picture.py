@@ -1,4 +1,4 @@
-"""Who holds what of a tensor, in few enough parts to be drawn: one for each place along the axes that cut."""
+"""Who holds what of a tensor, in few enough parts to be drawn, and where these lie on a plane."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from itertools import islice, product
 
 import attrs
 
-from shardtensor.layout.box import Box, runs
-from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout
-from shardtensor.layout.pieces import Interval
-from shardtensor.mesh import coordinate
+from shardtensor.layout.box import Box
+from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout
 
-Stretch = tuple[int, int]
-"""Neighbouring pieces of one cut, half-open: ``(0, 1)`` is the first alone."""
+PARTS = 64
+"""About as many are drawn of one tensor."""
+
+MAX_RUNS = 2000
+"""Stretches of rows that are drawn of one tensor; with more there is nothing to see."""
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """What the ranks at one place along the axes that cut hold; all of them hold copies of it.
+    """What the ranks at one place along the sharding axes hold; all of them hold copies of it.
 
     Attributes:
-        stretches: for each of the picture's cuts, the pieces it stands for; several where neighbours are drawn as one.
-        rank: the first rank of the first place.
+        pieces: for each cut of the picture, which of its pieces, half-open; several where neighbours are one part.
+        rank: the first rank.
         boxes: of the tensor; those of neighbours joined.
-        least, most: elements that a rank at one of its places holds.
+        least, most: elements that one of its ranks holds.
     """
 
-    stretches: tuple[Stretch, ...]
+    pieces: tuple[tuple[int, int], ...]
     rank: int
     boxes: tuple[Box, ...]
     least: int
@@ -37,7 +38,7 @@ class Part:
     @property
     def places(self) -> int:
         """How many neighbours it stands for."""
-        return math.prod(stop - start for start, stop in self.stretches)
+        return math.prod(stop - start for start, stop in self.pieces)
 
 
 @attrs.frozen(eq=False)
@@ -48,8 +49,7 @@ class Picture:
         cuts: the axes of each cut, by their numbers in the grid, major first.
         names: of the axes, by number.
         parts: in order; together they cover each element of the tensor once.
-        made_of: by the name of an axis that is made of others, the names of those; where a cut goes along all of them,
-            coordinates are those along the one.
+        made_of: by the name of an axis that is made of others, the names of those.
     """
 
     layout: Layout
@@ -73,28 +73,31 @@ class Picture:
         """How many places, at most, are drawn as one part."""
         return max(part.places for part in self.parts)
 
-    @property
-    def is_by_rank(self) -> bool:
-        """Whether every part is one rank's."""
-        return self.copies == 1 and self.merged == 1
-
-    def key(self, index: int) -> int:
-        """The number that gives a part its colour: the rank, where it is one rank's."""
-        return self.parts[index].rank if self.is_by_rank else index
-
-    def label(self, part: Part) -> str:
-        """The few characters that stand in a part: the rank, where it is one, or the coordinates."""
-        if self.is_by_rank:
-            return str(part.rank)
-        return " ".join(filter(None, (_coordinates(self, i, part, "") for i in range(len(self.cuts)))))
+    def number(self, index: int) -> int:
+        """The number that stands in a part and gives it its colour: its rank, where every part is one rank's."""
+        return self.parts[index].rank if self.copies == 1 and self.merged == 1 else index
 
     def place_text(self, part: Part) -> str:
         """Where the ranks of a part stand: ``tp 1``, or ``tp 1, dp 0 to 31``."""
-        return ", ".join(filter(None, (_coordinates(self, i, part, "name") for i in range(len(self.cuts)))))
+        return ", ".join(filter(None, map(self._coordinates, self.cuts, part.pieces)))
+
+    def _coordinates(self, axes: tuple[int, ...], pieces: tuple[int, int]) -> str:
+        named = self.named_axes(axes)
+        ends = [_digits(self.layout, axes, i) for i in (pieces[0], pieces[1] - 1)]
+        first, last = ([_index(self.layout, group, at) for _, group in named] for at in ends)
+        same = next((n for n in range(len(named)) if first[n] != last[n]), len(named))
+        text = ", ".join(f"{name} {i}" for (name, _), i in zip(named, first, strict=True))
+        return text + (f" to {', '.join(map(str, last[same:]))}" if same < len(named) else "")
 
     def ranks(self, part: Part, limit: int = 8) -> tuple[tuple[int, ...], int]:
         """The first ranks that hold a part, and how many there are."""
-        return tuple(islice(self._ranks(part), limit)), part.places * self.copies
+        others = [axis for axis in range(len(self.layout.grid)) if axis not in self.axes]
+        found = (
+            _rank(self.layout, place | dict(zip(others, rest, strict=True)))
+            for place in _places(self.layout, self.cuts, part.pieces)
+            for rest in product(*(range(self.layout.grid[axis]) for axis in others))
+        )
+        return tuple(islice(found, limit)), part.places * self.copies
 
     def named_axes(self, axes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
         """The names of some axes: of each, or of the one that several make; axes of size 1 are left out."""
@@ -108,28 +111,9 @@ class Picture:
             rest = rest[count:]
         return [(name, group) for name, group in found if math.prod(self.layout.grid[axis] for axis in group) > 1]
 
-    def _ranks(self, part: Part) -> Iterator[int]:
-        layout = self.layout
-        others = [axis for axis in range(len(layout.grid)) if axis not in self.axes]
-        for pieces in product(*(range(*stretch) for stretch in part.stretches)):
-            here = _place(layout, self.cuts, pieces)
-            for rest in product(*(range(layout.grid[axis]) for axis in others)):
-                yield _rank(layout, here | dict(zip(others, rest, strict=True)))
-
-    def part_of(self, rank: int) -> int | None:
-        """The number of the part that a rank holds; None for one that holds nothing."""
-        place = coordinate(self.layout.ranks, self.layout.grid, rank)
-        if place is None:
-            return None
-        pieces = [_index(self.layout, cut, place) for cut in self.cuts]
-        for i, part in enumerate(self.parts):
-            if all(start <= piece < stop for piece, (start, stop) in zip(pieces, part.stretches, strict=True)):
-                return i
-        return None
-
 
 def picture_of(
-    layout: Layout, limit: int = 64, names: Sequence[str] = (), made_of: Mapping[str, tuple[str, ...]] | None = None
+    layout: Layout, limit: int = PARTS, names: Sequence[str] = (), made_of: Mapping[str, tuple[str, ...]] | None = None
 ) -> Picture:
     """The parts of a layout, about `limit` at most; where there are more places, neighbours are drawn as one.
 
@@ -150,103 +134,113 @@ def picture_of(
     known = layout.names or (tuple(names) if len(names) == len(grid) else ())
     called = known or tuple(f"place{i}" if len(grid) > 1 else "place" for i in range(len(grid)))
     if isinstance(layout, ListedLayout):
-        sizes = [layout.numel(rank) for rank in layout.ranks]
-        each = zip(layout.ranks, sizes, strict=True)
-        parts = tuple(Part(((i, i + 1),), rank, layout.boxes(rank), n, n) for i, (rank, n) in enumerate(each))
-        return Picture(layout, ((0,),), called, parts)
-    assert isinstance(layout, CutLayout | FlatLayout)
-    inner = layout.inner if isinstance(layout, FlatLayout) else layout
-    cuts = [cut for cut in inner.dims if cut is not None]
-    axes = [cut.axes for cut in cuts]
-    if isinstance(layout, FlatLayout):
-        return Picture(layout, (*axes, layout.axes), called, tuple(_flat_parts(layout, cuts, limit)), made_of or {})
-    return Picture(layout, tuple(axes), called, tuple(_cut_parts(layout, cuts, limit)), made_of or {})
+        cuts: tuple[tuple[int, ...], ...] = ((0,),)
+    else:
+        inner = layout.inner if isinstance(layout, FlatLayout) else layout
+        assert isinstance(inner, CutLayout)
+        cuts = tuple(cut.axes for cut in inner.dims if cut is not None)
+        cuts = (*cuts, layout.axes) if isinstance(layout, FlatLayout) else cuts
+    counts = [math.prod(grid[axis] for axis in axes) for axes in cuts]
+    parts = tuple(_part(layout, cuts, pieces) for pieces in product(*_stretches(counts, limit)))
+    return Picture(layout, cuts, called, parts, made_of or {})
 
 
-def _cut_parts(layout: CutLayout, cuts: Sequence[DimCut], limit: int) -> Iterator[Part]:
-    whole = math.prod(size for cut, size in zip(layout.dims, layout.shape, strict=True) if cut is None)
-    for stretches in product(*_stretches([cut.pieces.count for cut in cuts], limit)):
-        held = iter(map(_joined, cuts, stretches))
-        sides = [
-            ((0, size),) if cut is None else next(held) for cut, size in zip(layout.dims, layout.shape, strict=True)
-        ]
-        boxes = tuple(_box(choice) for choice in product(*sides))
-        sizes = [[cut.pieces.size(i) for i in range(*stretch)] for cut, stretch in zip(cuts, stretches, strict=True)]
-        least, most = (whole * math.prod(map(choose, sizes)) for choose in (min, max))
-        rank = _rank(layout, _place(layout, [cut.axes for cut in cuts], [start for start, _ in stretches]))
-        yield Part(stretches, rank, boxes, least, most)
+def _part(layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: tuple[tuple[int, int], ...]) -> Part:
+    ranks = [_rank(layout, place) for place in _places(layout, cuts, pieces)]
+    held = [layout.boxes(rank) for rank in ranks]
+    boxes = held[0] if len(held) == 1 else _joined(box for each in held for box in each)
+    sizes = [layout.numel(rank) for rank in ranks]
+    return Part(pieces, ranks[0], tuple(boxes), min(sizes), max(sizes))
 
 
-def _flat_parts(layout: FlatLayout, cuts: Sequence[DimCut], limit: int) -> Iterator[Part]:
-    inner = list(product(*_stretches([cut.pieces.count for cut in cuts], limit)))
-    apart = all(stop - start == 1 for stretches in inner for start, stop in stretches)
-    count = math.prod(layout.grid[axis] for axis in layout.axes)
-    axes = [cut.axes for cut in cuts]
-    for stretches in inner:
-        for span in _stretches([count], limit // len(inner) if apart else 1)[0]:
-            boxes: list[Box] = []
-            sizes = set()
-            for pieces in product(*(range(*stretch) for stretch in stretches)):
-                here = _place(layout, axes, pieces)
-                ranks = [_rank(layout, here | _digits(layout, layout.axes, i)) for i in (span[0], span[1] - 1)]
-                begin, end = layout.span(ranks[0])[0], layout.span(ranks[1])[1]
-                for run in runs(begin, end, layout.inner.local_shape(ranks[0])):
-                    boxes += layout.inner.in_memory_order(ranks[0], run)
-                sizes |= {layout.numel(rank) for rank in ranks}
-            here = _place(layout, [*axes, layout.axes], [start for start, _ in (*stretches, span)])
-            yield Part((*stretches, span), _rank(layout, here), tuple(boxes), min(sizes), max(sizes))
-
-
-def _stretches(counts: Sequence[int], limit: int) -> list[list[Stretch]]:
+def _stretches(counts: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
     """The pieces of each cut in stretches of neighbours, so that all cuts together have about `limit`."""
     each = max(1, round(limit ** (1 / max(len(counts), 1)))) if math.prod(counts) > limit else max(counts, default=1)
-    found = []
-    for count in counts:
-        step = -(-count // each)
-        found.append([(start, min(start + step, count)) for start in range(0, count, step)])
+    steps = [-(-count // each) for count in counts]
+    return [
+        [(start, min(start + step, count)) for start in range(0, count, step)]
+        for count, step in zip(counts, steps, strict=True)
+    ]
+
+
+def _joined(boxes: Iterable[Box]) -> list[Box]:
+    """Boxes with those in one that touch and are alike in all other dims."""
+    found = [box for box in boxes if box.numel]
+    for dim in reversed(range(len(found[0].sizes) if found else 0)):
+
+        def others(box: Box, dim: int = dim) -> tuple[tuple[int, ...], ...]:
+            return tuple(each[:dim] + each[dim + 1 :] for each in box)
+
+        joined: list[Box] = []
+        for box in sorted(found, key=lambda box: (others(box), box.offsets[dim])):
+            last = joined[-1] if joined else None
+            if last is not None and others(last) == others(box) and last.ends[dim] == box.offsets[dim]:
+                size = last.sizes[dim] + box.sizes[dim]
+                joined[-1] = Box(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
+            else:
+                joined.append(box)
+        found = joined
     return found
 
 
-def _joined(cut: DimCut, stretch: Stretch) -> tuple[Interval, ...]:
-    """The intervals of neighbouring pieces, those that touch in one; empty ones only where there is nothing else."""
-    if stretch[1] - stretch[0] == 1:
-        return cut.pieces.intervals(stretch[0])
-    found: list[Interval] = []
-    for start, stop in sorted(pair for i in range(*stretch) for pair in cut.pieces.intervals(i)):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif start < stop or not found:
-            found.append((start, stop))
-    return tuple(found)
+@attrs.frozen
+class Plane:
+    """A tensor as a table: its first `split` dims down, row by row, the others across."""
+
+    shape: tuple[int, ...]
+    split: int
+
+    @property
+    def height(self) -> int:
+        return math.prod(self.shape[: self.split])
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape[self.split :])
+
+    def rects(self, boxes: Iterable[Box]) -> list[Box]:
+        """Where boxes lie in the table; empty ones nowhere, and those that touch in one."""
+        return _joined(rect for box in boxes if box.numel for rect in self._rects(box))
+
+    def _rects(self, box: Box) -> Iterator[Box]:
+        after = math.prod(self.shape[self.split + 1 :])
+        left, wide = (box.offsets[self.split] * after, box.sizes[self.split] * after) if self.shape else (0, 1)
+        last = _last_cut(box, self.shape[: self.split])
+        tall = math.prod(box.sizes[last : self.split])
+        for index in product(*(range(box.offsets[dim], box.ends[dim]) for dim in range(last))):
+            place = (*index, *box.offsets[last : self.split])
+            top = sum(i * math.prod(self.shape[dim + 1 : self.split]) for dim, i in enumerate(place))
+            yield Box((top, left), (tall, wide))
 
 
-def _coordinates(picture: Picture, cut: int, part: Part, named: str) -> str:
-    """The coordinates along the axes of one cut; of a stretch, those of its ends from where they differ."""
-    layout, axes = picture.layout, picture.cuts[cut]
-    start, stop = part.stretches[cut]
-    ends = [_digits(layout, axes, i) for i in (start, stop - 1)]
-    told = picture.named_axes(axes)
-    first, last = ([_index(layout, group, at) for _, group in told] for at in ends)
-    same = next((n for n in range(len(told)) if first[n] != last[n]), len(told))
+def plane_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> Plane | None:
+    """Choose the table in which all boxes of a tensor are seen; None where they are too fine for any.
 
-    def text(n: int, at: Sequence[int]) -> str:
-        return f"{told[n][0]} {at[n]}" if named else str(at[n])
-
-    joint, to = (", ", " to ") if named else (",", "–")
-    words = [text(n, first) for n in range(same)]
-    if len(told) - same == 1:
-        words.append(f"{text(same, first)}{to}{last[same]}")
-    elif same < len(told):
-        words.append(to.join(joint.join(text(n, end) for n in range(same, len(told))) for end in (first, last)))
-    return joint.join(words)
+    Example:
+        >>> plane = plane_of((4, 8, 6), [Box((0, 0, 0), (4, 8, 3)), Box((0, 0, 3), (4, 8, 3))])
+        >>> plane.height, plane.width, str(plane.rects([Box((0, 0, 3), (4, 8, 3))])[0])
+        (32, 6, '[0:32, 3:6]')
+    """
+    full = [box for box in boxes if box.numel]
+    last = max((_last_cut(box, shape) for box in full), default=0)
+    plane = Plane(shape, max(last, 1) if len(shape) > 1 else 0)
+    runs = sum(math.prod(box.sizes[: _last_cut(box, shape[: plane.split])]) for box in full)
+    return plane if runs <= MAX_RUNS else None
 
 
-def _place(layout: Layout, cuts: Iterable[tuple[int, ...]], pieces: Iterable[int]) -> dict[int, int]:
-    """The coordinates, by axis, of the ranks that hold a piece of each cut."""
-    at: dict[int, int] = {}
-    for axes, piece in zip(cuts, pieces, strict=True):
-        at |= _digits(layout, axes, piece)
-    return at
+def _last_cut(box: Box, shape: tuple[int, ...]) -> int:
+    return max((dim for dim, size in enumerate(shape) if box.sizes[dim] != size), default=0)
+
+
+def _places(
+    layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: Iterable[tuple[int, int]]
+) -> Iterator[dict[int, int]]:
+    """The coordinates, by axis, of the ranks that hold some pieces of each cut."""
+    for chosen in product(*(range(*stretch) for stretch in pieces)):
+        at: dict[int, int] = {}
+        for axes, piece in zip(cuts, chosen, strict=True):
+            at |= _digits(layout, axes, piece)
+        yield at
 
 
 def _digits(layout: Layout, axes: Sequence[int], index: int) -> dict[int, int]:
@@ -256,20 +250,12 @@ def _digits(layout: Layout, axes: Sequence[int], index: int) -> dict[int, int]:
     return found
 
 
-def _index(layout: Layout, axes: Sequence[int], place: Mapping[int, int] | Sequence[int]) -> int:
+def _index(layout: Layout, axes: Sequence[int], place: Mapping[int, int]) -> int:
     index = 0
     for axis in axes:
-        index = index * layout.grid[axis] + place[axis]
+        index = index * layout.grid[axis] + place.get(axis, 0)
     return index
 
 
-def _rank(layout: Layout, at: dict[int, int]) -> int:
-    index = 0
-    for axis, size in enumerate(layout.grid):
-        index = index * size + at.get(axis, 0)
-    return layout.ranks[index]
-
-
-def _box(intervals: Iterable[Interval]) -> Box:
-    intervals = tuple(intervals)
-    return Box(tuple(start for start, _ in intervals), tuple(stop - start for start, stop in intervals))
+def _rank(layout: Layout, at: Mapping[int, int]) -> int:
+    return layout.ranks[_index(layout, range(len(layout.grid)), at)]

@@ -1,156 +1,28 @@
-"""What ``shardtensor show`` draws: the tensors of a plan by their distinct layouts, their boxes on a plane."""
+"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts, and steps of reshards."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Mapping, Sequence
 
 import attrs
 
-from shardtensor.cli.picture import Picture, picture_of
+from shardtensor.cli.picture import PARTS, Picture, Plane, picture_of, plane_of
 from shardtensor.layout.bind import bind
-from shardtensor.layout.box import Box
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import say_bytes, say_step
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.route import Step, route
+from shardtensor.layout.route import route
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import is_below, matches
 from shardtensor.plan.models.model import BYTES, TensorInfo
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import parse_spec
 
-_Stretch = tuple[int, int, int, int, int]
-"""Of a strip, which is a plane with both ends of one side: those, and the ends of the other side."""
-
-MAX_RUNS = 2000
-"""Of a tensor drawn as one line; with more there is nothing to see."""
-
-
-@attrs.frozen
-class Rect:
-    """Elements ``top`` to ``bottom`` down, ``left`` to ``right`` across, of one of the planes."""
-
-    plane: int
-    top: int
-    bottom: int
-    left: int
-    right: int
-
-
-@attrs.frozen
-class Plane:
-    """How a tensor is drawn.
-
-    Attributes:
-        down, across: the dims that are drawn; None for one of length 1. `across` is -1 where all elements lie in one
-            line, row-major.
-        apart: further dims that are cut, each drawn as planes beside one another.
-        height, width: in elements.
-        titles: for each plane, the intervals of the dims apart.
-    """
-
-    shape: tuple[int, ...]
-    down: int | None
-    across: int | None
-    apart: tuple[int, ...] = ()
-    height: int = 1
-    width: int = 1
-    titles: tuple[tuple[tuple[int, int], ...], ...] = ((),)
-
-    def rects(self, boxes: Sequence[Box]) -> tuple[Rect, ...]:
-        """Where boxes lie; empty ones nowhere, and those that lie side by side in one."""
-        found = [rect for box in boxes if box.numel for rect in self._rects(box)]
-        return _joined(found)
-
-    def _rects(self, box: Box) -> list[Rect]:
-        if self.across == -1:
-            return [Rect(0, 0, 1, start, stop) for start, stop in line_runs(box, self.shape)]
-        key = tuple((box.offsets[dim], box.ends[dim]) for dim in self.apart)
-        plane = self.titles.index(key)
-        top, bottom = (0, 1) if self.down is None else (box.offsets[self.down], box.ends[self.down])
-        left, right = (0, 1) if self.across is None else (box.offsets[self.across], box.ends[self.across])
-        return [Rect(plane, top, bottom, left, right)]
-
-
-def plane_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> Plane | None:
-    """Choose what of a tensor is drawn, so that all its boxes are seen; None where they are too fine for any picture.
-
-    Example:
-        >>> plane = plane_of((4, 8, 6), [Box((0, 0, 0), (4, 8, 3)), Box((0, 0, 3), (4, 8, 3))])
-        >>> plane.down, plane.across, plane.height, plane.width
-        (1, 2, 8, 6)
-    """
-    full = [box for box in boxes if box.numel]
-    cut = [d for d, size in enumerate(shape) if any(box.sizes[d] != size for box in full)]
-    if len(shape) < 2:
-        return Plane(shape, None, 0 if shape else None, width=shape[0] if shape else 1)
-    if len(shape) == 2:
-        return Plane(shape, 0, 1, (), *shape)
-    others = sorted((d for d in range(len(shape)) if d not in cut), key=lambda dim: (shape[dim], dim))
-    drawn = sorted([*cut[-2:], *others[len(others) - max(0, 2 - len(cut)) :]])
-    apart = tuple(cut[:-2])
-    sides = [sorted({(box.offsets[dim], box.ends[dim]) for box in full}) for dim in apart]
-    if all(one[1] <= other[0] for side in sides for one, other in pairwise(side)):
-        titles = tuple(product(*sides))
-        return Plane(shape, drawn[0], drawn[1], apart, shape[drawn[0]], shape[drawn[1]], titles)
-    if sum(_count_runs(box, shape) for box in full) > MAX_RUNS:
-        return None
-    return Plane(shape, None, -1, width=math.prod(shape))
-
-
-def line_runs(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The stretches of the row-major elements of a tensor that a box is made of.
-
-    Example:
-        >>> line_runs(Box((0, 1), (2, 2)), (2, 4))
-        [(1, 3), (5, 7)]
-    """
-    last = _last_cut(box, shape)
-    run = math.prod(box.sizes[last:])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = []
-    for index in product(*(range(o, o + n) for o, n in zip(box.offsets[:last], box.sizes[:last], strict=True))):
-        start = sum(i * s for i, s in zip((*index, *box.offsets[last:]), strides, strict=True))
-        found.append((start, start + run))
-    return found
-
-
-def _last_cut(box: Box, shape: tuple[int, ...]) -> int:
-    return max((dim for dim, size in enumerate(shape) if box.sizes[dim] != size), default=0)
-
-
-def _count_runs(box: Box, shape: tuple[int, ...]) -> int:
-    return math.prod(box.sizes[: _last_cut(box, shape)])
-
-
-def _joined(rects: Sequence[Rect]) -> tuple[Rect, ...]:
-    """Rectangles with those in one that lie below or beside one another and fit."""
-    down = _in_runs((r.plane, r.left, r.right, r.top, r.bottom) for r in rects)
-    across = _in_runs((plane, top, bottom, left, right) for plane, left, right, top, bottom in down)
-    return tuple(Rect(*each) for each in across)
-
-
-def _in_runs(stretches: Iterable[_Stretch]) -> list[_Stretch]:
-    """Stretches of one strip that follow one another as one."""
-    found: list[_Stretch] = []
-    for stretch in sorted(stretches):
-        last = found[-1] if found else None
-        if last and (*last[:3], last[4]) == stretch[:4]:
-            found[-1] = (*last[:4], stretch[4])
-        else:
-            found.append(stretch)
-    return found
-
-
 MAX_PARTS = 4000
 """Of all pictures together: what a page and a reader can bear."""
-_PARTS = 64
-"""Of one picture."""
 
 
 @attrs.frozen(eq=False)
@@ -158,20 +30,18 @@ class Shown:
     """Tensors that lie alike, drawn once.
 
     Attributes:
-        names: of the tensors; `folded` the same in few words, each pattern with the names it stands for.
+        folded: the names of the tensors in few words: by each pattern the names it stands for.
         spec: what the plan says, in its axes.
+        plane: None where the boxes are too fine to be drawn.
         stored: what `store` keeps of it on a rank, as the plan says it; empty where it is kept as it computes.
         storing: over how many ranks that is cut.
         lines: for each pattern, where the plan says it and the text there; empty for rules made in Python.
         tied: for each pattern, the name whose tensor it is.
-        picture, plane: None for a layout of which there is nothing to see.
     """
 
-    names: tuple[str, ...]
     folded: Mapping[str, tuple[str, ...]]
     tensor: TensorInfo
     spec: ShardingSpec
-    layout: Layout
     picture: Picture
     plane: Plane | None
     stored: str = ""
@@ -180,48 +50,48 @@ class Shown:
     tied: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
+    def count(self) -> int:
+        """How many tensors there are."""
+        return sum(map(len, self.folded.values()))
+
+    @property
     def item(self) -> int:
         """Bytes of an element."""
         return BYTES[self.tensor.dtype]
 
     @property
-    def most(self) -> int:
-        """Elements of one of the tensors on the rank that holds most, while computing."""
-        return max(part.most for part in self.picture.parts)
+    def size(self) -> str:
+        """The shape, with the names of its dims, and the dtype."""
+        return f"{size_text(self.tensor.shape, self.tensor.dims)} {self.tensor.dtype}"
 
     def rank_bytes(self, count: int) -> int:
         """What `count` of the tensors take on the rank that holds most, as they are stored."""
-        return count * -(-self.most // self.storing) * self.item
+        return count * -(-max(part.most for part in self.picture.parts) // self.storing) * self.item
 
-    def held(self) -> list[str]:
+    def held(self) -> str:
         """What one rank holds of one of the tensors, where the copies are, and along which axes it is partial."""
-        picture, layout = self.picture, self.layout
-        least = min(part.least for part in picture.parts)
-        sizes = " to ".join(say_bytes(n * self.item) for n in sorted({least, self.most}))
+        picture, layout = self.picture, self.picture.layout
+        ends = sorted({min(part.least for part in picture.parts), max(part.most for part in picture.parts)})
+        sizes = " to ".join(say_bytes(n * self.item) for n in ends)
         if picture.axes:
-            local = f"{' × '.join(map(str, layout.local_shape(picture.parts[0].rank)))}, " if least == self.most else ""
-            facts = [f"a rank holds {local.lstrip(', ')}{sizes}"]
+            shape = " × ".join(map(str, layout.local_shape(picture.parts[0].rank))) if len(ends) == 1 else ""
+            facts = [f"a rank holds {', '.join(filter(None, (shape, sizes)))}"]
             others = [axis for axis in range(len(layout.grid)) if axis not in picture.axes]
             if copies := [name for name, _ in picture.named_axes(others)]:
                 facts.append(f"{picture.copies:,} copies, along {', '.join(copies)}")
         else:
-            ranks = len(layout.ranks)
-            facts = [f"whole on {'each of ' * (ranks > 1)}{ranks:,} rank{'s' * (ranks != 1)}, {sizes}"]
+            facts = [f"whole on {_ranks('each of ', len(layout.ranks))}, {sizes}"]
         if layout.partial:
             facts.append(f"partial along {', '.join(f'{picture.names[axis]} ({op})' for axis, op in layout.partial)}")
-        return facts
+        return "; ".join(facts)
 
 
 @attrs.frozen(eq=False)
 class Reshard:
-    """One tensor redistributed to other layouts, one after the other."""
+    """One tensor redistributed to other layouts, one after the other: ``A -> B``, and the lines of its steps."""
 
     name: str
-    shape: tuple[int, ...]
-    item: int
-    texts: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    routes: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @attrs.frozen(eq=False)
@@ -231,7 +101,6 @@ class Scene:
     Attributes:
         title: the name of the plan, or the spec.
         subject: of what: the model, or the shape.
-        axes: of the mesh.
         resolved: None where one spec is shown.
     """
 
@@ -242,6 +111,20 @@ class Scene:
     reshards: tuple[Reshard, ...] = ()
     resolved: Resolved | None = None
 
+    @property
+    def mesh_text(self) -> str:
+        """``8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)``, and the axes along which samples differ."""
+        mesh, words = self.axes.mesh, []
+        rest = list(mesh.axes)
+        while rest:
+            whole = next((name for name, factors in self.axes.made_of.items() if factors[0] == rest[0][0]), None)
+            count = 1 if whole is None else len(self.axes.made_of[whole])
+            parts = " × ".join(f"{factor} {n}" for factor, n in rest[:count])
+            words.append(parts if whole is None else f"{whole} {self.axes.size(whole)} ({parts})")
+            rest = rest[count:]
+        text = _ranks("", mesh.size) + ("" if mesh.is_unnamed else f" = {' × '.join(words)}")
+        return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
+
 
 def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = ()) -> Scene:
     """The scene of a plan.
@@ -250,18 +133,17 @@ def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequ
         pattern: only tensors of these names, or below modules of these names.
         to: specs to which each distinct layout is redistributed, one after the other.
     """
-    placed = [
-        p for name, p in resolved.tensors.items() if not pattern or matches(pattern, name) or is_below(pattern, name)
-    ]
     alike: dict[object, list[Placed]] = {}
-    for each in placed:
-        alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, _stored(each)), []).append(each)
-    room = max(8, min(_PARTS, MAX_PARTS // max(len(alike), 1)))
-    shown = tuple(_shown(resolved, group, room) for group in alike.values())
+    for name, each in resolved.tensors.items():
+        if not pattern or matches(pattern, name) or is_below(pattern, name):
+            stored = str(each.stored or "")
+            alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
+    axes, limit = resolved.plan.axes, max(8, min(PARTS, MAX_PARTS // max(len(alike), 1)))
+    shown = tuple(_shown(group, axes, limit) for group in alike.values())
     reshards = tuple(
-        _reshard(each.names[0], each.spec, each.layout, each.item, to, resolved.plan.axes) for each in shown
+        _reshard(group[0].tensor.name, each, to, axes) for group, each in zip(alike.values(), shown, strict=True)
     )
-    return Scene(title, resolved.model.source, resolved.plan.axes, shown, reshards if to else (), resolved)
+    return Scene(title, resolved.model.source, axes, shown, reshards if to else (), resolved)
 
 
 def scene_of_spec(
@@ -275,16 +157,14 @@ def scene_of_spec(
     Example:
         >>> from shardtensor.mesh import read_mesh
         >>> scene = scene_of_spec("[tp, -]", (8, 8), read_mesh("tp=4"), to=["[-, tp]"])
-        >>> [step.kind for step in scene.reshards[0].routes[0]]
-        ['all_to_all']
+        >>> scene.reshards[0].steps[0]
+        ('[tp, -] -> [-, tp]', ('all_to_all over tp=4   48 B received by each rank',))
     """
-    spec = parse_spec(text)
-    layout = bind(spec, shape, mesh)
-    tensor = TensorInfo(str(spec), shape, None, dtype)
-    axes = Axes(mesh)
-    shown = _drawn((str(spec),), {str(spec): (str(spec),)}, tensor, spec, layout, axes, _PARTS)
-    reshards = (_reshard("", spec, layout, shown.item, to, axes),) if to else ()
-    return Scene(str(spec), size_text(shape), axes, (shown,), reshards)
+    spec, axes = parse_spec(text), Axes(mesh)
+    shown = _drawn(
+        {str(spec): (str(spec),)}, TensorInfo(str(spec), shape, None, dtype), spec, bind(spec, shape, mesh), axes
+    )
+    return Scene(str(spec), size_text(shape), axes, (shown,), (_reshard("", shown, to, axes),) if to else ())
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
@@ -298,65 +178,102 @@ def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
     return " × ".join(words) or "scalar"
 
 
-def device_of(spec: ShardingSpec) -> Callable[[int], str]:
-    """What a spec says of the device of a rank; empty where every rank uses its own."""
-    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        places = spec.placements
-
-        def device(rank: int) -> str:
-            index = places.index_of(rank)
-            return "" if index is None else str(places[index]).rpartition("/")[2]
-
-        return device
-    if isinstance(spec, EnumerableShardingSpec):
-        held = {box.placement.rank(): box.placement for box in spec.boxes if box.placement is not None}
-        return lambda rank: str(held[rank]).rpartition("/")[2] if rank in held else ""
-    return lambda rank: ""
+def _ranks(before: str, count: int) -> str:
+    return f"{before * (count > 1)}{count:,} rank{'s' * (count != 1)}"
 
 
-def _shown(resolved: Resolved, group: Sequence[Placed], limit: int) -> Shown:
+def _shown(group: Sequence[Placed], axes: Axes, limit: int) -> Shown:
     first = group[0]
     by_name = {each.tensor.name: each for each in group}
     folded = brief_names(by_name)
-    lines = {}
+    lines, tied = {}, {}
     for pattern, names in folded.items():
-        line = by_name[names[0]].line
-        if line is not None and line.origin is not None:
-            lines[pattern] = (str(line.origin), line.origin.text)
-    tied = {pattern: by_name[names[0]].tied_to for pattern, names in folded.items() if by_name[names[0]].tied_to}
-    storing = 1
-    if first.stored is not None:
-        sizes = [resolved.plan.axes.size(axis) for axis in first.stored.axes]
-        for size in sizes:
-            storing *= size
-    shown = _drawn(tuple(by_name), folded, first.tensor, first.spec, first.layout, resolved.plan.axes, limit)
-    return attrs.evolve(shown, stored=_stored(first), storing=storing, lines=lines, tied=tied)
+        placed = by_name[names[0]]
+        if placed.line is not None and placed.line.origin is not None:
+            lines[pattern] = (str(placed.line.origin), placed.line.origin.text)
+        if placed.tied_to:
+            tied[pattern] = placed.tied_to
+    shown = _drawn(folded, first.tensor, first.spec, first.layout, axes, limit)
+    storing = 1 if first.stored is None else math.prod(map(axes.size, first.stored.axes))
+    return attrs.evolve(shown, stored=str(first.stored or ""), storing=storing, lines=lines, tied=tied)
 
 
 def _drawn(
-    names: tuple[str, ...],
     folded: Mapping[str, tuple[str, ...]],
     tensor: TensorInfo,
     spec: ShardingSpec,
     layout: Layout,
     axes: Axes,
-    limit: int,
+    limit: int = PARTS,
 ) -> Shown:
     picture = picture_of(layout, limit, axes.mesh.names if isinstance(spec, Spec) else (), axes.made_of)
-    plane = plane_of(layout.shape, [box for part in picture.parts for box in part.boxes])
-    return Shown(names, folded, tensor, spec, layout, picture, plane)
+    plane = plane_of(layout.shape, (box for part in picture.parts for box in part.boxes))
+    return Shown(folded, tensor, spec, picture, plane)
 
 
-def _stored(placed: Placed) -> str:
-    return "" if placed.stored is None else str(placed.stored)
-
-
-def _reshard(name: str, spec: ShardingSpec, layout: Layout, item: int, to: Sequence[str], axes: Axes) -> Reshard:
-    texts, layouts, routes = [str(spec)], [layout], []
+def _reshard(name: str, shown: Shown, to: Sequence[str], axes: Axes) -> Reshard:
+    spec, layout, steps = str(shown.spec), shown.picture.layout, []
     for text in to:
         target = parse_spec(text)
-        spelled = axes.spelled(target) if isinstance(target, Spec) else target
-        layouts.append(bind(spelled, layout.shape, axes.mesh))
-        texts.append(str(target))
-        routes.append(route(layouts[-2], layouts[-1]))
-    return Reshard(name, layout.shape, item, tuple(texts), tuple(layouts), tuple(routes))
+        goal = bind(axes.spelled(target) if isinstance(target, Spec) else target, layout.shape, axes.mesh)
+        lines = tuple(say_step(step, shown.item) for step in route(layout, goal))
+        steps.append((f"{spec} -> {target}", lines or ("nothing moves",)))
+        spec, layout = str(target), goal
+    return Reshard(name, tuple(steps))
+
+
+ACROSS, DOWN = 16, 8
+
+
+@attrs.frozen
+class MeshRows:
+    """Some of the ranks of a mesh, the last axes across, the others down; long ones with their middle left out.
+
+    Attributes:
+        columns: what stands above each column; empty where ranks are left out.
+        rows: what stands before each row, and its ranks; None where ranks are left out.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[int | None, ...]], ...]
+
+
+def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
+    """Choose the ranks of a mesh that are shown.
+
+    Example:
+        >>> from shardtensor.mesh import read_mesh
+        >>> found = mesh_rows(Axes(read_mesh("dp=100, tp=2")), down=3)
+        >>> found.columns, found.rows
+        (('tp 0', '1'), (('dp 0', (0, 1)), ('', (None, None)), ('99', (198, 199))))
+    """
+    mesh, sizes = axes.mesh, axes.mesh.sizes
+    split = len(sizes) - 1
+    while split > 1 and math.prod(sizes[split - 1 :]) <= across:
+        split -= 1
+    width, height = math.prod(sizes[split:]), math.prod(sizes[:split])
+    columns = tuple("" if i is None else _label(axes, range(split, len(sizes)), i) for i in _picked(width, across))
+    rows = []
+    for row in _picked(height, down):
+        cells = (None if None in (row, i) else mesh.ranks[row * width + i] for i in _picked(width, across))
+        rows.append(("" if row is None else _label(axes, range(split), row), tuple(cells)))
+    return MeshRows(columns, tuple(rows))
+
+
+def _picked(count: int, limit: int) -> list[int | None]:
+    """The first numbers below `count` and the last; None for those between."""
+    return list(range(count)) if count <= limit else [*range(max(limit - 2, 1)), None, count - 1]
+
+
+def _label(axes: Axes, along: Sequence[int], index: int) -> str:
+    """The coordinates of a row or column along some axes; the names of the axes only in the first one."""
+    found = []
+    for axis in reversed(along):
+        name, size = axes.mesh.axes[axis]
+        index, i = divmod(index, size)
+        if size > 1 or len(along) == 1:
+            alone = (whole for whole, factors in axes.made_of.items() if name in factors and axes.size(whole) == size)
+            found.insert(0, (next(alone, name), i))
+    if axes.mesh.is_unnamed or any(i for _, i in found):
+        return ",".join(str(i) for _, i in found)
+    return ", ".join(f"{name} {i}" for name, i in found)

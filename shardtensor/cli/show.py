@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
         print_scene(scene)
     else:
-        from shardtensor.cli.page.page import page
+        from shardtensor.cli.show_page import page
 
         text = page(scene)
         options.html.write_text(text, encoding="utf-8")

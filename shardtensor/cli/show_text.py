@@ -10,15 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
-from shardtensor.cli.picture import Picture, picture_of
-from shardtensor.cli.scene import Reshard, Scene, Shown, plane_of, size_text
+from shardtensor.cli.picture import Picture, picture_of, plane_of
+from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
-from shardtensor.layout.explain import say_bytes, say_step
-from shardtensor.layout.layout import Layout
+from shardtensor.layout.explain import say_bytes
 from shardtensor.spec.nodes import Spec
 
-WIDTH, HEIGHT = 16, 4
+WIDTH, HEIGHT, LINES = 16, 4, 16
 _COLOURS = (
     "cornflower_blue",
     "sandy_brown",
@@ -29,6 +27,9 @@ _COLOURS = (
     "sky_blue1",
     "medium_purple2",
 )
+_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_BAR = 24
+_OTHERS = 3
 
 
 def rank_style(rank: int) -> str:
@@ -78,7 +79,7 @@ def draw_boxes(
             if len(holders) == len(boxes_by_rank):
                 text.append(whole, style="black on grey70")
             elif holders:
-                text.append(_digit(holders[0]), style=rank_style(holders[0]))
+                text.append(_character(holders[0]), style=rank_style(holders[0]))
             else:
                 text.append(missing)
     return text
@@ -88,58 +89,52 @@ def _holds(box: Box, at: tuple[int, ...]) -> bool:
     return all(offset <= i < offset + size for offset, size, i in zip(box.offsets, box.sizes, at, strict=True))
 
 
-def _digit(rank: int) -> str:
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[rank % 36]
-
-
-PARTS = 16
-"""Of one map: as many as it has columns or, at most, lines."""
-
-_BAR = 24
-_OTHERS = 3
-_CHARACTERS = 36
-
-
-def console() -> Console:
-    """A console as wide as the terminal; wide enough for every line where there is none."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
+def _character(i: int) -> str:
+    return _CHARACTERS[i % len(_CHARACTERS)]
 
 
 def print_scene(scene: Scene, out: Console | None = None) -> None:
     """Print a scene."""
     if out is None and not sys.stdout.isatty():  # no spaces at the ends of lines that nobody fills
-        with (plain := console()).capture() as caught:
+        with (plain := Console(highlight=False, width=120)).capture() as caught:
             print_scene(scene, plain)
         print("\n".join(line.rstrip() for line in caught.get().splitlines()))
         return
-    out = out or console()
+    out = out or Console(highlight=False)
     out.print(Text.assemble((scene.title, "bold"), "   ", scene.subject), soft_wrap=True)
-    out.print(_mesh_line(scene), soft_wrap=True)
+    out.print(scene.mesh_text, soft_wrap=True)
     out.print()
     out.print(_mesh_map(scene))
-    most = max((each.rank_bytes(len(each.names)) for each in scene.shown), default=0)
+    most = max((each.rank_bytes(each.count) for each in scene.shown), default=0)
     told: set[str] = set()
-    for shown, *others in _dealt(scene.shown):
+    for shown, *others in _alike(scene.shown):
         legend = _legend(shown.picture)
         out.print()
-        out.print(_layout(shown, most, None if legend.plain in told else legend, is_plan=scene.resolved is not None))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(width=WIDTH)
+        grid.add_column()
+        is_new = bool(shown.picture.axes) and legend.plain not in told
+        about = _about(shown, most, legend if is_new else None, is_plan=scene.resolved is not None)
+        grid.add_row(_map(shown), Group(*about))
+        out.print(grid)
         told.add(legend.plain)
-        for other in others[:_OTHERS]:
-            out.print(Text(" " * (WIDTH + 2) + f"{_where(other)} alike: {', '.join(other.folded)}", style="dim"))
-        if len(others) > _OTHERS:
-            out.print(Text(" " * (WIDTH + 2) + f"… and so on to {_where(others[-1])}", style="dim"))
+        more = [f"{_where(other)} alike: {', '.join(other.folded)}" for other in others[:_OTHERS]]
+        more += [f"… and so on to {_where(others[-1])}"] if len(others) > _OTHERS else []
+        for line in more:
+            out.print(Text(" " * (WIDTH + 2) + line, style="dim"))
     for reshard in scene.reshards:
         out.print()
-        out.print(_reshard(reshard))
+        for title, steps in reshard.steps:
+            out.print(Text.assemble((title, "bold")).append(f"   {reshard.name}", style="dim"))
+            out.print(Text("\n".join(f"  {step}" for step in steps)))
 
 
-def _dealt(shown: Sequence[Shown]) -> list[list[Shown]]:
+def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:
     """Layouts that differ only in the coordinate that holds them, together."""
     found: dict[object, list[Shown]] = {}
     for each in shown:
-        spec = each.spec
-        only = spec.only_part if isinstance(spec, Spec) else None
-        text = str(spec) if only is None else str(spec).replace(str(only), only.axis)
+        only = each.spec.only_part if isinstance(each.spec, Spec) else None
+        text = str(each.spec) if only is None else str(each.spec).replace(str(only), only.axis)
         found.setdefault((text, each.tensor.shape, each.tensor.dtype, each.stored), []).append(each)
     return list(found.values())
 
@@ -147,17 +142,6 @@ def _dealt(shown: Sequence[Shown]) -> list[list[Shown]]:
 def _where(shown: Shown) -> str:
     only = shown.spec.only_part if isinstance(shown.spec, Spec) else None
     return "elsewhere" if only is None else f"{only.axis} {only.index}"
-
-
-def _mesh_line(scene: Scene) -> Text:
-    axes = scene.axes
-    count = axes.mesh.size
-    text = Text.assemble((f"{count:,} rank{'s' * (count != 1)}", "bold"))
-    if not axes.mesh.is_unnamed:
-        text.append(f" = {mesh_text(axes)}")
-    if axes.data:
-        text.append(f"   samples differ along {', '.join(axes.data)}", style="dim")
-    return text
 
 
 def _mesh_map(scene: Scene) -> RenderableType:
@@ -169,73 +153,50 @@ def _mesh_map(scene: Scene) -> RenderableType:
     if not scene.axes.mesh.is_unnamed:
         table.add_row("", *(Text(label, style="dim") for label in rows.columns))
     for label, cells in rows.rows:
-        table.add_row(label.replace("*", ""), *("…" if rank is None else f"{rank}" for rank in cells))
+        table.add_row(label, *("…" if rank is None else f"{rank}" for rank in cells))
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _layout(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=WIDTH)
-    grid.add_column()
-    grid.add_row(_map(shown.layout, shown.picture), Group(*_about(shown, most, legend, is_plan)))
-    return grid
-
-
-def _map(layout: Layout, picture: Picture) -> Text:
-    coarse = _coarse(picture)
-    return _map_of(layout.shape, {coarse.key(i): part.boxes for i, part in enumerate(coarse.parts)})
-
-
-def _map_of(shape: tuple[int, ...], held_by: dict[int, tuple[Box, ...]]) -> Text:
-    """The map of boxes, each in the colour and with the character of its number."""
-    plane = plane_of(shape, [box for boxes in held_by.values() for box in boxes])
+def _map(shown: Shown) -> Text:
+    """The map of a layout, each part in the colour and with the character of its number."""
+    picture, shape = _coarse(shown.picture), shown.tensor.shape
+    plane = plane_of(shape, (box for part in picture.parts for box in part.boxes))
     if plane is None or not all(shape):
         return Text("too fine to draw" if plane is None else "no elements", style="dim")
-    boxes = (
-        [held_by[i] for i in held_by] if len(held_by) == 1 else [held_by.get(i, ()) for i in range(max(held_by) + 1)]
-    )
-    text = Text()
-    for number in range(min(len(plane.titles), PARTS)):
-        held: list[list[Box]] = []
-        for each in boxes:
-            rects = [rect for rect in plane.rects(each) if rect.plane == number]
-            held.append([Box((r.top, r.left), (r.bottom - r.top, r.right - r.left)) for r in rects])
-        if number:
-            text.append("\n\n")
-        tops = {box.offsets[0] for each in held for box in each}
-        lines = min(plane.height, PARTS, max(HEIGHT, len(tops)))
-        text.append_text(draw_boxes((plane.height, plane.width), held, whole="·", missing=" ", lines=lines))
-    return text
+    held = {picture.number(i): plane.rects(part.boxes) for i, part in enumerate(picture.parts)}
+    rects = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
+    tops = {rect.offsets[0] for each in rects for rect in each}
+    lines = min(plane.height, LINES, max(HEIGHT, len(tops)))
+    return draw_boxes((plane.height, plane.width), rects, whole="·", missing=" ", lines=lines)
 
 
 def _coarse(picture: Picture) -> Picture:
-    if len(picture.parts) <= PARTS:
+    if len(picture.parts) <= LINES:
         return picture
-    return picture_of(picture.layout, PARTS, picture.names, picture.made_of)
+    return picture_of(picture.layout, LINES, picture.names, picture.made_of)
 
 
 def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Iterator[RenderableType]:
-    tensor, picture = shown.tensor, shown.picture
     head = Text.assemble((str(shown.spec), "bold"))
     if shown.stored:
         head.append(f"   stored {shown.stored}")
-    head.append(f"   {size_text(tensor.shape, tensor.dims)} {tensor.dtype}", style="dim")
-    yield head
-    if is_plan:
-        for pattern, names in shown.folded.items():
-            line = Text(pattern, overflow="fold")
-            if len(names) > 1:
-                line.append(f"  {len(names)} tensors", style="dim")
-            if pattern in shown.tied:
-                line.append(f"  is {shown.tied[pattern]}", style="dim")
-            yield line
-    yield Text("; ".join(shown.held()))
-    if legend and picture.axes:
+    yield head.append(f"   {shown.size}", style="dim")
+    for pattern, names in shown.folded.items() if is_plan else ():
+        line = Text(pattern, overflow="fold")
+        if len(names) > 1:
+            line.append(f"  {len(names)} tensors", style="dim")
+        if pattern in shown.tied:
+            line.append(f"  is {shown.tied[pattern]}", style="dim")
+        yield line
+    yield Text(shown.held())
+    if legend is not None:
         yield legend
-    count = len(shown.names)
-    size = shown.rank_bytes(count)
     if is_plan:
-        yield _bar(size, most).append(f" {say_bytes(size)} a rank{f', of {count} tensors' * (count > 1)}")
+        size = shown.rank_bytes(shown.count)
+        eighths = round(8 * _BAR * size / most) if most else 0
+        bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+        of = f", of {shown.count} tensors" * (shown.count > 1)
+        yield Text.assemble((bar or "▏", "cornflower_blue"), f" {say_bytes(size)} a rank{of}")
 
 
 def _legend(picture: Picture) -> Text:
@@ -247,31 +208,12 @@ def _legend(picture: Picture) -> Text:
     for i in shown:
         if text:
             text.append("  … " if i - 1 not in shown else "  ")
-        part = parts[i]
+        part, number = parts[i], coarse.number(i)
         ranks, count = coarse.ranks(part, 2)
-        text.append(_character(coarse.key(i)), style=rank_style(coarse.key(i)))
+        text.append(_character(number), style=rank_style(number))
         names = "" if picture.names == ("place",) else f" {coarse.place_text(part)},"
         more = ", …" if count > len(ranks) else ""
         text.append(f"{names} rank{'s' * (count > 1)} {', '.join(map(str, ranks))}{more}")
         if not part.most:
             text.append(" (nothing)")
     return text
-
-
-def _character(i: int) -> str:
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[i % _CHARACTERS]
-
-
-def _bar(size: int, most: int) -> Text:
-    eighths = round(8 * _BAR * size / most) if most else 0
-    bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
-    return Text.assemble((bar or "▏", "cornflower_blue"))
-
-
-def _reshard(reshard: Reshard) -> RenderableType:
-    """The steps by which a tensor reaches other layouts."""
-    lines: list[RenderableType] = []
-    for texts, steps in zip(zip(reshard.texts, reshard.texts[1:], strict=False), reshard.routes, strict=True):
-        lines.append(Text.assemble((" -> ".join(texts), "bold")).append(f"   {reshard.name}", style="dim"))
-        lines += [Text(f"  {say_step(step, reshard.item)}") for step in steps] or [Text("  nothing moves")]
-    return Group(*lines)

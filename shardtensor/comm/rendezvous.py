@@ -15,10 +15,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from threading import get_ident
 from typing import Any
 from zlib import crc32
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -42,13 +44,15 @@ ARRIVAL = 1 << 47
 class RankStatus:
     """The rendezvous that a rank entered last; its key in the store is "" for a rank that has ended.
 
-    `place` says which collective of which ranks it is, `call` the call and its line; `size` ranks meet there.
+    `place` says which collective of which ranks it is, `call` the call and its line. The global
+    `ranks` meet there; `threads` of this rank have entered a rendezvous.
     """
 
     key: str
     place: str = ""
     call: str = ""
-    size: int = 0
+    ranks: tuple[int, ...] = ()
+    threads: int = 1
 
 
 class StatusStore:
@@ -59,6 +63,7 @@ class StatusStore:
         store = store.clone() if hasattr(store, "clone") else store
         self.store = dist.PrefixStore("shardtensor", store)
         self.rank = rank
+        self._threads: set[int] = set()
         this = weakref.ref(self)
         self._at_exit: Callable[[], None] = lambda: _write_ended(this)
         atexit.register(self._at_exit)
@@ -72,13 +77,20 @@ class StatusStore:
         """Return the status of a rank; None if it has never written one."""
         if not self.store.check([f"at/{rank}"]):
             return None
-        return RankStatus(*json.loads(self.store.get(f"at/{rank}")))
+        key, place, call, ranks, threads = json.loads(self.store.get(f"at/{rank}"))
+        return RankStatus(key, place, call, tuple(ranks), threads)
+
+    def count_threads(self) -> int:
+        """Return how many threads of this rank have called this; a thread of autograd is not counted."""
+        if torch._C._current_autograd_node() is None:
+            self._threads.add(get_ident())
+        return len(self._threads)
 
     def is_open(self, status: RankStatus) -> bool:
         """Whether ranks wait in this rendezvous: some have not arrived, and no error was raised."""
         if not status.key or self.store.check([f"{status.key}/why"]) or not self.store.check([status.key]):
             return False
-        return self.store.add(status.key, 0) // ARRIVAL < status.size
+        return self.store.add(status.key, 0) // ARRIVAL < len(status.ranks)
 
 
 def _write_ended(statuses: weakref.ref[StatusStore]) -> None:
@@ -132,7 +144,7 @@ class Rendezvous:
         self._count += 1
         key, store = f"{self.name}/{self._count}", self.statuses.store
         place = f"collective {self._count} of {name_ranks(self.ranks)}"
-        here = RankStatus(key, place, own or call, len(self.ranks))
+        here = RankStatus(key, place, own or call, tuple(self.ranks), self.statuses.count_threads())
         digest = crc32(call.encode())
         before, self._keys = self._keys, [key] if pairs is None else [key, f"{key}/pairs"]
         try:
@@ -176,13 +188,49 @@ class Rendezvous:
                 self._withdraw(here, digest, self._absence(here, operation, f"within {self.timeout_s:g} s"))
             elif waited - checked > _CHECK_ABSENT_S:
                 checked = waited
-                if any(at is not None and not at.key for at in self._absent(here).values()):
-                    self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
+                self._check_absent(here, operation, digest)
             else:
                 time.sleep(min(waited / 4, 0.002))
             if waited > 0.001 and self.statuses.store.check([f"{here.key}/why"]):
                 raise self._shared_error(here.key, None)
             arrived = self.statuses.store.add(here.key, 0)
+
+    def _check_absent(self, here: RankStatus, operation: str, digest: int) -> None:
+        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a circle."""
+        absent = self._absent(here)
+        if any(at is not None and not at.key for at in absent.values()):
+            self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
+        circle = self._circle(here)
+        if circle and circle == self._circle(here):
+            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(circle.items())}
+            fault = f"{name_ranks(circle)} wait for each other in different groups; nothing was moved"
+            error = CallMismatchError(fault, facts, _ORDER)
+            for at in circle.values():  # else the others would see this rank leave, and wait for it
+                if at.key != here.key:
+                    self._shared_error(at.key, error)
+            self._withdraw(here, digest, error)
+
+    def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
+        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait.
+
+        A rank with one thread, whose last rendezvous is still open, waits there.
+        """
+        path = {self.statuses.rank: here}
+        while True:
+            at = path[next(reversed(path))]
+            if at.threads > 1 or not self.statuses.is_open(at):
+                return {}
+            found = {rank: self.statuses.read(rank) for rank in at.ranks}
+            absent = {rank: other for rank, other in found.items() if other is None or other.key != at.key}
+            for rank, other in absent.items():
+                if other is None or not other.key:
+                    return {}
+                if rank in path:
+                    return path if rank == self.statuses.rank else {}
+                path[rank] = other
+                break
+            else:
+                return {}
 
     def _withdraw(self, here: RankStatus, digest: int, error: ShardTensorError) -> None:
         """Remove this rank from the counter and raise; return if the last rank has arrived in the meantime."""

@@ -11,12 +11,19 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import after_load, check
-from shardtensor.fsdp.data_mesh import DataMesh, TPSpec, is_cut
+from shardtensor.fsdp.data_mesh import DataMesh, TPSpec
 from shardtensor.fsdp.module import sharded_class
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
-from shardtensor.fsdp.policy import ON_DEVICE, OWN_PRECISION, MixedPrecisionPolicy, OffloadPolicy, selects
-from shardtensor.fsdp.post_forward import Reshard, read_reshard
+from shardtensor.fsdp.policy import (
+    ON_DEVICE,
+    OWN_PRECISION,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Reshard,
+    read_reshard,
+    selects,
+)
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import parameter_groups
 from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
@@ -41,7 +48,7 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
-    Call it bottom up: what inner calls took stays theirs, and their modules are gathered by themselves. A list of
+    Call it bottom up: parameters of inner calls stay in their own units, which are gathered by themselves. A list of
     modules is one unit, gathered when any of them runs. The parameter objects stay and become ShardedTensors, each
     rank holding one range of the unit; while the module runs it finds whole plain tensors in their place. The module's
     class becomes one that is also a `FSDPModule`, with torch's methods. All ranks call it, with the same values in the
@@ -63,11 +70,11 @@ def fully_shard(
         mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
             process group; names of axes of the default mesh (``"dp"``, or ``"rep*dp"`` to repeat along the first); None
             for the default group. Parameters that are sharded over other axes of the same mesh, as in tensor
-            parallelism, are cut further: `[tp, -] flat(dp)`. DTensors, as of torch's ``parallelize_module(module,
+            parallelism, are sharded further: `[tp, -] flat(dp)`. DTensors, as of torch's ``parallelize_module(module,
             mesh["tp"], plan)``, are replaced by ShardedTensors; while the module runs it finds DTensors as before.
-        shard_placement_fn: how a parameter is cut over the data ranks. None or ``"flat(dp)"``: its range ends anywhere;
-            ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at multiples of 16
-            elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 holds it whole.
+        shard_placement_fn: how a parameter is sharded over the data ranks. None or ``"flat(dp)"``: a range ends
+            anywhere; ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at
+            multiples of 16 elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 has all.
         find_unused: settle in each backward which parameters any rank used, so that those have a gradient on all ranks
             and no others do; the host waits for it. Else ranks are taken to use the same, and where they did not, the
             next step raises a RuleError that names the parameters.
@@ -78,7 +85,7 @@ def fully_shard(
     Raises:
         LayoutError: (a ValueError) a module that is sharded already, a parameter of another unit, a mesh that does not
             fit. Nothing has changed.
-        DisagreementError: (a ValueError) ranks brought other parameters or options. Nothing has changed.
+        DisagreementError: (a ValueError) ranks passed other parameters or options. Nothing has changed.
 
     Example:
         >>> import shardtensor as st
@@ -129,13 +136,14 @@ def _shard_one(
         params_info = _params_info(modules, ignored)
         check(modules, params_info, mp_policy)
         for info in params_info:
-            info.inner = TPSpec.of(info.name, info.param, data_mesh, mesh, info.dtensor)
-            info.form = _form(info, data_mesh, placement)
+            info.tp_spec = TPSpec.of(info.name, info.param, data_mesh, mesh, info.dtensor)
+            info.placement = _placement(info, data_mesh, placement)
     except ShardTensorError as error:
         fault = error
     said = "\n".join(
-        f"{e.name} {tuple(e.param.shape)} {e.param.dtype} {e.param.requires_grad} {grad_dtype_of(e.param)} {e.form}"
-        for e in params_info
+        f"{info.name} {tuple(info.param.shape)} {info.param.dtype} {info.param.requires_grad} "
+        f"{grad_dtype_of(info.param)} {info.placement}"
+        for info in params_info
     )
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
@@ -191,21 +199,21 @@ def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamI
     return sorted(found.values(), key=lambda info: name_order(info.name))
 
 
-def _form(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Parameter], Any] | None) -> ShardPlacement:
-    """How a parameter is to be cut over the data ranks."""
+def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Parameter], Any] | None) -> ShardPlacement:
+    """How a parameter is to be sharded over the data ranks."""
     if placement is None:
         return ANYWHERE
-    shape, inner = tuple(info.values.shape), info.inner
-    axis, is_named = (data_mesh.axis, data_mesh.is_named) if inner is None else (inner.axis, True)
+    shape, tp_spec = tuple(info.values.shape), info.tp_spec
+    axis, is_named = (data_mesh.axis, data_mesh.is_named) if tp_spec is None else (tp_spec.axis, True)
     asked = placement(info.param)  # type: ignore[arg-type]
-    form = ShardPlacement.of(asked, info.name, shape, axis, is_named, data_mesh.shard.size)
-    if form.dim is not None and is_cut(inner, form.dim):
+    found = ShardPlacement.of(asked, info.name, shape, axis, is_named, data_mesh.shard.size)
+    if found.dim is not None and tp_spec is not None and tp_spec.layout.dims[found.dim] is not None:
         raise LayoutError(
-            f"shard_placement_fn cuts dim {form.dim} of `{info.name}`, which is cut already",
-            {"spec": "" if inner is None else str(inner.spec)},
+            f"shard_placement_fn cuts dim {found.dim} of `{info.name}`, which is cut already",
+            {"spec": str(tp_spec.spec)},
             "cut another dim, or return flat(dp)",
         )
-    return form
+    return found
 
 
 def _homes(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Home]:
@@ -224,7 +232,7 @@ def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
 
     One of which ranks compute with parts of different sizes is by itself, but where one rank holds all of it.
     """
-    alone = [id(info) if info.is_alone and info.form.owner is None else None for info in params_info]
+    alone = [id(info) if info.is_alone and info.placement.owner is None else None for info in params_info]
     groups = parameter_groups(
         [
             (info.param.dtype, info.param.requires_grad, by_itself)
@@ -233,13 +241,13 @@ def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
         [info.values.numel() for info in params_info],
         [info.grain for info in params_info],
         ranks,
-        [info.form.owner for info in params_info],
+        [info.placement.owner for info in params_info],
     )
     return [[params_info[i] for i in members] for members in groups]
 
 
 def move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
-    """Bring buffers, and parameters that stay whole, to the device; what two modules share stays shared."""
+    """Move buffers and ignored parameters to the device; a tensor that two modules share is moved once."""
     moved: dict[int, torch.Tensor] = {}
     for owner in [owner for module in modules for owner in module.modules()]:
         for name, buffer in owner._buffers.items():

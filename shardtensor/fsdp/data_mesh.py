@@ -1,7 +1,7 @@
 """The ranks that hold a module together, and how parameters are sharded over other axes already.
 
-Along one axis of the data ranks parameters are cut, along another, if there, they are repeated. Where a parameter was
-sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
+Along one axis of the data ranks parameters are sharded; along another, if there, they are replicated. Where a parameter
+was sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DataMesh:
         shard: those that hold one copy together.
         reduce: the same ranks as `shard`, for reductions that run beside its gathers.
         replicate: those that hold the same part; of size 1 without hybrid sharding.
-        axis: the name of the axis that is cut.
+        axis: the name of the axis that parameters are sharded along.
     """
 
     whole: Group
@@ -106,9 +106,9 @@ def _named(text: str) -> Group:
             {"mesh": text},
             'pass the DeviceMesh of the data ranks, mesh["dp"], or names of axes, "dp" or "rep*dp"',
         )
-    team = world.axis(*names)
+    group = world.axis(*names)
     axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
-    return group_on_mesh(team, Mesh(axes, team.ranks)) if len(names) > 1 else team
+    return group_on_mesh(group, Mesh(axes, group.ranks)) if len(names) > 1 else group
 
 
 @attrs.frozen(eq=False)
@@ -140,7 +140,7 @@ class TPSpec:
             dtensor: what `param` was made of, if it was a DTensor.
 
         Raises:
-            LayoutError: data ranks hold different parts of it, or no mesh at hand has all the axes.
+            LayoutError: data ranks hold different parts of it, or no known mesh has all the axes.
         """
         if not isinstance(param, ShardedTensor):
             return None
@@ -221,7 +221,7 @@ def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
         yield world
 
 
-def _axes_of(grid: Mesh, team: Group, others: AbstractSet[str]) -> tuple[str, ...] | None:
+def _axes_of(grid: Mesh, group: Group, others: AbstractSet[str]) -> tuple[str, ...] | None:
     """The axes of a grid along which the ranks of a group lie, in its order; the last ones that fit.
 
     A rank alone lies along every axis of one rank: those in `others`, which stand for something else, come last.
@@ -229,7 +229,7 @@ def _axes_of(grid: Mesh, team: Group, others: AbstractSet[str]) -> tuple[str, ..
     second, numbers = None, range(len(grid.names))
     for count in numbers:
         for axes in reversed(list(combinations(numbers, count + 1))):
-            if grid.ranks_along(team.rank, axes) == tuple(team.ranks):
+            if grid.ranks_along(group.rank, axes) == tuple(group.ranks):
                 names = tuple(grid.names[i] for i in axes)
                 if not others & {*names}:
                     return names
@@ -243,11 +243,6 @@ def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -
     if not isinstance(spec, Spec) or len(names) != len(layout.grid):
         raise _refusal("a parameter", param, "is sharded by a spec that names no axes")
     return spec
-
-
-def is_cut(inner: TPSpec | None, dim: int) -> bool:
-    """Whether a dim of the parameter is cut already."""
-    return inner is not None and inner.layout.dims[dim] is not None
 
 
 def _listed(group: Group) -> str:

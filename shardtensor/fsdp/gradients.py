@@ -46,7 +46,7 @@ class GroupGradients:
         is_accumulating: whether there are unsharded gradients of earlier backwards.
         hook, stream: `FSDPModule.set_all_reduce_hook`.
         offload_to: starts to copy this rank's range of a gradient to the CPU; None where it stays.
-        pieces: tells whether any leaf has hooks.
+        pieces: says whether any leaf has hooks.
     """
 
     def __init__(

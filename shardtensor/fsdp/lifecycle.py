@@ -19,7 +19,7 @@ from shardtensor.fsdp.state import FSDPState, plain_class, state_of, states_in
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return an independent copy of a fully sharded module: own parameters, in ranges of their own; ties stay ties.
 
-    What it learned in its forwards does not come along: the first forward of the copy learns it anew, on all ranks.
+    The recorded execution order is not copied: the first forward of the copy records it anew, on all ranks.
     """
     twin = object.__new__(type(module))
     memo[id(module)] = twin

@@ -159,7 +159,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say that this module's backward needs no parameters (False), which saves a gather.
 
-        It is taken at its word where that can be seen to be true: for a module whose parameters are all of embeddings.
+        It has an effect where that can be verified: for a module whose parameters are all of embeddings.
         """
         state = self._fsdp_state
         skips = not unshard_in_backward and state.is_lookup

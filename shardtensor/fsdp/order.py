@@ -2,8 +2,8 @@
 
 While an order is recorded ranks compare at each unit which one comes next, before it is gathered: collectives of
 different units would wait for each other, or mix values. Later passes send nothing. A rank that skips a unit gathers it
-when it goes past it, and brings no gradients. One that comes to a unit which is not in what is left of the order waits
-for the others at a rendezvous in the store: if all come to it, the pass goes on.
+when it passes its place in the order, and adds no gradients. A rank that calls a unit which is not in the rest of the
+order waits for the others at a rendezvous in the store: if all call it, the pass goes on.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class BackwardScope:
         group: all ranks that hold the modules.
 
     Attributes:
-        called: the numbers of the modules that were called from outside; it tells backwards apart.
+        called: the numbers of the modules that were called from outside; it identifies the backward.
         left: the numbers of modules whose backward may need their parameters, in the order of backward.
     """
 

@@ -8,6 +8,7 @@ are packed and reduced.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.group import Pending
+from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import written_too_early
@@ -64,7 +65,7 @@ class ParamGroup:
         self.dtype, self.trains = params[0].dtype, tuple(param.requires_grad for param in params)
         self.shapes = [tuple(info.values.shape) for info in params_info]
         ranges = ranges_of(self.params_info, data_mesh.shard.size)
-        self.flat = FlatViews([info.form for info in params_info], self.shapes, ranges, data_mesh.shard.index)
+        self.flat = FlatViews([info.placement for info in params_info], self.shapes, ranges, data_mesh.shard.index)
         self.shard = self._first_shard()
         self.sharded_params: list[ShardedTensor] = []
         offload_to = _to_cpu(self._pins) if self.is_offloaded else None
@@ -104,30 +105,30 @@ class ParamGroup:
         for i, (info, part) in enumerate(zip(self.params_info, self.flat.flat_shards(shard), strict=True)):
             start, stop = self.flat.ranges.piece(i, self.flat.index)
             if start < stop:
-                part.copy_(info.form.stored(info.values)[start:stop])
+                part.copy_(info.placement.stored(info.values)[start:stop])
         return shard
 
     def _sharded(self, i: int, shard: torch.Tensor) -> ShardedTensor:
         """The sharded parameter over a flat shard."""
         info = self.params_info[i]
-        form, inner, sizes = info.form, info.inner, info.sizes(self.flat.ranges, i)
-        if inner is None:
+        placement, tp_spec, sizes = info.placement, info.tp_spec, info.sizes(self.flat.ranges, i)
+        if tp_spec is None:
             group = self.data_mesh.whole
-            spec = form.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
+            spec = placement.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
         else:
-            group = inner.joint
-            spec = form.spec(inner.joint_spec, self.shapes[i], inner.axis, sizes)
+            group = tp_spec.joint
+            spec = placement.spec(tp_spec.joint_spec, self.shapes[i], tp_spec.axis, sizes)
         layout = bind_named(spec, tuple(info.param.shape), mesh_of(group))
         if not layout.packed:
             shape = layout.local_shape(group.rank)
             self.flat.reshape(i, shape)
-            shard = form.as_param(shard, shape)
+            shard = placement.as_param(shard, shape)
         leaf = shard.detach().requires_grad_(self.trains[i])
         self._number(leaf, i)
         return wrap(leaf, layout, spec, group)
 
     def _use_pieces(self, has_hooks: bool) -> None:
-        """Let optimizers know that the leaves to come are pieces of `shard`."""
+        """Mark the leaves made from now on as parts of `shard`, which optimizers step as one tensor."""
         self.gradients.pieces = self._pieces = Pieces(self.shard, self.flat.starts)
         self._pieces.has_hooks = has_hooks
 
@@ -136,7 +137,7 @@ class ParamGroup:
             leaf._piece = self._pieces, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
-        """Make the parameter objects the sharded parameters, for everyone who holds them; a gradient comes along."""
+        """Make the parameter objects the sharded parameters, for everyone who holds them, with their gradients."""
         for i, info in enumerate(self.params_info):
             grad = info.param.grad
             become(info.param, self.sharded_params[i])
@@ -155,7 +156,7 @@ class ParamGroup:
     def repack(self) -> None:
         """Copy the parameters, wherever their leaves lie by now, into a new shard, and make their leaves views of it.
 
-        Gradients and hooks come along.
+        The new leaves have the gradients and hooks of the old ones.
         """
         leaves = [sharded._local for sharded in self.sharded_params]
         self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
@@ -228,7 +229,7 @@ class ParamGroup:
             view: Any = _filled(next(made), part) if is_trained else part
             view._is_param = True
             self.node = self.node or view.grad_fn
-            found.append(view if info.inner is None else info.inner.around(view))
+            found.append(view if info.tp_spec is None else info.tp_spec.around(view))
         self.unsharded_params = tuple(found)
         # A DTensor has another node between the view and the module.
         for node in {self.node, *(param.grad_fn for param in found)} - {None}:
@@ -245,7 +246,7 @@ class ParamGroup:
         parts = [part.detach() for _, part in trained]
         if self.gradients.reduce_dtype.itemsize <= self.compute_dtype.itemsize:
             return parts
-        has_neighbours = any(info.inner is not None for info in self.params_info)
+        has_neighbours = any(info.tp_spec is not None for info in self.params_info)
         wide = torch.empty((), dtype=self.gradients.reduce_dtype, device=self.device)
         for (info, _), part in zip(trained, parts, strict=True):
             if info.may_be_summed(has_neighbours):
@@ -272,6 +273,52 @@ class ParamGroup:
         """Refuse to gather again, for a backward, what was written since the forward."""
         if self._gathered_writes not in (-1, self.writes):
             raise written_too_early(self.params_info)
+
+
+class PostForwardMesh:
+    """What this rank keeps of a module's parameters from forward to backward, with ``reshard_after_forward=n``.
+
+    Every n consecutive ranks hold the module together between its forward and its backward, which gathers from them.
+
+    Args:
+        param_groups: of the module.
+        shard: the ranks of one copy; all of them make this.
+        ranks: how many consecutive ones hold the module together.
+    """
+
+    def __init__(self, param_groups: Sequence[ParamGroup], shard: Group, ranks: int) -> None:
+        self._param_groups, self._ranks = param_groups, ranks
+        first = shard.index // ranks * ranks
+        self.group = shard.subgroup(list(shard.ranks)[first : first + ranks])
+        self.forget()
+
+    def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
+        """Return the same for a copy of the module."""
+        twin = copy.copy(self)
+        twin._param_groups = param_groups
+        twin.forget()
+        return twin
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._kept: list[torch.Tensor] = []
+        self._is_filled = False
+
+    def gather(self, is_again: bool) -> list[Pending]:
+        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the parts of `group`."""
+        wholes = [group.unsharded for group in self._param_groups if group.unsharded is not None]
+        if is_again and self._is_filled:
+            return [self.group.all_gather_into(*pair) for pair in zip(wholes, self._kept, strict=True)]
+        for pending in [group.gather() for group in self._param_groups]:
+            pending.wait()
+        self._is_filled = torch.is_grad_enabled()
+        if self._is_filled:
+            if not self._kept:
+                with torch.inference_mode(False):
+                    self._kept = [whole.new_empty(whole.numel() // self._ranks) for whole in wholes]
+            for whole, kept in zip(wholes, self._kept, strict=True):
+                kept.copy_(whole.narrow(0, self.group.index * kept.numel(), kept.numel()))
+        return []
 
 
 class _Unsharded(torch.autograd.Function):

@@ -21,17 +21,17 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 @attrs.define(eq=False)
 class ParamInfo:
-    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is cut.
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is sharded.
 
-    `inner` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
+    `tp_spec` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
     what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
     """
 
     name: str
     param: torch.Tensor
     homes: list[Home]
-    form: ShardPlacement = ANYWHERE
-    inner: TPSpec | None = None
+    placement: ShardPlacement = ANYWHERE
+    tp_spec: TPSpec | None = None
     dtensor: Any = None
 
     @classmethod
@@ -47,7 +47,7 @@ class ParamInfo:
     @property
     def grain(self) -> int:
         """So many elements stay together."""
-        return self.form.grain(tuple(self.values.shape))
+        return self.placement.grain(tuple(self.values.shape))
 
     def may_be_summed(self, has_neighbours: bool) -> bool:
         """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
@@ -55,15 +55,15 @@ class ParamInfo:
         Args:
             has_neighbours: whether parameters that are gathered with it are sharded over other axes.
         """
-        if self.inner is not None:
-            return self.inner.has_copies
+        if self.tp_spec is not None:
+            return self.tp_spec.has_copies
         flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
         return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
 
     @property
     def is_alone(self) -> bool:
         """Whether it is gathered by itself: ranks compute with parts of different sizes."""
-        return self.inner is not None and not self.inner.has_equal_parts
+        return self.tp_spec is not None and not self.tp_spec.has_equal_parts
 
     def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
         """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
@@ -72,16 +72,16 @@ class ParamInfo:
         """
         if not self.is_alone:
             return ranges.sizes(index)
-        if self.form.dim is None:
+        if self.placement.dim is None:
             return None
-        rows = lay_out_alone(self.values.shape[self.form.dim], ranges.ranks).sizes(0)
+        rows = lay_out_alone(self.values.shape[self.placement.dim], ranges.ranks).sizes(0)
         return tuple(count * self.grain for count in rows)
 
 
 def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
     """How parameters that are gathered together lie in one tensor."""
     lengths = [info.values.numel() for info in params_info]
-    owners = [info.form.owner for info in params_info if info.form.owner is not None]
+    owners = [info.placement.owner for info in params_info if info.placement.owner is not None]
     if owners:
         assert len(owners) == len(params_info), "parameters with owners have a group of their own"
         return lay_out_owned(lengths, ranks, owners)
@@ -123,9 +123,11 @@ class FlatViews:
 
     def views(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the parameters in a whole buffer, and the padding between them."""
-        cuts = whole.split_with_sizes(self._sizes)
-        params = [form.as_param(cut, shape) for (form, shape), cut in zip(self._params, cuts[1::2], strict=True)]
-        return params, [cuts[i] for i in self._gaps]
+        views = whole.split_with_sizes(self._sizes)
+        params = [
+            placement.as_param(view, shape) for (placement, shape), view in zip(self._params, views[1::2], strict=True)
+        ]
+        return params, [views[i] for i in self._gaps]
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's range of a whole buffer."""
@@ -140,8 +142,8 @@ class FlatViews:
         shards = self.flat_shards(own)
         if self._reshaped:
             shards = list(shards)
-            for i, form, shape in self._reshaped:
-                shards[i] = form.as_param(shards[i], shape)
+            for i, placement, shape in self._reshaped:
+                shards[i] = placement.as_param(shards[i], shape)
         return shards
 
     def flat_shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:

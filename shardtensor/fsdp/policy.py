@@ -10,6 +10,12 @@ import attrs
 import torch
 from torch import nn
 
+from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError
+
+Reshard = bool | int | None
+"""Of ``reshard_after_forward``: reshard, or how many consecutive ranks then hold the unit; None for the default."""
+
 
 @attrs.frozen
 class MixedPrecisionPolicy:
@@ -70,3 +76,23 @@ def selects(policy: Callable[..., Any], module: nn.Module) -> bool:
     if "recurse" in inspect.signature(policy).parameters:
         return bool(policy(module, recurse=False, nonwrapped_numel=sum(param.numel() for param in module.parameters())))
     return bool(policy(module))
+
+
+def read_reshard(given: Reshard, group: Group) -> Reshard:
+    """Return what ``reshard_after_forward`` means for a shard group: None, a bool, or a divisor of its size.
+
+    Raises:
+        LayoutError: it does not divide the size.
+    """
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int) or given < 1 or group.size % given:
+        raise LayoutError(
+            f"reshard_after_forward={given!r} does not divide the ranks that hold a copy",
+            {"ranks": group.size},
+            [
+                "give a divisor of their number: so many consecutive ranks hold the unit after forward",
+                "give True (all of them) or False (each rank)",
+            ],
+        )
+    return False if given == 1 else True if given == group.size else given

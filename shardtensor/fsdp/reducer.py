@@ -110,7 +110,7 @@ class GradientReducer:
         """Begin a backward.
 
         Args:
-            scope: tells apart backwards that reach different groups.
+            scope: identifies backwards that reach the same groups.
             among: returns the groups that this one may reach; those of them that train are reduced, on all ranks.
         """
         self.unused.check(waits=True)

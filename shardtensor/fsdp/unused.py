@@ -1,9 +1,9 @@
 """Which parameters got a gradient in a backward, and whether the ranks agree on it.
 
-Ranks are taken to agree. Each brings a number that stands for what it used, and takes the largest and the smallest of
-all in one all-reduce of two numbers at the end of a backward; it is looked at in the next step, when it has long been
-there. In the first backward, and in each where it was asked for (``find_unused=True``), the ranks exchange what they
-used at once, so that a parameter which any of them used has a gradient on all.
+Ranks are expected to agree. Each computes a number from what it used; one all-reduce of two numbers at the end of a
+backward gives the largest and the smallest of all. The next step compares them, when the result has long arrived. In
+the first backward, and in each with ``find_unused=True``, the ranks exchange at once what they used, so that a
+parameter which any of them used has a gradient on all.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class UnusedCheck:
             number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
             self._brought = [number, -number]
             self._flag = torch.tensor(self._brought, device=self._streams.device)
-        for team in _teams(self._data_mesh):
-            team.all_reduce(self._flag, "max")
+        for group in _groups(self._data_mesh):
+            group.all_reduce(self._flag, "max")
         if self._flag.is_meta:  # a traced step has no values
             return
         if self._host is None:
@@ -174,7 +174,7 @@ def names_of(states: Sequence[Any]) -> list[list[str]]:
     ]
 
 
-def _teams(data_mesh: DataMesh) -> tuple[Group, ...]:
+def _groups(data_mesh: DataMesh) -> tuple[Group, ...]:
     return (data_mesh.reduce,) if data_mesh.replicate is None else (data_mesh.reduce, data_mesh.replicate)
 
 

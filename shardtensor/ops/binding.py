@@ -46,6 +46,9 @@ class BoundCall:
             else:
                 found.append(kwargs.get(operand))
                 places.append(operand if operand in kwargs else None)
+        for i, x in enumerate(found):
+            if i and isinstance(x, int | float | complex):  # an operand that may be a number is left as it is
+                found[i], places[i] = None, None
         if pattern.listed:
             if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
                 return None

@@ -14,12 +14,14 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
-from shardtensor.ops.engine import HALF, Prepared, computed, finish, prepare, write_out
+from shardtensor.ops.empty_parts import computed_alike
+from shardtensor.ops.engine import Prepared, finish, prepare, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
@@ -99,21 +101,6 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
     """The handler of `func` by the row of `name`."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
-        row = ROWS[name]
-        pattern = row.pattern
-        assert pattern is not None
-        if not kwargs and len(args) == len(pattern.sides) and not (pattern.names_dims or pattern.listed):
-            operands, compute = args, func
-            if not all(isinstance(x, torch.Tensor) for x in operands):
-                return _bound(func, name, args, kwargs)
-            rule = pattern.bind(tuple(x.shape for x in operands))
-            if rule is None:
-                return _misfit(func, args, kwargs)
-            if not pattern.joined:
-                ready = prepare(name, rule, operands)
-                if ready is None:
-                    return fall_back(func, args, kwargs)
-                return _given(computed(compute, ready.locals), ready.recipe.output, ready.group, pattern)
         return _bound(func, name, args, kwargs)
 
     return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
@@ -145,13 +132,15 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
-    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, wide=name in SUMS)
+    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, None if row.takes_empty else rule)
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
+    layout = recipe.settled  # the call sums partial results
+
     def sized(result: Any) -> CutLayout:
         first = result if isinstance(result, torch.Tensor) else result[0]
-        return _sized(recipe.output, tuple(first.shape))
+        return _sized(layout, tuple(first.shape))
 
     return found._replace(sized=sized)
 
@@ -175,9 +164,6 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
 
     return LocalCall(compute, None if recipe.settled.is_replicated else recipe.settled)
 
-
-SUMS = ("sum", "nansum")
-"""Operations that take ``dtype=``: addends of half precision are summed in float32 and rounded once."""
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
 """What functions written in Python call with the very arguments that they get."""
@@ -223,8 +209,10 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
         inner = pattern.bind(without.shapes, without.dims, without.keepdim)
         out = None if inner is None else _computed(without, inner, row)
         for i in added if out is not None else ():
-            x = call.operands[i]
-            out = out + as_cast(x, out)  # type: ignore[operator, arg-type]
+            k = sum(x is not None for x in call.operands[:i])
+            x, letters = present[k], rule.inputs[k]
+            after = rule.output[::-1].index(letters[-1]) if letters and letters[-1] is not None else 0
+            out = out + as_cast(x.reshape(*x.shape, *(1,) * after) if after else x, out)
         return out
     letter = _cut_letter(pattern, rule, recipe)
     if letter is not None:
@@ -236,11 +224,9 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     if ready is None:
         return None
     if letter is None:
-        want = call.kwargs.get("dtype") or ready.locals[0].dtype
-        if name in SUMS and ready.recipe.output.partial and want in HALF:
-            call = attrs.evolve(call, kwargs={**call.kwargs, "dtype": torch.float32})
-            return finish(computed(call.compute, ready.locals), ready.recipe.output, ready.group).to(want)
-        return _given(computed(call.compute, ready.locals), ready.recipe.output, ready.group, pattern)
+        layouts = tuple(need.layout for need in ready.recipe.needs)
+        found = computed_alike(call.compute, None if row.takes_empty else rule, layouts, ready.locals)
+        return _given(found, ready.recipe.output, ready.group, pattern)
     result = join(_cut(call, rule, ready, letter[0]))
     if result is NotImplemented:
         return _computed(call, whole_in(rule, letter[0]), row)
@@ -368,7 +354,6 @@ def leaves_addends(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
 
 def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Shapes that no rule fits: torch's error for them, before anything moves; else the safety net."""
-    from torch.utils._pytree import tree_map
 
     def stand_in(x: Any) -> Any:
         return torch.zeros((), dtype=x.dtype).expand(x.shape) if isinstance(x, torch.Tensor) else x

@@ -224,13 +224,7 @@ def _bags(n: int, offsets: torch.Tensor, include_last: bool) -> tuple[torch.Tens
     return starts, torch.searchsorted(starts, each, right=True) - 1
 
 
-def _one_hot(input: torch.Tensor, num_classes: int) -> torch.Tensor:
-    if input.numel():
-        return F.one_hot(input, num_classes)
-    return input.new_zeros((*input.shape, num_classes))
-
-
-_one_hot_by_rule = by_rule(_one_hot, "one_hot")
+_one_hot_by_rule = by_rule(F.one_hot, "one_hot")
 
 
 @implements(F.one_hot)

@@ -1,72 +1,76 @@
-"""Kernels on a rank whose part is empty: they compute one element more and give none of it.
+"""Ranks whose part is empty: they go the way of the others.
 
 Many of torch's kernels refuse an empty operand, or answer it on a way of their own: in another dtype under autocast,
-out of the graph, without the terms of a second derivative. Backward is collective, so all ranks must go one way.
+out of the graph, without the terms of a second derivative. Backward is collective: a rank with an empty part must go
+through the same nodes as the others. So it computes one element more along each dim that is empty on it alone, and
+gives none of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from shardtensor.layout.layout import CutLayout
 from shardtensor.rules.rule import Rule
-from shardtensor.rules.table import ROWS, rule_of
 
 
-def takes_empty(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`func` of local operands, by the row of `name`, done alike by ranks whose part is empty."""
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        if all(x.numel() for x in tensors):
-            return func(*args, **kwargs)
-        signature = ROWS[name].call
-        operands = [args[i] if i < len(args) else kwargs.get(key)
-                    for i, key in ((signature.place(key), key) for key in signature.operands)]  # fmt: skip
-        present = [x for x in operands if x is not None]
-        rule = rule_of(name, tuple(None if x is None else tuple(x.shape) for x in operands))
-        assert rule is not None, "local operands fit the row as whole ones do"
-        full = {id(x): y for x, y in zip(present, filled(rule, present), strict=True)}
-        found = func(*(full.get(id(x), x) for x in args), **{key: full.get(id(x), x) for key, x in kwargs.items()})
-        return emptied(rule, present, found)
-
-    compute.__name__ = getattr(func, "__name__", name)
-    compute.on_elements = func  # type: ignore[attr-defined]  # where every part has elements
-    return compute
+def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Any:
+    """The local result, or results; one that is empty is in the graph of all its operands."""
+    local = compute(*operands)
+    if isinstance(local, torch.Tensor):
+        return local if local.numel() else _in_graph(local, operands)
+    if all(x.numel() for x in local):
+        return local
+    found = [x if x.numel() else _in_graph(x, operands) for x in local]
+    return type(local)(found) if isinstance(local, tuple) else found
 
 
-def filled(rule: Rule, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Local operands with one element along each dim that is empty, but for those that the rule has whole.
+def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    for x in operands:
+        if x.requires_grad and (local.is_floating_point() or local.is_complex()):
+            link = x.sum()
+            link = link.real if link.is_complex() and not local.is_complex() else link
+            local = local + link.to(local.dtype) * 0
+    return local
 
-    A whole dim has its global size here: what its being empty means is torch's to say.
+
+def computed_alike(
+    compute: Callable[..., Any], rule: Rule | None, layouts: Sequence[CutLayout], operands: Sequence[torch.Tensor]
+) -> Any:
+    """The local result, or results, of operands of these layouts; with one element more where a part is empty.
+
+    Args:
+        rule: of the call; None for one that torch does on empty operands as on others.
     """
-    full = []
-    for letters, x in zip(rule.inputs, operands, strict=True):
-        dims = [d for d, letter in enumerate(letters) if letter not in rule.whole]
-        adds = any(x.shape[d] == 0 and letters[d] not in rule.output for d in dims)
-        full.append(at_least_one(x, dims, 0.0 if adds else 1.0))  # what is summed is the sum of nothing
-    return full
-
-
-def emptied(rule: Rule, operands: list[torch.Tensor], found: Any) -> Any:
-    """The results, or the one result, of `filled` operands without what was filled in."""
+    if rule is None or all(x.numel() for x in operands):
+        return computed(compute, operands)
     none = {
         letter
-        for letters, x in zip(rule.inputs, operands, strict=True)
-        for letter, n in zip(letters, x.shape, strict=True)
-        if n == 0
+        for letters, layout, x in zip(rule.inputs, layouts, operands, strict=True)
+        for letter, here, size in zip(letters, x.shape, layout.shape, strict=True)
+        if size and not here
     }
-    dims = [d for d, letter in enumerate(rule.output) if letter in none and letter not in rule.whole]
+    full = []
+    for letters, x in zip(rule.inputs, operands, strict=True):
+        dims = [d for d, letter in enumerate(letters) if letter in none]
+        adds = any(letters[d] not in rule.output for d in dims)
+        full.append(at_least_one(x, dims, 0.0 if adds else 1.0))  # what is summed is the sum of nothing
+    found = computed(compute, full)
+    dims = [d for d, letter in enumerate(rule.output) if letter in none]
 
     def without(x: torch.Tensor) -> torch.Tensor:
         for d in dims:
             x = x.narrow(d, 0, 0)
         return x
 
-    return without(found) if isinstance(found, torch.Tensor) else type(found)(map(without, found))
+    if isinstance(found, torch.Tensor):
+        return without(found)
+    parts = [without(x) for x in found]
+    return type(found)(parts) if isinstance(found, tuple) else parts
 
 
 def at_least_one(x: torch.Tensor, dims: list[int] | range, value: float = 1.0) -> torch.Tensor:

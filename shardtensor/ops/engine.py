@@ -17,6 +17,7 @@ from shardtensor.errors import RuleError
 from shardtensor.layout.explain import say_step
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.route import route
+from shardtensor.ops.empty_parts import computed
 from shardtensor.rules.propagate import Need, Recipe, propagate
 from shardtensor.rules.refusal import fault_in, ways_out
 from shardtensor.rules.rule import Rule
@@ -149,30 +150,6 @@ def run(
     if ready is None:
         return None
     return finish(computed(compute, ready.locals), ready.recipe.output, ready.group)
-
-
-def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Any:
-    """The local result, or results; one that is empty is in the graph of all its operands.
-
-    Some of torch's functions leave operands out of the graph when they have nothing to compute. Backward is collective:
-    a rank with an empty part must go through the same nodes as the others.
-    """
-    local = compute(*operands)
-    if isinstance(local, torch.Tensor):
-        return local if local.numel() else _in_graph(local, operands)
-    if all(x.numel() for x in local):
-        return local
-    found = [x if x.numel() else _in_graph(x, operands) for x in local]
-    return type(local)(found) if isinstance(local, tuple) else found
-
-
-def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    for x in operands:
-        if x.requires_grad and (local.is_floating_point() or local.is_complex()):
-            link = x.sum()
-            link = link.real if link.is_complex() and not local.is_complex() else link
-            local = local + link.to(local.dtype) * 0
-    return local
 
 
 class Prepared(NamedTuple):

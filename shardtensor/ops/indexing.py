@@ -2,8 +2,7 @@
 
 A slice is a view that stays where it lies (nothing moves; pieces become uneven). An integer in a cut dim is held by one
 rank, which sends it to the others (one all-reduce): that result is a copy. As in torch, integers, slices and None come
-first, and tensors index what they give. A mask of leading dims selects from the rows that each rank has; one of other
-dims becomes the indices where it is true.
+first, and tensors index what they give; a mask becomes the indices where it is true.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.engine import on_grid
+from shardtensor.ops.indices import index_of, index_put
 from shardtensor.ops.local_call import LocalCall, remembered
-from shardtensor.ops.lookup import index_of
-from shardtensor.ops.masks import put, select_rows
 from shardtensor.ops.pointwise import written_through
-from shardtensor.ops.scattering import put_at
 from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
@@ -48,24 +45,6 @@ class Advanced(NamedTuple):
     def is_plain(self) -> bool:
         """Whether `basic` takes all there is."""
         return all(isinstance(item, slice) and item == slice(None) for item in self.basic)
-
-    @property
-    def leading_mask(self) -> torch.Tensor | None:
-        """The mask of the first dims, where it is all there is."""
-        first = self.tensors[0]
-        alone = all(t is None for t in self.tensors[1:])
-        return first if first is not None and first.dtype == torch.bool and alone else None
-
-    def indices(self) -> list[torch.Tensor | None]:
-        """One integer tensor, or None, for each dim: a mask tells where it is true."""
-        found: list[torch.Tensor | None] = []
-        for item in self.tensors:
-            if item is None or item.dtype != torch.bool:
-                found.append(item)
-            else:
-                mask = item.full_tensor() if isinstance(item, ShardedTensor) else item
-                found += mask.nonzero(as_tuple=True)
-        return found
 
 
 def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanced | None:
@@ -121,18 +100,6 @@ def _taken(item: Any) -> int:
     return int(item is not None and item is not Ellipsis)
 
 
-def read(x: torch.Tensor, found: Advanced) -> torch.Tensor | None:
-    """What an index gives of `x`, a copy; None where it must be gathered."""
-    if not found.is_plain:
-        x = x[found.basic]
-    mask = found.leading_mask
-    if mask is not None:
-        if not isinstance(x, ShardedTensor) and not isinstance(mask, ShardedTensor):
-            return x[mask]
-        return select_rows(x, mask)
-    return index_of(x, found.indices())
-
-
 # -- by place ----------------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +123,9 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
     if items is None:
         found = advanced(index, tuple(input.shape), input.device)
-        result = None if found is None else read(input, found)
-        return fall_back(torch.Tensor.__getitem__, (input, index), {}) if result is None else result
+        if found is None:
+            return fall_back(torch.Tensor.__getitem__, (input, index), {})
+        return index_of(input if found.is_plain else input[found.basic], found.tensors)
     result = take(input, items)  # type: ignore[arg-type]
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
@@ -239,14 +207,11 @@ def _assigned(input: ShardedTensor, found: Advanced, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         value = torch.tensor(value, dtype=place.dtype, device=place.device)
     value = value.to(place.dtype)
-    mask = found.leading_mask
-    if mask is not None and not value.dim():
-        place.masked_fill_(mask.reshape(*mask.shape, *(1,) * (place.dim() - mask.dim())), value)
-        return True
-    out = put_at(place, found.indices(), value) if mask is None else put(place, mask, value)
-    if out is None:
-        return False
-    place.copy_(out)
+    first, *others = found.tensors
+    if first is not None and first.dtype == torch.bool and not value.dim() and all(t is None for t in others):
+        place.masked_fill_(first.reshape(*first.shape, *(1,) * (place.dim() - first.dim())), value)
+    else:
+        place.copy_(index_put(place, found.tensors, value))
     return True
 
 
@@ -293,29 +258,6 @@ def _cut_up(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tens
         parts.append(narrow(x, dim, start, size))
         start += size
     return tuple(parts)
-
-
-@implements(torch.tensor_split, torch.Tensor.tensor_split)
-def tensor_split(
-    input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, *, sections: Any = None, indices: Any = None
-) -> tuple[torch.Tensor, ...]:
-    """Parts along a dim, as many or from as many places, each a view."""
-    given = next(x for x in (indices_or_sections, sections, indices) if x is not None)
-    given = given.tolist() if isinstance(given, torch.Tensor) else given
-    parts = torch.tensor_split(torch.empty(input.shape, device="meta"), given, dim)
-    return _cut_up(input, dim, [part.shape[dim] for part in parts])
-
-
-def _splits_along(name: str, dim: int) -> None:
-    @implements(getattr(torch, name), getattr(torch.Tensor, name))
-    def split_along(input: torch.Tensor, given: Any = None, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        given = next(iter(kwargs.values())) if kwargs else given
-        getattr(torch, name)(torch.empty(input.shape, device="meta"), given)  # torch's errors
-        return tensor_split(input, given, 0 if input.dim() == 1 else dim)
-
-
-for _name, _dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
-    _splits_along(_name, _dim)
 
 
 @implements(torch.unbind, torch.Tensor.unbind)

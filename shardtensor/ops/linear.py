@@ -147,29 +147,7 @@ class RowLinear(torch.autograd.Function):
         return terms @ weight if wants_x else None, grad_weight, grad_bias, None
 
 
-class ChunkedRowLinear(torch.autograd.Function):
-    """`RowLinear` without a bias, in chunks of rows: one chunk is summed while the next is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, chunks: int) -> torch.Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        ctx.group = group
-        out = x.new_empty(math.prod(x.shape[:-1]), weight.shape[0])
-        pending = []
-        for part, into in zip(as_rows(x).chunk(chunks), out.chunk(chunks), strict=True):
-            torch.mm(part, weight.t(), out=into)
-            pending.append(group.all_reduce_async(into))
-        for each in pending:
-            each.wait()
-        return alias(out).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *RowLinear.backward(ctx, grad)[:2], None, None
-
-
-column_linear, row_linear, chunked_row_linear = caller(ColumnLinear), caller(RowLinear), caller(ChunkedRowLinear)
+column_linear, row_linear = caller(ColumnLinear), caller(RowLinear)
 
 
 # -- products that share their input's collective -------------------------------------------------------------------

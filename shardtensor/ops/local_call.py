@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
-from shardtensor.ops.engine import HALF, computed
+from shardtensor.ops.empty_parts import computed, computed_alike
 from shardtensor.rules.propagate import Recipe
+from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
 from shardtensor.tensor.move import along, moved
@@ -164,7 +165,7 @@ def local_by(
     recipe: Recipe | None,
     operands: Sequence[torch.Tensor],
     places: Sequence[int | str | None],
-    wide: bool = False,
+    rule: Rule | None = None,
 ) -> LocalCall | None:
     """How to do a call on operands of the layouts of `recipe`, redistributed where they have others.
 
@@ -173,7 +174,7 @@ def local_by(
     Args:
         call: gets the arguments of the call with local tensors.
         places: of the operands among the arguments: a position or a name; None for one inside of a list.
-        wide: the call takes ``dtype=``, and addends of half precision are summed in float32.
+        rule: of the call, if a rank whose part is empty computes with one element more.
 
     What this returns follows from layouts alone, so that all ranks do a call in the same way, also those whose part is
     empty.
@@ -187,9 +188,7 @@ def local_by(
         return None
     layouts = [recipe.output, *(need.layout for need in recipe.needs)]
     if any(0 in layout.local_shape(group.rank) for layout in layouts):
-        call = in_graph_of_all(call)
-    else:
-        call = getattr(call, "on_elements", call)  # see `takes_empty`: it need not look
+        call = on_nothing(call, None if None in places else rule, layouts[1:], places)
     sums: list[tuple[int | str, Group | None]] = []
     moves: list[tuple[int | str, Layout, Layout]] = []
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
@@ -207,7 +206,7 @@ def local_by(
             sums.append((place, None if team is group else team))
     output = recipe.output
     if output.partial:
-        call = (summed_wide if wide else summed)(call, along(group, output, output.partial_axes))
+        call = summed(call, along(group, output, output.partial_axes))
         output = recipe.settled
     return LocalCall(call, None if output.is_replicated else output, tuple(sums), tuple(moves))
 
@@ -221,24 +220,22 @@ def summed(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]
     return call_and_sum
 
 
-def summed_wide(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]:
-    """As `summed`, of a call that takes ``dtype=``: addends of half precision are summed in float32, rounded once."""
-
-    def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
-        want = kwargs.get("dtype") or args[0].dtype
-        if want in HALF:
-            return collectives.all_reduce(call(*args, **{**kwargs, "dtype": torch.float32}), team).to(want)
-        return collectives.all_reduce(call(*args, **kwargs), team)
-
-    return call_and_sum
-
-
-def in_graph_of_all(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, of which a result without elements is in the graph of all tensors it is called with."""
+def on_nothing(
+    call: Callable[..., Any], rule: Rule | None, layouts: Sequence[CutLayout], places: Sequence[int | str | None]
+) -> Callable[..., Any]:
+    """`call` on a rank whose part, or result, is empty: done as on the others, and in the graph of its operands."""
 
     def call_on_nothing(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        return computed(lambda *_: call(*args, **kwargs), tensors)
+        if rule is None:
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            return computed(lambda *_: call(*args, **kwargs), tensors)
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+
+        def compute(*operands: torch.Tensor) -> Any:
+            values.update(zip(places, operands, strict=True))
+            return call(*(values[i] for i in range(len(args))), **{key: values[key] for key in kwargs})
+
+        return computed_alike(compute, rule, layouts, [values[place] for place in places])
 
     return call_on_nothing
 

@@ -1,6 +1,8 @@
-"""Losses. cross_entropy never gathers the logits: ``n !c, n -> n`` if c is not sharded; else the ranks all-reduce the
-maximum, and then the sums of exponentials and the target's logit: two all-reduces of the size of the losses. Means
-divide by the global count (or weight) of targets that are not ignored.
+"""Softmax and losses; where classes are cut they are never gathered.
+
+softmax: the ranks all-reduce the maximum and the sum. cross_entropy, ``n !c, n -> n`` if c is not sharded: else they
+all-reduce the maximum, and then the sums of exponentials and the target's logit: two all-reduces of the size of the
+losses. Means divide by the global count (or weight) of targets that are not ignored.
 """
 
 from __future__ import annotations
@@ -12,16 +14,46 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.along_dim import shifted
+from shardtensor.comm.group import Group
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.ids import check_ids, places, strays_of, widest
+from shardtensor.ops.ids import check_ids, places
 from shardtensor.ops.pointwise import spread
+from shardtensor.ops.reductions import local_extreme
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+def _shifted(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
+    """`local` less the maximum over `dim` in all ranks, which has no gradient: one all-reduce."""
+    with torch.no_grad():
+        top = team.all_reduce(local_extreme(local, (dim,), True), "max")
+    return local - top
+
+
+@joins("exponentials")
+def exponentials(cut: Cut) -> torch.Tensor:
+    """softmax, log_softmax or softmin over a cut dim."""
+    (local,), (d,) = cut.locals, cut.dims
+    dtype = cut.options.get("dtype")
+    if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
+        dtype = cut.options["_stacklevel"]
+    local = local if dtype is None else local.to(dtype)
+    if not local.is_floating_point():
+        torch.softmax(torch.empty(1, dtype=local.dtype), 0)  # torch's error
+    wide = local.float() if local.dtype in HALF else local
+    wide = _shifted(-wide if cut.name == "softmin" else wide, d, cut.team)
+    powers = wide.exp()
+    total = collectives.all_reduce(powers.sum(d, keepdim=True), cut.team)
+    total = collectives.sum_gradient(total, cut.team)  # for use by each rank's part of the work
+    return (wide - total.log() if cut.name == "log_softmax" else powers / total).to(local.dtype)
+
+
+# -- cross entropy -----------------------------------------------------------------------------------------------------
 
 
 @implements(F.cross_entropy)
@@ -77,29 +109,12 @@ def _indexed(
 ) -> torch.Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    strays = None
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
-        count = x.shape[min(x.dim() - 1, 1)]
-        if reduction != "none" and _is_cut_alike(x, target):  # what is wrong with targets rides with the sums
-            strays = strays_of(target._local, 0, count, ignore_index)  # type: ignore[attr-defined]
-            target = target.clamp(0, count - 1) if strays else target
-        else:
-            check_ids(target, 0, count, _out_of_bounds, ignore_index)
+        check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "weighs": reduction == "mean"}
     found = _LOSSES[name](x, target, weight, **options)
     losses, shares = found if isinstance(found, tuple) else (found, found)
-    return _reduced(losses, shares, reduction, strays)
-
-
-def _is_cut_alike(x: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether logits and targets are sharded alike along the batch, and the classes are not sharded."""
-    if not isinstance(x, ShardedTensor) or not isinstance(target, ShardedTensor) or x._group is not target._group:
-        return False
-    a, b = x._layout, target._layout
-    if not isinstance(a, CutLayout) or not isinstance(b, CutLayout) or a.partial or b.partial or len(a.shape) < 2:
-        return False
-    is_alike = (a.ranks, a.grid, a.dims[:1] + a.dims[2:]) == (b.ranks, b.grid, b.dims) and a.dims[1] is None
-    return is_alike and bool(b.cut_dims) and len(a.ranks) == x._group.size
+    return _reduced(losses, shares, reduction)
 
 
 def _out_of_bounds(target: int) -> Exception:
@@ -140,7 +155,7 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     is_logits = cut.name == "cross_entropy"
     dtype = local.dtype
     x = local.float() if dtype in HALF else local
-    x = shifted(x, dim, team) if is_logits else x
+    x = _shifted(x, dim, team) if is_logits else x
     live = labels != ignore_index
     count = layout.shape[dim]
     column = [-1 if d == dim else 1 for d in range(x.dim())]
@@ -173,12 +188,8 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     return losses.masked_fill(~live, 0).to(dtype), shares
 
 
-def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str, strays: list[int] | None) -> torch.Tensor:
-    """The losses, their sum, or the mean in which each weighs its share: one all-reduce.
-
-    Raises:
-        IndexError: a rank has `strays`, targets out of bounds; on every rank (None: that is settled).
-    """
+def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The losses, their sum, or the mean in which each weighs its share: one all-reduce."""
     if reduction == "none":
         return losses
     wide = torch.float32 if losses.dtype in HALF else losses.dtype
@@ -186,13 +197,7 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str, strays:
     sums += [local_of(shares).sum(dtype=wide)] if reduction == "mean" else []
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
-        team = along(group, layout, layout.parting_axes)
-        is_asked = strays is not None and losses._local.is_cpu
-        if is_asked:
-            sums.append(torch.tensor(float(bool(strays)), dtype=wide))
-        joined = collectives.all_reduce(torch.stack(sums), team)
-        if is_asked and joined[-1] > 0:
-            raise _out_of_bounds(widest(strays or [], team)[0])
+        joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes))
         sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # nobody may write into views of unbind
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
@@ -207,7 +212,7 @@ def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> s
     return "none" if reduce is False else "sum" if size_average is False else "mean"
 
 
-def _elementwise_loss(func: Callable[..., Any], batch_mean: bool = False) -> Callable[..., Any]:
+def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         reduction = _legacy(
             kwargs.pop("size_average", None), kwargs.pop("reduce", None), kwargs.pop("reduction", "mean")
@@ -217,12 +222,9 @@ def _elementwise_loss(func: Callable[..., Any], batch_mean: bool = False) -> Cal
             raise ValueError(f"{reduction} is not a valid value for reduction")
         if len(args) > 2 and not isinstance(args[2], torch.Tensor) and args[2] is not None:
             return fall_back(func, args, {**kwargs, "reduction": reduction})  # older positional arguments
-        weighted = kwargs.pop("weight", None) if func in _WEIGHTED_MEAN else None
+        if "weight" in kwargs and func in _WEIGHTED_MEAN:
+            return fall_back(func, args, {**kwargs, "reduction": reduction})
         losses = spread(func, args, {**kwargs, "reduction": "none"}, func.__name__)
-        if weighted is not None:
-            losses = losses * weighted
-            if reduction == "mean":
-                return losses.sum() / (weighted.expand(losses.shape)).sum()
         if reduction == "none":
             return losses
         if reduction == "batchmean":

@@ -1,7 +1,6 @@
-"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms; triangles and linear algebra.
+"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
 
-Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce). Linear
-algebra works on batches, which may be cut; a single matrix is gathered.
+Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce).
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from typing import Any
 
 import torch
 
-from shardtensor.ops.by_rule import Cut, as_cast, by_rule, joins, leaves_addends
-from shardtensor.ops.empty_parts import takes_empty
+from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
 from shardtensor.ops.engine import run, write_out
-from shardtensor.ops.ids import places
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.rules.einsum import einsum_rule, tensordot_rule
+from shardtensor.rules.einsum import einsum_rule
 from shardtensor.rules.propagate import propagate
-from shardtensor.rules.table import rows
-from shardtensor.tensor.dispatch import HANDLERS, implements, resolve
+from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -113,17 +109,18 @@ implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))
 @implements(torch.tensordot)
 def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor | None = None) -> torch.Tensor:
     """Contract dims of `a` with dims of `b`: as many last and first ones, or two lists."""
-    if isinstance(dims, torch.Tensor):
-        return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
     pairs = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
-    left, right = (((pair,) if isinstance(pair, int) else tuple(pair)) for pair in pairs)
-    rule = tensordot_rule(tuple(a.shape), tuple(b.shape), left, right)
-    if rule is None:
-        return fall_back(torch.tensordot, (a, b), {"dims": dims, "out": out})
-    if out is not None:
-        return write_out(lambda f, x, k: tensordot(*x, **k), torch.tensordot, (a, b), {"dims": dims, "out": out})
-    result = run("tensordot", rule, (a, b), lambda x, y: torch.tensordot(x, y, dims=(left, right)))
-    return fall_back(torch.tensordot, (a, b), {"dims": dims}) if result is None else result
+    left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
+    if out is not None or isinstance(dims, torch.Tensor) or a.dim() + b.dim() > 52:
+        return fall_back(torch.tensordot, (a, b), {"dims": dims} | ({} if out is None else {"out": out}))
+    torch.tensordot(*(torch.empty(x.shape, device="meta") for x in (a, b)), (left, right))  # torch's errors
+    letters = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(26)]
+    mine, yours = letters[: a.dim()], letters[a.dim() : a.dim() + b.dim()]
+    for i, j in zip(left, right, strict=True):
+        yours[j] = mine[i]
+    kept = [x for k, x in enumerate(mine) if k not in {i % a.dim() for i in left}]
+    kept += [x for x in yours if x not in mine]
+    return torch.einsum(f"{''.join(mine)},{''.join(yours)}->{''.join(kept)}", a, b)
 
 
 @implements(torch.cross, torch.Tensor.cross)
@@ -134,43 +131,3 @@ def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> t
         if dim is None:
             raise RuntimeError("no dimension of size 3 in input")
     return torch.linalg.cross(input, other, dim=dim)
-
-
-# -- matrices in batches -----------------------------------------------------------------------------------------------
-
-
-@joins("band", blocks=True)
-def band(cut: Cut) -> torch.Tensor:
-    """``tril`` and ``triu``: each rank keeps what lies on the right side of the diagonal. Sends nothing."""
-    local, layout, rank = cut.locals[0], cut.layouts[0], cut.group.rank
-    down, across = (
-        torch.arange(layout.shape[d], device=local.device)  # on ranks outside, too
-        if layout.dims[d] is None
-        else places(layout, rank, d, local.device)
-        for d in (local.dim() - 2, local.dim() - 1)
-    )
-    down = down[:, None]
-    k = cut.options["diagonal"]
-    kept = across - down <= k if cut.name == "tril" else across - down >= k
-    return local.masked_fill(~kept, 0)
-
-
-def _of_batches(func: Any, name: str) -> Callable[..., Any]:
-    of_batch = by_rule(func, name)
-
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()))
-        if not isinstance(first, torch.Tensor) or first.dim() < 3:
-            return fall_back(func, args, kwargs)
-        return of_batch(*args, **kwargs)
-
-    return handler
-
-
-for _row in rows():
-    if _row.section.startswith("linear algebra") and _row.pattern is not None:
-        for _name in _row.names:
-            for _func in resolve(_name):
-                HANDLERS[_func] = _of_batches(_func, _name.rpartition(".")[2])
-
-HANDLERS[torch.nn.functional.bilinear] = by_rule(takes_empty(torch.nn.functional.bilinear, "bilinear"), "bilinear")

@@ -1,4 +1,4 @@
-"""Normalization: layer_norm and rms_norm over cut dims, batch_norm, group_norm, instance_norm and normalize.
+"""Normalization: layer_norm and rms_norm over cut dims, batch_norm and group_norm.
 
 Statistics are those of all elements, whichever rank has them. Over a cut batch the mean and the variance are reduced
 over the ranks, as synchronized batch norm does; the running ones are what one process would have.
@@ -6,21 +6,13 @@ over the ranks, as synchronized batch norm does; the running ones are what one p
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout
-from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.empty_parts import takes_empty
+from shardtensor.ops.by_rule import Cut, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.rules.views import reshaped
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 # -- over the last dims ------------------------------------------------------------------------------------------------
 
@@ -61,15 +53,6 @@ def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
     out = out * given["weight"] if "weight" in given else out
     out = out + given["bias"] if "bias" in given else out
     return out.to(cut.locals[0].dtype)
-
-
-@implements(F.normalize)
-def normalize(input: torch.Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> torch.Tensor:
-    """Divide by the p-norm over `dim`."""
-    if out is not None or not isinstance(input, ShardedTensor):
-        return fall_back(F.normalize, (input, p, dim, eps, out), {})
-    length = torch.linalg.vector_norm(input, p, dim, True)
-    return input / length.clamp_min(eps)
 
 
 # -- over channels -----------------------------------------------------------------------------------------------------
@@ -123,11 +106,8 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return x if bias is None else x + _column(bias, x)
 
 
-_group_norm = by_rule(takes_empty(torch.group_norm, "group_norm"), "group_norm")
-
-
 @implements(F.group_norm)
-def checked_group_norm(
+def group_norm(
     input: torch.Tensor,
     num_groups: int,
     weight: torch.Tensor | None = None,
@@ -135,64 +115,5 @@ def checked_group_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """``F.group_norm``, which looks at the size of the whole batch first."""
-    shape = tuple(input.shape)
-    if len(shape) < 2:
-        F.group_norm(torch.empty(shape), num_groups)  # torch's error
-    size = [shape[0] * shape[1] // num_groups, num_groups, *shape[2:]]
-    if math.prod(size) == num_groups:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-    return group_norm(input, num_groups, weight, bias, eps)
-
-
-@implements(torch.group_norm)
-def group_norm(
-    input: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> torch.Tensor:
-    """Normalize groups of channels. Channels that are cut where groups end stay cut, and so do places.
-
-    Cut within a group, channels are laid out anew.
-    """
-    shape = tuple(input.shape)
-    layout = input._layout if isinstance(input, ShardedTensor) else None
-    if (
-        not isinstance(layout, CutLayout)
-        or not any(layout.dims[1:])
-        or num_groups < 1
-        or shape[1] % num_groups
-        or not input.numel()
-    ):
-        return _group_norm(input, num_groups, weight, bias, eps)
-    grouped = (shape[0], num_groups, shape[1] // num_groups, *shape[2:])
-    apart = reshaped(layout.reduced(), grouped)
-    if apart is None:
-        return _group_norm(input, num_groups, weight, bias, eps)
-    x = (input.float() if input.dtype in HALF else input).view(grouped)
-    var, mean = torch.var_mean(x, tuple(range(2, len(grouped))), correction=0, keepdim=True)
-    out = ((x - mean) * (var + eps).rsqrt()).view(shape)
-    return _affine(out, weight, bias).to(input.dtype)
-
-
-_instance_norm = by_rule(takes_empty(F.instance_norm, "instance_norm"), "instance_norm")
-
-
-@implements(F.instance_norm)
-def instance_norm(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None = None,
-    running_var: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Normalize every channel of every sample over its places."""
-    options = {"use_input_stats": use_input_stats, "momentum": momentum, "eps": eps}
-    if running_mean is not None or running_var is not None:
-        return fall_back(F.instance_norm, (input, running_mean, running_var, weight, bias), options)
-    return _instance_norm(input, None, None, weight, bias, **options)
+    F.group_norm(torch.empty(input.shape, device="meta"), num_groups)  # torch's errors
+    return torch.group_norm(input, num_groups, weight, bias, eps)

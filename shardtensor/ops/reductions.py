@@ -24,13 +24,15 @@ from shardtensor.tensor.fallback import fall_back
 # -- sums and products -------------------------------------------------------------------------------------------------
 
 
-@joins("total", blocks=True)
+@joins("total", blocks=True, always=True)
 def total(cut: Cut) -> torch.Tensor:
-    """The sum of what an operation gives of all elements of each rank, for those whose row says ``sum``."""
-    local, options = cut.locals[0], {k: v for k, v in cut.options.items() if k == "dtype" and v is not None}
-    if cut.name != "count_nonzero" and options.get("dtype", local.dtype) in HALF:
-        return collectives.all_reduce(cut.func(local, dtype=torch.float32), cut.team).to(local.dtype)
-    return collectives.all_reduce(cut.func(local, **options), cut.team)
+    """``sum`` and ``nansum``: one all-reduce of the result."""
+    local, dtype = cut.locals[0], cut.options.get("dtype")
+    want = dtype or local.dtype
+    add = torch.nansum if cut.name == "nansum" else torch.sum
+    found = add(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
+    found = collectives.all_reduce(found, cut.team)
+    return found.to(want) if want in HALF else found
 
 
 @joins("mean", blocks=True, always=True)
@@ -92,47 +94,16 @@ def two_passes(cut: Cut) -> Any:
         return cut.compute(local)  # torch's error
     dim, correction = cut.options.get("dim"), cut.options.get("correction")
     correction = dim if isinstance(dim, bool) else cut.options.get("unbiased") if correction is None else correction
-    return _spread_of(cut.name, local, cut.dims, cut.keepdim, correction, cut.count, cut.team)
-
-
-def _spread_of(
-    name: str, local: torch.Tensor, dims: Any, keepdim: bool, correction: Any, count: int, team: Group | None
-) -> Any:
-    """The local result of ``var`` and its kin over a team, or on this rank alone."""
-
-    def summed(x: torch.Tensor) -> torch.Tensor:
-        found = x.sum(dims, keepdim=True)
-        return found if team is None else collectives.all_reduce(found, team)
-
     wide = local.float() if local.dtype in HALF else local
-    average = summed(wide) / count if count else summed(wide)
-    away = wide - (average if team is None else collectives.sum_gradient(average, team))
-    squares = away.abs().square() if away.is_complex() else away.square()
-    variance = summed(squares) / max(count - (1 if correction is None else correction), 0)
-    if not keepdim:
-        variance, average = variance.squeeze(dims), average.squeeze(dims)
-    if name.startswith("std"):  # its gradient is 0 where it is 0, as torch's
+    average = collectives.all_reduce(wide.sum(cut.dims, keepdim=True), cut.team) / max(cut.count, 1)
+    away = wide - collectives.sum_gradient(average, cut.team)
+    squares = collectives.all_reduce(away.abs().square().sum(cut.dims, keepdim=True), cut.team)
+    variance = _shaped(squares / max(cut.count - (1 if correction is None else correction), 0), cut)
+    if cut.name.startswith("std"):  # its gradient is 0 where it is 0, as torch's
         zero = variance == 0
         variance = variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
     variance = variance.to(local.dtype.to_real() if local.is_complex() else local.dtype)
-    return (variance, average.to(local.dtype)) if name.endswith("mean") else variance
-
-
-def _of_parts(func: Any) -> Any:
-    """`func` of ``var`` and its kin on a local tensor; of an empty part torch would warn."""
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        return (on_nothing if args and not args[0].numel() else func)(*args, **kwargs)
-
-    def on_nothing(
-        x: torch.Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
-    ) -> Any:
-        dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
-        dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-        return _spread_of(func.__name__, x, dims, keepdim, unbiased if correction is None else correction, 0, None)
-
-    compute.on_elements = func  # type: ignore[attr-defined]
-    return compute
+    return (variance, _shaped(average, cut).to(local.dtype)) if cut.name.endswith("mean") else variance
 
 
 # -- extremes and their places -----------------------------------------------------------------------------------------
@@ -171,7 +142,7 @@ def first_of_all(cut: Cut) -> Any:
     """``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
     largest, wants_place = cut.name.endswith("max"), cut.name.startswith("arg")
     if cut.options.get("dim") is None:
-        return _place_of_all(cut, largest) if wants_place else extreme(cut)
+        return NotImplemented if wants_place else extreme(cut)
     if cut.layouts[0].is_replicated:
         return NotImplemented  # boxes and ranges, of which the places are not told here
     (d,), layout, local = cut.dims, cut.layouts[0], cut.locals[0]
@@ -203,26 +174,6 @@ def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> t
     return torch.where(is_best, indices, torch.iinfo(torch.int64).max)
 
 
-def _place_of_all(cut: Cut, largest: bool) -> torch.Tensor:
-    """The first index of the extreme among all elements, counted as in the flat tensor."""
-    layout, local = cut.layouts[0], cut.locals[0].detach()
-    if not cut.count:
-        return cut.func(local)  # torch's error
-    if layout.is_replicated:
-        return NotImplemented
-    if local.numel():
-        flat = cut.func(local)
-        value, place = local.reshape(-1)[flat], torch.unravel_index(flat, local.shape)
-        index = torch.zeros_like(flat)
-        for d, (size, at) in enumerate(zip(layout.shape, place, strict=True)):
-            index = index * size + places(layout, cut.group.rank, d, local.device)[at]
-    else:
-        value = local.new_full((), lowest(local.dtype, largest))
-        index = torch.full((), torch.iinfo(torch.int64).max, device=local.device)
-    index = _first_best(gathered(value, cut.team), gathered(index, cut.team), largest).amin()
-    return index.reshape(cut.settled.shape)
-
-
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +182,8 @@ def norms(cut: Cut) -> torch.Tensor:
     """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
     ord = 2 if ord is None or ord == "fro" else ord
+    if (ord < 0 or math.isinf(ord)) and not cut.count:
+        return cut.compute(*cut.locals)  # torch's error: nothing has no extreme
     local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
     if math.isinf(ord):
         return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.team), cut)
@@ -312,6 +265,3 @@ for _func in (torch.norm, torch.Tensor.norm, torch.linalg.norm):
 for _name in ("max", "min"):
     for _func in spellings(_name):
         HANDLERS[_func] = _either(_func, _name)
-for _name in ("var", "std", "var_mean", "std_mean"):
-    for _func in spellings(_name):
-        HANDLERS[_func] = by_rule(_of_parts(_func), _name)

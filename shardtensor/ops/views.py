@@ -235,7 +235,7 @@ def _gathering(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: copied(func, args, kwargs)
 
 
-_OTHER_VIEWS = "view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
+_OTHER_VIEWS = "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
 for _name in _OTHER_VIEWS.split():
     for _func in spellings(_name):
         HANDLERS.setdefault(_func, _gathering(_func))

@@ -10,41 +10,26 @@ from torch import nn
 from shardtensor.comm.checked import CheckedGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
+from shardtensor.ops.engine import HALF
 from shardtensor.ops.ids import strays_of, widest
-from shardtensor.parallel.cut_cross_entropy import Classes, CutCrossEntropy, classes_of
+from shardtensor.parallel.cut_cross_entropy import Classes, RowSums, classes_of
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-def parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    num_classes: int,
-    spec: ShardingSpec | str = "[..., tp]",
-    process_group: Any = None,
-    data_axes: str | tuple[str, ...] = (),
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> torch.Tensor:
-    """Return the cross entropy of the whole logits, at the cost of two all-reduces of the size of the losses.
+class ParallelCrossEntropy(nn.Module):
+    """The cross entropy of the whole logits, behind a column-parallel head: two all-reduces of the size of the losses.
 
-    All ranks that the classes are cut over call it, with the same targets; each has its columns of the logits. Value
-    and gradient are those of ``F.cross_entropy`` of the whole logits, the classes last. Nothing is waited for on CUDA,
-    so the call can be part of a CUDA graph. It can be differentiated once. Compile `ParallelCrossEntropy`, which has
-    found its ranks before.
+    All ranks of the group make it. All ranks that the classes are cut over call it, with the same targets; each with
+    its columns of the logits. Value and gradient are those of ``F.cross_entropy`` of the whole logits, the classes
+    last. Nothing is waited for on CUDA, so the call can be part of a CUDA graph. It can be differentiated once.
+    Compiled, with ``fullgraph=True`` too, it is one graph.
 
     Args:
-        logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``. The local tensor may or may not
-            have the columns that a cut with ``pad(n)`` adds: they count for nothing and their gradient is 0.
-        target: class indices of all classes, ``(...)``, equal on all ranks.
-        weight: of each class, ``(num_classes,)``, equal on all ranks.
         num_classes: the true number of classes, without padding.
         spec: how the logits are cut, as in the ``out`` of the head: ``"[..., tp]"``, ``"[..., tp pad(64)]"``,
             ``"[..., tp balanced]"``; some ranks may have none.
+        weight: of each class, ``(num_classes,)``, equal on all ranks.
         process_group: a process group, a DeviceMesh that has the axes, or None for the default group.
         data_axes: axes of that mesh along which targets differ. A mean then divides by the mean number (or weight) of
             live targets over these axes, for one more all-reduce of a number: the mean of all ranks' losses, which is
@@ -54,6 +39,11 @@ def parallel_cross_entropy(
         reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no live target is nan, as in torch.
         label_smoothing: from 0 to 1; that share of each target is spread over all classes.
         z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each live target, weighed as the target is.
+
+    Called with:
+        logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``. The local tensor may or may not
+            have the columns that a cut with ``pad(n)`` adds: they count for nothing and their gradient is 0.
+        target: class indices of all classes, ``(...)``, equal on all ranks.
 
     Returns:
         the loss, equal on all ranks that the classes are cut over: a number, or ``(...)`` for ``"none"``. Sums are made
@@ -67,33 +57,15 @@ def parallel_cross_entropy(
         RuleError: (a RuntimeError) ShardedTensors, probabilities as targets, weights that want a gradient.
 
     Example:
-        >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
-        >>> loss = parallel_cross_entropy(logits, torch.tensor([0, 1]), num_classes=3)
-        >>> torch.allclose(loss, nn.functional.cross_entropy(logits, torch.tensor([0, 1])))
-        True
-
-    References:
-        Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; the z-loss of Chowdhery et al., PaLM
-        (arXiv:2204.02311), section 5; label smoothing as torch defines it.
-    """
-    group = as_group(process_group)
-    classes = classes_of(num_classes, spec, group, data_axes)
-    _check_options(reduction, label_smoothing)
-    return _loss(logits, target, weight, classes, ignore_index, reduction, label_smoothing, z_loss)
-
-
-class ParallelCrossEntropy(nn.Module):
-    """The loss behind a column-parallel head: `parallel_cross_entropy`, everything but the tensors settled when made.
-
-    Arguments as there. All ranks of the group make it, and call it with their columns of the logits and the same
-    targets. Compiled, with ``fullgraph=True`` too, it is one graph.
-
-    Example:
         >>> loss = ParallelCrossEntropy(50257, "[..., tp pad(64)]", label_smoothing=0.1, z_loss=1e-4)
         >>> loss
         ParallelCrossEntropy(50257, '[..., tp pad(64)]', label_smoothing=0.1, z_loss=0.0001)
         >>> loss(torch.zeros(2, 5, 50257), torch.zeros(2, 5, dtype=torch.long)).shape
         torch.Size([])
+
+    References:
+        Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; the z-loss of Chowdhery et al., PaLM
+        (arXiv:2204.02311), section 5; label smoothing as torch defines it.
     """
 
     weight: torch.Tensor | None
@@ -112,51 +84,59 @@ class ParallelCrossEntropy(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_options(reduction, label_smoothing)
         self.classes = classes_of(num_classes, spec, as_group(process_group), data_axes)
+        if reduction not in ("none", "mean", "sum"):
+            raise ValueError(f"{reduction} is not a valid value for reduction")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        options = (self.ignore_index, self.reduction, self.label_smoothing, self.z_loss)
-        return _loss(logits, target, self.weight, self.classes, *options)
+        classes, weight, smoothing = self.classes, self.weight, self.label_smoothing
+        _check(logits, target, weight, classes)
+        self._refuse_strays(target)
+        wide = torch.float32 if logits.dtype in HALF else logits.dtype
+        w = None if weight is None else weight.to(wide)
+        ids = target.reshape(-1).long()
+        live = ids != self.ignore_index
+        share = live.to(wide) if w is None else w[torch.where(live, ids, 0)] * live
+        columns = w[classes.start : classes.start + classes.held] if smoothing and w is not None else None
+        top, base, d_target, *evens = RowSums.apply(logits, ids, columns, classes, bool(smoothing))
+        losses = base - d_target  # of rows that are not live anything, until the end
+        if w is not None:
+            losses = losses * share
+        if smoothing:
+            each = smoothing / classes.count
+            evenly = each * (classes.count if w is None else w.sum())
+            losses = (1 - smoothing) * losses + (evenly * base - each * evens[0])
+        if self.z_loss:
+            losses = losses + self.z_loss * share * (top + base).square()
+        losses = torch.where(live, losses, 0)
+        if self.reduction != "mean":
+            return losses.sum() if self.reduction == "sum" else losses.view(target.shape)
+        total = share.sum()
+        return losses.sum() / (total if classes.data is None else classes.data.all_reduce(total, "avg"))
+
+    def _refuse_strays(self, target: torch.Tensor) -> None:
+        """Raise where a target is out of bounds, on all ranks; off the CPU it is an assert on the device."""
+        classes, ignored = self.classes, self.ignore_index
+        if torch.compiler.is_compiling():
+            is_live = (target >= 0) & (target < classes.count) | (target == ignored)
+            torch._assert_async(is_live.all(), "Target is out of bounds.")
+            return
+        waits = isinstance(classes.team, CheckedGroup)
+        strays = strays_of(target, 0, classes.count, ignored, waits=waits)  # the same on all ranks that have these
+        if classes.data is not None and self.reduction == "mean" and (target.is_cpu or waits):
+            strays = widest(strays, classes.data)  # others would wait for this rank's count
+        if strays:
+            raise IndexError(f"Target {strays[0]} is out of bounds.")
 
     def extra_repr(self) -> str:
         usual = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
         said = [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
         return ", ".join([str(self.classes.count), repr(self.classes.text), *said])
-
-
-def _check_options(reduction: str, label_smoothing: float) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
-
-
-def _loss(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    classes: Classes,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-) -> torch.Tensor:
-    _check(logits, target, weight, classes)
-    waits = logits.is_cpu or isinstance(classes.team, CheckedGroup)  # elsewhere `gather` asserts what is looked at here
-    if waits and not torch.compiler.is_compiling():
-        # the same on all ranks that have these targets
-        strays = strays_of(target, 0, classes.count, ignore_index, waits=True)
-        if classes.data is not None and reduction == "mean":  # others would wait for this rank's count
-            strays = widest(strays, classes.data)
-        if strays:
-            raise IndexError(f"Target {strays[0]} is out of bounds.")
-    return CutCrossEntropy.apply(
-        logits, target, weight, classes, ignore_index, reduction, float(label_smoothing), float(z_loss)
-    )
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, classes: Classes) -> None:

@@ -140,86 +140,38 @@ _TURN = 1 << 23
 """Exponentials are made and added up so many elements at a time: 32 MiB, not another copy of the logits."""
 
 
-class CutCrossEntropy(Function):
-    """With ``d = x - max`` and ``s = sum(exp(d))`` the loss of a row is ``log(s) - d[target]``: large logits cost no
-    digits. Its gradient is ``exp(d) * rate``, and at the target what is left of that: ``net``, taken in full precision
-    before it is rounded to the dtype of the logits.
+class RowSums(Function):
+    """For each row ``x`` of the logits, with ``top`` its maximum over all ranks: ``log(sum(exp(x - top)))``, the
+    target's ``x - top`` and, if labels are smoothed, the sum of all ``x - top``, weighed by column. Nothing of the size
+    of the logits is kept but they; losses are made of these four in autograd, so that large logits cost no digits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        classes: Classes,
-        ignore_index: int,
-        reduction: str,
-        smoothing: float,
-        z_loss: float,
-    ) -> torch.Tensor:
-        wide = torch.float32 if logits.dtype in HALF else logits.dtype
-        w = None if weight is None else weight.to(wide)
-        ids = target.reshape(-1).long()
-        live = ids != ignore_index
-        share = _shares(ids, live, w, wide, classes)
-        total = share.sum() if reduction == "mean" else None
-        if total is not None and classes.data is not None:
-            joining = classes.data.all_reduce_async(total, "avg")
-
+        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, columns: torch.Tensor | None, classes: Classes, evenly: bool
+    ) -> tuple[torch.Tensor, ...]:
         x = _rows(logits, classes)
+        wide = torch.float32 if logits.dtype in HALF else logits.dtype
         top = _joined_top(x, wide, classes.fault_of(logits.shape[-1]), classes.team)
-        columns = w.narrow(0, classes.start, x.shape[1]) if smoothing and w is not None else None
-        own = _summed(x, top, columns, bool(smoothing))
-        if x.shape[1]:
-            here = (ids - classes.start).unsqueeze(1)
-            at = here.clamp(0, x.shape[1] - 1)  # where the target is, if this rank has it
-            mine = (here == at).squeeze(1).logical_and_(live)
-            d_at = x.gather(1, at).squeeze(1) - top
-            own.append(torch.where(mine, d_at, 0))
-        else:
-            own.append(torch.zeros_like(top))
-        total_exp, *evens, d_target = classes.team.all_reduce(torch.stack(own)).unbind()
-
-        base = total_exp.log()
-        losses, rate = base - d_target, share  # of rows that are not live anything, until the end
-        if w is not None:
-            losses = losses * share
-        if smoothing:
-            each = smoothing / classes.count
-            evenly = each * (classes.count if w is None else w.sum())
-            losses = (1 - smoothing) * losses + (evenly * base - each * evens[0])
-            alive = share if w is None else live.to(wide)
-            rate = (1 - smoothing) * rate + evenly * alive
-        if z_loss:
-            lse = top + base
-            losses = losses + z_loss * share * lse.square()
-            rate = rate + 2 * z_loss * share * lse
-        losses = torch.where(live, losses, 0)
-
-        if ctx.needs_input_grad[0]:
-            rate, net, even = rate / total_exp, None, -each * alive if smoothing else None
-            if x.shape[1]:
-                hit = torch.where(mine, share, 0)
-                net = rate * d_at.exp() - (hit * (1 - smoothing) if smoothing else hit)
-                if even is not None:
-                    net = net + (even if columns is None else even * columns.gather(0, at.squeeze(1)))
-            ctx.save_for_backward(logits, top, rate, net, at if x.shape[1] else None, even, columns, total)
-            ctx.classes = classes
-        if total is None:
-            return losses.sum() if reduction == "sum" else losses.view(target.shape)
-        if classes.data is not None:
-            total = joining.wait()
-        return losses.sum() / total
+        own = _summed(x, top, columns, evenly)
+        here = (ids - classes.start).unsqueeze(1)
+        at = here.clamp(0, max(x.shape[1] - 1, 0))  # where the target is, if this rank has it
+        mine = (here == at).squeeze(1) if x.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
+        d_at = x.gather(1, at).squeeze(1) - top if x.shape[1] else torch.zeros_like(top)
+        total_exp, *evens, d_target = classes.team.all_reduce(torch.stack([*own, torch.where(mine, d_at, 0)])).unbind()
+        ctx.save_for_backward(logits, top, total_exp, d_at, at, mine, columns)
+        ctx.classes = classes
+        ctx.mark_non_differentiable(top)
+        return top, total_exp.log(), d_target.clone(), *(each.clone() for each in evens)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _gradient(saved, grad, ctx.classes), *[None] * 7
+            return _gradient(saved, grads[1:], ctx.classes), *[None] * 4
         with torch.no_grad():
-            found = _gradient(saved, grad, ctx.classes)
-        return _Once.apply(found, saved[0], grad), *[None] * 7
+            found = _gradient(saved, grads[1:], ctx.classes)
+        return _Once.apply(found, saved[0], *grads[1:]), *[None] * 4
 
 
 class _Once(Function):
@@ -237,32 +189,29 @@ class _Once(Function):
         )
 
 
-def _gradient(saved: tuple[Any, ...], grad: torch.Tensor, classes: Classes) -> torch.Tensor:
-    logits, top, rate, net, at, even, columns, total = saved
-    grad = grad.reshape(-1)
-    if total is not None:
-        grad = grad / total.clamp(min=1e-30)  # where nothing was live the loss is nan, the gradient 0
+def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: Classes) -> torch.Tensor:
+    """``exp(x - top) * rate``, and what is even; at the target all of it is summed before it is rounded."""
+    logits, top, total_exp, d_at, at, mine, columns = saved
+    rate, even = grads[0] / total_exp, grads[2] if len(grads) > 2 else None
     x = _rows(logits, classes)
     out = logits.new_empty(x.shape[0], logits.shape[-1])
     part = out
     if out.shape != x.shape:
         part = out[:, : x.shape[1]]
         out[:, x.shape[1] :] = 0  # padding
-    rate = (grad * rate).unsqueeze(1)
+    net = rate * d_at.exp() + torch.where(mine, grads[1], 0)
     if even is not None:
-        even = (grad * even).unsqueeze(1)
-        columns = rate.new_ones(1) if columns is None else columns
+        columns = rate.new_ones(x.shape[1]) if columns is None else columns
+        net = net + even * columns.gather(0, at.squeeze(1)) if x.shape[1] else net
+        even = even.unsqueeze(1)
+    rate = rate.unsqueeze(1)
     for rows in _turns(x):
-        p = (_of(x, rows) - _of(top, rows).unsqueeze(1)).exp_()
-        into = None if torch.compiler.is_compiling() else _of(part, rows)  # rounds as it writes
-        if even is None:
-            p = torch.mul(p, _of(rate, rows), out=into)
-        else:
-            p = torch.addcmul(p.mul_(_of(rate, rows)), _of(even, rows), columns, out=into)
-        if into is None:
-            part.copy_(p)
-    if net is not None:
-        part.scatter_(1, at, (grad * net).unsqueeze(1).to(part.dtype))
+        p = (_of(x, rows) - _of(top, rows).unsqueeze(1)).exp_().mul_(_of(rate, rows))
+        if even is not None:
+            p = p.addcmul_(_of(even, rows), columns)
+        _of(part, rows).copy_(p)
+    if x.shape[1]:
+        part.scatter_(1, at, net.unsqueeze(1).to(part.dtype))
     return out.view(logits.shape)
 
 
@@ -284,19 +233,8 @@ def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, t
         top = x.amax(1).to(wide)
     top = team.all_reduce(top, "max")
     if is_told and not math.isfinite(top.amax()):
-        agree(team, "parallel_cross_entropy", {}, fault)
+        agree(team, "ParallelCrossEntropy", {}, fault)
     return top
-
-
-def _shares(
-    ids: torch.Tensor, live: torch.Tensor, w: torch.Tensor | None, wide: torch.dtype, classes: Classes
-) -> torch.Tensor:
-    """Return the weight of each target; 0 for ignored ones. Off the CPU `gather` asserts that they are in bounds."""
-    if w is None:
-        if ids.is_cpu and not torch.compiler.is_compiling():
-            return live.to(wide)
-        w = ids.new_ones(1, dtype=wide).expand(classes.count)
-    return torch.where(live, w.gather(0, torch.where(live, ids, 0)), 0)
 
 
 def _summed(x: torch.Tensor, top: torch.Tensor, columns: torch.Tensor | None, is_smoothed: bool) -> list[torch.Tensor]:

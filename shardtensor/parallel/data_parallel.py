@@ -1,6 +1,6 @@
 """Data parallelism: ranks compute the gradients of other parts of a batch and average them, during backward.
 
-The loss of a step is the mean over the data ranks of what each computes. So what a rank's backward brings is divided
+The loss of a step is the mean over the data ranks of what each computes. So what a rank's backward gives is divided
 by their number and summed over those that hold copies of the parameter: an average, where all do. A parameter that is
 cut along a data axis, as experts are, has its gradient from all of that axis already, so there it is divided only.
 """
@@ -8,16 +8,28 @@ cut along a data axis, as experts are, has its gradient from all of that axis al
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from shardtensor.errors import RuleError
-from shardtensor.parallel.data_axes import DataAxes
-from shardtensor.parallel.gradient_buckets import each_gradient, finish, gradients_of, make_buckets
-from shardtensor.parallel.reducer import Reducer, reducer_of
+from shardtensor.comm.agree import agree
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.parallel.gradient_buckets import (
+    Bucket,
+    DataAxes,
+    Gradient,
+    finish,
+    gradients_of,
+    make_buckets,
+    named_tensors,
+)
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 def data_parallel(
@@ -79,7 +91,7 @@ def data_parallel(
         old.remove()
     reducer.handles = [
         module.register_forward_pre_hook(reducer, prepend=True),
-        module.register_forward_hook(reducer.after),
+        module.register_forward_hook(reducer),
     ]
     return module
 
@@ -135,11 +147,11 @@ def reduce_gradients(
         tensor([1.])
     """
     if isinstance(parameters, nn.Module):
-        gradients = gradients_of(parameters, DataAxes.of(axes, process_group))
+        named: Iterable[Any] = named_tensors(parameters)
     else:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         named = ((f"parameter {i}", None, param) for i, param in enumerate(listed))
-        gradients = each_gradient(named, DataAxes.of(axes, process_group))
+    gradients = gradients_of(named, DataAxes.of(axes, process_group))
     buckets = make_buckets(gradients, bucket_mib * 2**20)
     for gradient in gradients:
         if gradient.share != 1.0 and gradient.leaf.grad is not None:
@@ -147,3 +159,224 @@ def reduce_gradients(
     for bucket in buckets:
         bucket.start()
     finish(buckets)
+
+
+class Reducer:
+    """Starts buckets while backward fills them, and finishes them when it ends; the module's hook around forward.
+
+    The module owns it; hooks on leaves refer to it weakly, for Python's collector does not see through them.
+    """
+
+    def __init__(self, axes: str | Sequence[str], process_group: Any, bucket_bytes: float, init_sync: bool) -> None:
+        self.axes = DataAxes.of(axes, process_group)
+        self.bucket_bytes, self.init_sync = bucket_bytes, init_sync
+        self.is_on = True
+        self.handles: list[Any] = []
+        self.gradients: list[Gradient] = []
+        self.buckets: list[Bucket] = []
+        self._bucket_of: list[Bucket | None] = []
+        self._leaf_handles: list[Any] = []
+        self._nodes: list[Any] = []
+        self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._leaves: list[tuple[Any, str, torch.Tensor, torch.Tensor, Any]] = []
+        self._start_round()
+
+    def __reduce__(self) -> Any:
+        return Nobody, ()  # a copy of the module has leaves of its own, and perhaps no process group
+
+    # -- what there is to reduce ------------------------------------------------------------------------------------
+
+    def build(self, module: nn.Module, instead_of: Reducer | None = None) -> None:
+        """Find the gradients, agree on them with the other ranks, and hook their leaves. Collective."""
+        named, gradients = list(named_tensors(module)), []
+        fault: ShardTensorError | None = None
+        try:
+            gradients = gradients_of(named, self.axes)
+            self._refuse_second(gradients, instead_of)
+        except ShardTensorError as error:
+            fault = error
+        call = f"data_parallel({type(module).__name__})"
+        facts = {"axes": ", ".join(self.axes.names), "parameters": _lines(map(_text, gradients))}
+        agree(self.axes.whole, call, facts, fault)
+        parts = (f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0)
+        agree(self.axes.data, call, {"parts": _lines(parts)})
+        known = {id(leaf) for *_, leaf, _ in self._leaves}
+        self._take_off_leaves()
+        self.gradients, self.buckets = gradients, make_buckets(gradients, self.bucket_bytes)
+        places = {id(gradient): bucket for bucket in self.buckets for gradient in bucket.gradients}
+        self._bucket_of = [places.get(id(gradient)) for gradient in gradients]
+        for i, gradient in enumerate(gradients):
+            self._hook(i, gradient)
+        self._start_round()
+        owners = list(module.modules())
+        self._structure = [(x, tuple(x.values())) for owner in owners for x in (owner._parameters, owner._modules)]
+        self._leaves = []
+        for name, owner, tensor in named:
+            last, leaf = name.rpartition(".")[2], local_of(tensor)
+            place = owner._parameters if last in owner._parameters else vars(owner)
+            self._leaves.append((place, last, tensor, leaf, _state(leaf)))
+        if self.init_sync:
+            self._take_first_copies([*((name, t) for name, _, t in named), *module.named_buffers()], known)
+
+    def _refuse_second(self, gradients: list[Gradient], instead_of: Reducer | None) -> None:
+        for gradient in gradients:
+            for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+                if getattr(hook, "func", None) is _arrived and hook.args[0]() not in (None, self, instead_of):
+                    raise LayoutError(
+                        f"the gradient of `{gradient.name}` is averaged by another data_parallel already",
+                        fix="call data_parallel once, on the whole model",
+                    )
+
+    def _hook(self, index: int, gradient: Gradient) -> None:
+        leaf = gradient.leaf
+        if self.buckets:
+            hook = partial(_arrived, weakref.ref(self), index)
+            self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(hook))
+        if gradient.share != 1.0:  # before it is added to what is there: that has been divided
+            with torch.enable_grad():
+                node = torch.autograd.graph.get_gradient_edge(leaf).node
+            self._nodes.append(node)
+            self._leaf_handles.append(node.register_prehook(partial(_scaled, gradient.share)))
+
+    @torch.no_grad()
+    def _take_first_copies(self, named: Iterable[tuple[str, torch.Tensor]], known: set[int]) -> None:
+        """Overwrite tensors that are new with what the first data rank that holds a copy has."""
+        for name, tensor in named:
+            local = local_of(tensor)
+            group, _ = self.axes.copies(name, tensor)
+            if group.size > 1 and local.numel() and not local.is_meta and id(local) not in known:
+                known.add(id(local))
+                group.broadcast(local.detach())
+
+    def _take_off_leaves(self) -> None:
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles, self._nodes = [], []
+
+    def remove(self) -> None:
+        """Leave the module as it was before."""
+        self._take_off_leaves()
+        for handle in self.handles:
+            handle.remove()
+
+    # -- around forward ---------------------------------------------------------------------------------------------
+
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
+        """Before the module's forward: hook its leaves anew if they are others. After it: watch what it returns.
+
+        Leaves may be met first inside of a smaller backward, of a reentrant checkpoint, which ends before the whole.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if output:
+            for value in map(local_of, tree_leaves(output) if self.buckets else ()):
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    value.register_hook(partial(_begin, weakref.ref(self)))
+        elif torch._C._current_graph_task_id() < 0:
+            if self._tasks:  # the last backward was broken off by an error
+                self._start_round()
+            if not self._is_current():
+                self.build(module)
+
+    def _is_current(self) -> bool:
+        """Whether the module still holds the leaves that are hooked; half a microsecond a parameter."""
+        return all(
+            len(place) == len(held) and all(map(is_, place.values(), held)) for place, held in self._structure
+        ) and all(
+            place.get(name) is tensor and local_of(tensor) is leaf and _state(leaf) == state
+            for place, name, tensor, leaf, state in self._leaves
+        )
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _start_round(self) -> None:
+        self._tasks: set[int] = set()
+        self._next = 0
+        self._is_here = [False] * len(self.gradients)
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def begin(self) -> None:
+        """Have `_end` called when the backward that runs ends."""
+        task = torch._C._current_graph_task_id()
+        if self.is_on and task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+
+    def arrived(self, index: int) -> None:
+        """Count a gradient that has been accumulated, and start the buckets that are full, in order."""
+        if not self.is_on:
+            return
+        self.begin()
+        bucket, was_here = self._bucket_of[index], self._is_here[index]
+        self._is_here[index] = True
+        if bucket is None:
+            return
+        if was_here:
+            if bucket.pending is not None:
+                raise RuleError(
+                    f"a gradient came to `{self.gradients[index].name}` after its bucket had been sent",
+                    {"because": "the parameter is used in several checkpoints whose backward runs apart"},
+                    "checkpoint(..., use_reentrant=False)",
+                )
+            return
+        bucket.waiting -= 1
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self.buckets[self._next].start()
+        self._next += 1
+
+    def _end(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks or not any(self._is_here):  # a backward around this one; or no gradient was accumulated
+            return
+        try:
+            while self._next < len(self.buckets):
+                self._start_next()
+            finish(self.buckets)
+        finally:
+            self._start_round()
+
+
+class Nobody:
+    """The hook of a copy of a data-parallel module, which is not data parallel."""
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+def reducer_of(module: nn.Module) -> Reducer | None:
+    """The reducer of a module that is data parallel."""
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Reducer)), None)
+
+
+def _arrived(find: weakref.ref[Reducer], index: int, leaf: torch.Tensor) -> None:
+    reducer = find()
+    if reducer is not None:
+        reducer.arrived(index)
+
+
+def _begin(find: weakref.ref[Reducer], grad: torch.Tensor) -> None:
+    reducer = find()
+    if reducer is not None:
+        reducer.begin()
+
+
+def _scaled(share: float, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(None if grad is None else grad * share for grad in grads)
+
+
+def _state(leaf: torch.Tensor) -> tuple[Any, ...]:
+    return leaf.requires_grad, leaf.dtype, getattr(leaf, "grad_dtype", None)
+
+
+def _text(gradient: Gradient) -> str:
+    param = gradient.param
+    layout = str(param._layout) if isinstance(param, ShardedTensor) else "plain"
+    return f"{gradient.name} {tuple(param.shape)} {param.dtype} {layout}"
+
+
+def _lines(texts: Iterable[str]) -> str:
+    return "\n".join(texts) or "(none)"

@@ -223,6 +223,7 @@ def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None
     group, layout = gate_up._group, gate_up._layout
     team = along(group, layout, dealing)
     inner = along(group, layout, splitting) if splitting else None
+    assert isinstance(layout, CutLayout)
     return team, _held(layout, team.ranks), inner if inner is not None and inner.size > 1 else None
 
 
@@ -255,37 +256,29 @@ def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[in
         return "both must be cut over the same axis inside of the experts", (), ()
     hidden = inside_down.pieces.length
     for i in range(inside_down.pieces.count):
-        want = inside_down.pieces.intervals(i)
-        want = (*want, *((hidden + a, hidden + b) for a, b in want))
-        if _joined(inside.pieces.intervals(i)) != _joined(want):
+        columns = _places(inside_down.pieces.intervals(i))
+        if _places(inside.pieces.intervals(i)) != columns | {hidden + column for column in columns}:
             return "a rank must hold the rows of gate and up that meet its columns of down", (), ()
     return "", dealing, inside.axes
 
 
-def _joined(intervals: tuple[Interval, ...]) -> list[Interval]:
-    found: list[Interval] = []
-    for a, b in intervals:
-        if found and found[-1][1] == a:
-            found[-1] = (found[-1][0], b)
-        elif a < b:
-            found.append((a, b))
-    return found
+def _places(intervals: Iterable[Interval]) -> set[int]:
+    return {i for start, end in intervals for i in range(start, end)}
 
 
 @lru_cache(maxsize=256)
-def _held(layout: Layout, ranks: Ranks) -> tuple[int, ...]:
+def _held(layout: CutLayout, ranks: Ranks) -> tuple[int, ...]:
     """Return how many experts each of the ranks holds."""
-    assert isinstance(layout, CutLayout)
     cut = layout.dims[0]
     if cut is None:
         return (layout.shape[0],)
-    places = [coordinate(layout.ranks, layout.grid, rank) for rank in ranks]
-    intervals = [cut.pieces.intervals(layout.piece(cut, place)) for place in places if place is not None]
-    held = [interval for (interval,) in intervals if interval[0] < interval[1]]
-    if held != sorted(held):
+    places = (coordinate(layout.ranks, layout.grid, rank) for rank in ranks)
+    held = [cut.pieces.intervals(layout.piece(cut, place))[0] for place in places if place is not None]
+    some = [interval for interval in held if interval[0] < interval[1]]
+    if some != sorted(some):
         raise RuleError(
             "experts must be dealt to ranks in order",
             {"layout": str(layout)},
             "name the axes that deal them in the order of the mesh",
         )
-    return tuple(b - a for ((a, b),) in intervals)
+    return tuple(end - start for start, end in held)

@@ -9,15 +9,96 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, Pending
+from shardtensor.comm.group import Group, group_along
+from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.parallel.data_axes import DataAxes
+from shardtensor.mesh import coordinate
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 @attrs.frozen(eq=False)
+class DataAxes:
+    """The axes along which ranks are given other parts of the batch.
+
+    Attributes:
+        names: of the axes.
+        whole: all ranks of the mesh.
+        data: this rank and those that differ from it along these axes only.
+        along: for each axis, this rank and those that differ from it along that axis only.
+    """
+
+    names: tuple[str, ...]
+    whole: Group
+    data: Group
+    along: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, axes: str | Sequence[str], process_group: Any) -> DataAxes:
+        """Find the axes in a mesh; a group without a mesh is one axis, of any name.
+
+        Raises:
+            LayoutError: the mesh has no such axis.
+        """
+        names = tuple(name.strip() for name in axes.split("*")) if isinstance(axes, str) else tuple(axes)
+        whole = as_group(process_group)
+        mesh = whole.mesh
+        if not names or len(set(names)) != len(names):
+            raise LayoutError("name each data axis once", {"axes": ", ".join(names) or "(none)"})
+        if mesh is None and len(names) > 1:
+            raise LayoutError(
+                "the process group has one axis, not several",
+                {"axes": ", ".join(names), "group": f"{whole.size} ranks"},
+                "pass the DeviceMesh that has these axes as process_group",
+            )
+        data = group_along(whole, names)
+        if mesh is None:
+            return cls(names, whole, data, (tuple(whole.ranks),))
+        return cls(names, whole, data, tuple(mesh.ranks_along(whole.rank, (mesh.names.index(n),)) for n in names))
+
+    def copies(self, name: str, tensor: torch.Tensor) -> tuple[Group, float]:
+        """Return the data ranks that hold copies of what this rank holds of a tensor, and their share of all of them.
+
+        A plain tensor, and a sharded one of a group that holds no other data rank, is copied on all: share 1.
+
+        Raises:
+            LayoutError: the tensor is neither whole nor cut along a data axis.
+        """
+        if not isinstance(tensor, ShardedTensor):
+            return self.data, 1.0
+        kept = [axis for i, axis in enumerate(self.names) if not self._is_cut(name, tensor, i)]
+        if len(kept) == len(self.names):
+            return self.data, 1.0
+        group = group_along(self.whole, kept) if kept else self.whole.subgroup([self.whole.rank])
+        return group, group.size / self.data.size
+
+    def _is_cut(self, name: str, tensor: ShardedTensor, axis: int) -> bool:
+        ranks, layout = self.along[axis], tensor._layout
+        inside = [rank for rank in ranks if rank in tensor._group.ranks]
+        if len(ranks) == 1 or inside in ([], [self.whole.rank]):
+            return False
+        places = [coordinate(layout.ranks, layout.grid, rank) for rank in ranks]
+        pieces = [None if place is None else tuple(place[i] for i in layout.parting_axes) for place in places]
+        addends = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
+        held = [piece for piece in pieces if piece is not None]
+        if len(inside) == len(ranks):
+            if len(held) == 1 or len(set(held)) == len(ranks):  # one of them holds it all, or each another piece
+                return True
+            if len(set(pieces)) == 1 and len(addends) == 1:
+                return False
+        raise LayoutError(
+            f'`{name}` is neither whole nor cut along the data axis "{self.names[axis]}"',
+            {
+                "spec": str(tensor.sharding_spec()),
+                "its ranks": ", ".join(map(str, tensor._group.ranks)),
+                "the axis": ", ".join(map(str, ranks)),
+            },
+            "give it a spec that does not name the axis, on the mesh that has it",
+        )
+
+
+@attrs.frozen(eq=False)
 class Gradient:
-    """The gradient of a parameter, and whom it is averaged with.
+    """The gradient of a parameter, and the ranks that it is averaged with.
 
     Attributes:
         name: of the parameter.
@@ -25,7 +106,7 @@ class Gradient:
         leaf: this rank's part of it, whose ``grad`` autograd fills.
         group: the ranks that hold copies of `leaf`.
         share: their share of all data ranks.
-        dtype: in which it is sent.
+        dtype: in which it is sent, which is the one that autograd will give it.
     """
 
     name: str
@@ -41,11 +122,6 @@ class Gradient:
         return id(self.group), self.dtype, self.leaf.device
 
 
-def gradients_of(module: nn.Module, axes: DataAxes) -> list[Gradient]:
-    """What backward can bring to a module, each leaf once, in the order of its names."""
-    return each_gradient(named_tensors(module), axes)
-
-
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     """Parameters, and sharded leaves that are plain attributes, with the module that holds them."""
     for path, owner in module.named_modules():
@@ -58,14 +134,15 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Ten
                 yield prefix + name, owner, value
 
 
-def each_gradient(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes) -> list[Gradient]:
+def gradients_of(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes) -> list[Gradient]:
+    """What backward can give to tensors, each leaf once; `named` as of `named_tensors`."""
     found: dict[int, Gradient] = {}
     for name, owner, param in named:
         leaf = local_of(param)
         if id(leaf) in found or not (leaf.requires_grad and leaf.is_leaf):
             continue
         if getattr(owner, "sparse", False) is True:
-            raise sparse_error(name)
+            raise _sparse_error(name)
         group, share = axes.copies(name, param)
         if share != 1.0 and owner is not None and type(owner).forward.__module__.startswith("torch.nn."):
             raise LayoutError(
@@ -73,18 +150,12 @@ def each_gradient(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes
                 {"spec": str(param.sharding_spec()), "data axes": ", ".join(axes.names)},  # type: ignore[attr-defined]
                 "shard it along other axes; a layer that sends its inputs to the ranks may cut along a data axis",
             )
-        found[id(leaf)] = Gradient(name, param, leaf, group, share, _sent_as(leaf))
+        dtype = getattr(leaf, "grad_dtype", leaf.dtype) or torch.promote_types(leaf.dtype, torch.float32)
+        found[id(leaf)] = Gradient(name, param, leaf, group, share, dtype)
     return list(found.values())
 
 
-def _sent_as(leaf: torch.Tensor) -> torch.dtype:
-    """The dtype of a leaf's gradients, as autograd will make them."""
-    dtype = getattr(leaf, "grad_dtype", leaf.dtype)
-    return torch.promote_types(leaf.dtype, torch.float32) if dtype is None else dtype
-
-
-def sparse_error(name: str) -> RuleError:
-    """The refusal of gradients that have no buckets."""
+def _sparse_error(name: str) -> RuleError:
     return RuleError(
         f"the gradient of `{name}` is sparse, and sparse gradients are not averaged",
         fix="make the embedding with sparse=False",
@@ -105,93 +176,53 @@ class Bucket:
     Attributes:
         gradients: in the order they are packed.
         flagged: the gradients of the whole kind in the kind's last bucket, else none.
-        waiting: how many of them backward has yet to bring.
+        waiting: how many of them backward has yet to give.
+        pending: the all-reduce, once it is started.
     """
 
     def __init__(self, gradients: Sequence[Gradient], flagged: Sequence[Gradient] = ()) -> None:
-        self.gradients = list(gradients)
-        self.flagged = list(flagged)
-        self.waiting = len(self.gradients)
-        self.group = self.gradients[0].group
-        self._dtype, self._device = self.gradients[0].dtype, self.gradients[0].leaf.device
-        self._has_empty = any(g.leaf.numel() == 0 for g in self.gradients)
-        self._grads: list[Any] = []
-        self._is_plain = self._is_packed = True
-        self._pending: Pending | None = None
-        self._result: torch.Tensor | None = None
-
-    @property
-    def is_started(self) -> bool:
-        return self._pending is not None
+        self.gradients, self.flagged = gradients, flagged
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was sent, and wait for all gradients anew."""
-        self.waiting, self._grads, self._pending, self._result = len(self.gradients), [], None, None
+        self.waiting = len(self.gradients)
+        self.pending: Any = None
+        self.grads: list[Any] = []
 
     @torch.no_grad()
     def start(self) -> None:
         """Send what this rank has; zeros for what it lacks. All ranks of the group start their buckets in one order."""
-        grads = self._grads = [gradient.leaf.grad for gradient in self.gradients]
-        self._is_plain = not self._has_empty and all(
-            grad is not None and grad.dtype is self._dtype and grad.layout is torch.strided and not grad.requires_grad
-            for grad in grads
-        )
-        only = grads[0] if self._is_plain and len(grads) == 1 and not self.flagged else None
-        self._is_packed = only is None or not only.is_contiguous()  # what fills a bucket alone goes as it is
-        self._pending = self.group.all_reduce_async(only if not self._is_packed else self._pack(grads), "avg")  # type: ignore[arg-type]
-
-    def _pack(self, grads: list[Any]) -> torch.Tensor:
-        if self._is_plain:
-            pieces = grads
-        else:
-            pieces = [self._flat(g, grad) for g, grad in zip(self.gradients, grads, strict=True)]
+        self.grads = [gradient.leaf.grad for gradient in self.gradients]
+        first = self.gradients[0]
+        pieces = [self._flat(g, grad, first) for g, grad in zip(self.gradients, self.grads, strict=True)]
         if self.flagged:
             has = [gradient.leaf.grad is not None for gradient in self.flagged]
-            ones = torch.ones(len(has), dtype=self._dtype, device=self._device)  # made there: a list is waited for
-            pieces = [*pieces, ones if all(has) else torch.tensor(has, dtype=self._dtype, device=self._device)]
-        return torch._utils._flatten_dense_tensors(pieces)
+            ones = torch.ones(len(has), dtype=first.dtype, device=first.leaf.device)  # made there: a list is waited for
+            pieces.append(ones if all(has) else torch.tensor(has, dtype=first.dtype, device=first.leaf.device))
+        self.pending = first.group.all_reduce_async(torch.cat(pieces), "avg")
 
-    def _flat(self, gradient: Gradient, grad: torch.Tensor | None) -> torch.Tensor:
+    def _flat(self, gradient: Gradient, grad: torch.Tensor | None, first: Gradient) -> torch.Tensor:
         if grad is None:
-            return torch.zeros(gradient.leaf.numel(), dtype=self._dtype, device=self._device)
+            return torch.zeros(gradient.leaf.numel(), dtype=first.dtype, device=first.leaf.device)
         if grad.layout is not torch.strided:
-            raise sparse_error(gradient.name)
-        return grad.reshape(-1).to(self._dtype, copy=True)
-
-    def wait(self) -> None:
-        """Return when the averages are there (on cuda: when the current stream would see them)."""
-        assert self._pending is not None, "a bucket is started before it is waited for"
-        self._result = self._pending.wait()
-
-    @property
-    def lacks_some(self) -> bool:
-        """Whether a gradient of this bucket was missing on this rank."""
-        return not self._is_plain and any(grad is None for grad in self._grads)
-
-    def flags(self) -> list[bool]:
-        """Whether any rank has each of `flagged`."""
-        assert self._result is not None, "a bucket is waited for before it is read"
-        return self._result[-len(self.flagged) :].ne(0).tolist()
+            raise _sparse_error(gradient.name)
+        return grad.reshape(-1).to(first.dtype)
 
     @torch.no_grad()
-    def finish(self, is_used: dict[Gradient, bool]) -> None:
+    def take(self, averages: torch.Tensor, is_used: dict[Gradient, bool]) -> None:
         """Make the averages the gradients; `is_used` says of those this rank lacks whether another rank has them."""
-        assert self._result is not None, "a bucket is waited for before it is read"
-        if self._is_packed and self._is_plain:
-            torch._foreach_copy_(self._grads, torch._utils._unflatten_dense_tensors(self._result, self._grads))
-        elif self._is_packed:
-            sizes = [gradient.leaf.numel() for gradient in self.gradients]
-            views = self._result[: sum(sizes)].split(sizes)
-            for gradient, grad, view in zip(self.gradients, self._grads, views, strict=True):
-                self._give(gradient, grad, view, is_used)
-        self._grads, self._pending, self._result = [], None, None
-
-    def _give(self, gradient: Gradient, grad: torch.Tensor | None, view: torch.Tensor, is_used: Any) -> None:
-        leaf = gradient.leaf
-        if grad is not None and not grad.requires_grad:
-            grad.copy_(view.view(grad.shape))
-        elif grad is not None or is_used[gradient]:
-            leaf.grad = view.view(leaf.shape).to(leaf.dtype if grad is None else grad.dtype, copy=True)
+        sizes = [gradient.leaf.numel() for gradient in self.gradients]
+        views = averages[: sum(sizes)].split(sizes)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for gradient, grad, view in zip(self.gradients, self.grads, views, strict=True):
+            if grad is not None and not grad.requires_grad:
+                kept.append((grad, view.view(grad.shape)))
+            elif grad is not None or is_used[gradient]:
+                leaf = gradient.leaf
+                leaf.grad = view.view(leaf.shape).to(leaf.dtype if grad is None else grad.dtype, copy=True)
+        if kept:
+            torch._foreach_copy_([grad for grad, _ in kept], [view for _, view in kept])
 
 
 def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Bucket]:
@@ -213,19 +244,16 @@ def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Buc
             sizes[kind] = 0
     filled += open_.values()
     last = {bucket[0].kind: i for i, bucket in enumerate(filled)}
-    return [
-        Bucket(bucket, kinds[bucket[0].kind] if last[bucket[0].kind] == i else ()) for i, bucket in enumerate(filled)
-    ]
+    return [Bucket(each, kinds[each[0].kind] if last[each[0].kind] == i else ()) for i, each in enumerate(filled)]
 
 
 def finish(buckets: Sequence[Bucket]) -> None:
     """Wait for buckets that were all started, and make the averages the gradients."""
-    for bucket in buckets:
-        bucket.wait()
-    lacking = {bucket.gradients[0].kind for bucket in buckets if bucket.lacks_some}
+    averages = [bucket.pending.wait() for bucket in buckets]
+    lacking = {b.gradients[0].kind for b in buckets if any(grad is None for grad in b.grads)}
     is_used: dict[Gradient, bool] = {}
-    for bucket in buckets:
+    for bucket, found in zip(buckets, averages, strict=True):
         if bucket.flagged and bucket.gradients[0].kind in lacking:
-            is_used.update(zip(bucket.flagged, bucket.flags(), strict=True))
-    for bucket in buckets:
-        bucket.finish(is_used)
+            is_used.update(zip(bucket.flagged, found[-len(bucket.flagged) :].ne(0).tolist(), strict=True))
+    for bucket, found in zip(buckets, averages, strict=True):
+        bucket.take(found, is_used)

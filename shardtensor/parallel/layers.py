@@ -7,76 +7,93 @@ and the one collective that it needs; what to call was settled when the module w
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor.comm import collectives
+from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.ids import strays_of, widest
-from shardtensor.ops.linear import cast, chunked_row_linear, column_linear, gathered_linear, is_large, shared_linear
-from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
+from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_large, shared_linear
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-class Product(Protocol):
-    """A linear layer's product, fused with its collective."""
+@attrs.frozen(eq=False)
+class Step:
+    """Redistributes a plain local value along a group, as a flow states: ``[-, tp, ...] -> replicate``; with gradient.
 
-    def pays(self, x: torch.Tensor) -> bool:
-        """Whether it is faster for this input; small ones cost the host less step by step."""
+    Attributes:
+        kind: ``sum_gradient``, replicated to partial, for work that is split over the group: the value itself, whose
+            gradient is summed; ``sum``, partial to replicated, in place, as the value is used nowhere else; ``gather``,
+            sharded to replicated; ``take``, replicated to sharded, a slice; ``sum_scatter``, partial to sharded.
+        team: the group.
+        run: of a local tensor. All ranks of the group call it.
+        stretches: the sizes along the dim that is sharded.
+        sums: of a gather for work that is split over the group, whose gradient is summed.
+    """
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+    kind: str
+    team: Group
+    run: Callable[[torch.Tensor], torch.Tensor]
+    stretches: DimSizes | None = None
+    sums: bool = False
 
 
-@attrs.frozen
-class ColumnProduct:
+Move = tuple[Step, ...]
+
+
+def step_of(kind: str, team: Group, stretches: DimSizes | None = None, sums: bool = False) -> Step:
+    """The step of a kind."""
+    if kind in ("sum_gradient", "sum"):
+        function: Any = collectives.sum_gradient if kind == "sum_gradient" else collectives.all_reduce_fresh
+        return Step(kind, team, partial(function, group=team))
+    if kind == "gather":
+        run = partial(along_dim.all_gather, sizes=stretches, group=team, sum_gradient=sums)
+        return Step(kind, team, run, stretches, sums)
+    function = along_dim.local_slice if kind == "take" else along_dim.reduce_scatter
+    return Step(kind, team, partial(function, sizes=stretches, group=team), stretches)
+
+
+def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
+    """Return the redistributed value. All ranks of the groups call it."""
+    for step in move:
+        x = step.run(x)
+    return x
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+"""Of input, weight and bias: a product fused with its collective, or None where step by step costs the host less."""
+
+
+def _column_product(team: Group, start: int | None) -> Product:
     """The input's gradient is summed beside the weight's; `start` as of `LayerFlow`."""
 
-    team: Group
-    start: int | None
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        if x.requires_grad or start is not None:  # else there is nothing to sum in backward
+            return column_linear(x, weight, bias, team, start)
+        return None
 
-    def pays(self, x: torch.Tensor) -> bool:
-        return x.requires_grad or self.start is not None  # else there is nothing to sum in backward
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return column_linear(x, weight, bias, self.team, self.start)
+    return product
 
 
-@attrs.frozen
-class StreamProduct:
+def _stream_product(team: Group, stretches: DimSizes) -> Product:
     """The slices of the input are gathered; its gradient is reduce-scattered beside the weight's gradient."""
 
-    team: Group
-    stretches: DimSizes
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
+            return gathered_linear(x, weight, bias, team, stretches)
+        return None
 
-    def pays(self, x: torch.Tensor) -> bool:
-        return is_large(x) and x.requires_grad and not torch.compiler.is_compiling()
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return gathered_linear(x, weight, bias, self.team, self.stretches)
-
-
-@attrs.frozen
-class ChunkedProduct:
-    """Inputs of `least` elements or more are multiplied and summed in so many chunks of rows."""
-
-    team: Group
-    chunks: int
-    least: int
-
-    def pays(self, x: torch.Tensor) -> bool:
-        return x.numel() >= self.least and not torch.compiler.is_compiling()
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = chunked_row_linear(x, weight, self.team, self.chunks)
-        return y if bias is None else y + bias
+    return product
 
 
 @attrs.frozen(eq=False)
@@ -105,6 +122,14 @@ class LayerFlow:
     is_transposed: bool = False
     product: Product | None = None
 
+    @property
+    def shares(self) -> bool:
+        """Whether the product may share its input's sum: its input comes as it is, and its gradient is an addend.
+
+        Not where its weight's gradient is summed, too, which would come before the input's.
+        """
+        return not (self.enter or self.adds_bias_last or self.sums is not None or self.is_transposed)
+
     def __deepcopy__(self, memo: Any) -> LayerFlow:
         return self
 
@@ -114,10 +139,10 @@ def fused(flow: LayerFlow) -> LayerFlow:
     if flow.adds_bias_last or flow.leave or len(flow.enter) != 1:
         return flow
     step = flow.enter[0]
-    if isinstance(step, SumGradient):
-        return attrs.evolve(flow, product=ColumnProduct(step.team, flow.start))
-    if isinstance(step, Gather) and step.sums and flow.start is None:
-        return attrs.evolve(flow, product=StreamProduct(step.team, step.stretches))
+    if step.kind == "sum_gradient":
+        return attrs.evolve(flow, product=_column_product(step.team, flow.start))
+    if step.sums and flow.start is None and step.stretches is not None:
+        return attrs.evolve(flow, product=_stream_product(step.team, step.stretches))
     return flow
 
 
@@ -183,8 +208,8 @@ class LinearFlow(Flowing):
         if flow.sums_bias is not None and bias is not None:
             bias = collectives.sum_gradient(bias, flow.sums_bias)
         x, weight, bias = cast(x, weight, bias)
-        if flow.product is not None and flow.product.pays(x):
-            return flow.product(x, weight, bias)
+        if flow.product is not None and (y := flow.product(x, weight, bias)) is not None:
+            return y
         x = moved(x, flow.enter)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]

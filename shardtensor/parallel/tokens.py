@@ -55,19 +55,6 @@ class Reorder(Function):
         return Reorder.apply(grad, ctx.order.back()), None
 
 
-class Spread(Function):
-    """`copies` of each row, reordered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: Order, copies: int) -> torch.Tensor:
-        ctx.order, ctx.shape = order, (x.shape[0], copies, x.shape[1])
-        return x.index_select(0, order.indices.div(copies, rounding_mode="floor") if copies > 1 else order.indices)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return Reorder.apply(grad, ctx.order.back()).view(ctx.shape).sum(1), None, None
-
-
 _FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
 _HEAD = 3  # what stands before the counts: a digest of the facts, the state, the number of ids that no expert has
 
@@ -209,8 +196,8 @@ def dispatch(
     sorting = Order.sorting(slots)
     if any(row[1] & _ASKS_GRADIENT for row in comes):
         tokens = _asking(tokens)
-    rows = Spread.apply(tokens, sorting, experts.shape[1])
-    rows = _moved(rows, sent, received, group)
+    copies = tokens.unsqueeze(1).expand(-1, experts.shape[1], -1).flatten(0, 1)  # one for each expert of a token
+    rows = _moved(Reorder.apply(copies, sorting), sent, received, group)
     by_rank = came[:, _HEAD : _HEAD + here]
     landing = None
     if group.size > 1 and here > 1:

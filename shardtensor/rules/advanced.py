@@ -55,18 +55,6 @@ def writing(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape, 
     return Rule((*read.inputs, _broadcast(values, read.output, wanted)), read.inputs[0], whole)
 
 
-@lru_cache(maxsize=4096)
-def selecting(ndim: int, masked: int) -> Rule:
-    """Return the rule of a mask over the first dims of a tensor: dim 0 may be sharded, the other masked dims may not.
-
-    Example:
-        >>> str(selecting(3, 2))
-        'm0 !m1 r2, m0 !m1 -> m0 !m1 r2'
-    """
-    letters = tuple(f"m{k}" if k < masked else f"r{k}" for k in range(ndim))
-    return Rule((letters, letters[:masked]), letters, frozenset(letters[1:masked]))
-
-
 def _broadcast(shape: Shape, letters: Letters, full: Shape) -> Letters:
     skip = len(full) - len(shape)
     return tuple(None if n == 1 and full[skip + j] != 1 else letters[skip + j] for j, n in enumerate(shape))

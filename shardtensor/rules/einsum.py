@@ -1,4 +1,4 @@
-"""Rules of einsum and tensordot."""
+"""The rule of einsum."""
 
 from __future__ import annotations
 
@@ -58,20 +58,3 @@ def einsum_rule(equation: str, shapes: tuple[Shape, ...]) -> Rule | None:
         for letters, shape in zip(inputs, shapes, strict=True)
     )
     return Rule(named, tuple(output), whole)
-
-
-@lru_cache(maxsize=4096)
-def tensordot_rule(a: Shape, b: Shape, left: tuple[int, ...], right: tuple[int, ...]) -> Rule | None:
-    """Return the rule that contracts dims `left` of `a` with dims `right` of `b`; None if the shapes do not fit.
-
-    Example:
-        >>> str(tensordot_rule((2, 3), (3, 4), (1,), (0,)))
-        'a0 k0, k0 b1 -> a0 b1'
-    """
-    mine = [f"a{i}" for i in range(len(a))]
-    yours = [f"b{i}" for i in range(len(b))]
-    if len(left) != len(right) or any(a[i] != b[j] for i, j in zip(left, right, strict=True)):
-        return None
-    for k, (i, j) in enumerate(zip(left, right, strict=True)):
-        mine[i] = yours[j] = f"k{k}"
-    return Rule((tuple(mine), tuple(yours)), tuple(letter for letter in mine + yours if not letter.startswith("k")))

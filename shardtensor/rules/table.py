@@ -49,11 +49,9 @@ addcdiv addcmul clamp clamp_max clamp_min clip lerp masked_fill where           
 
 softmax log_softmax softmin                | ... [d] -> ... [d]
                                            | d @exponentials | input, dim=, _stacklevel=3, dtype=
-cumsum cumprod                             | ... [d] -> ... [d]   | d @scan | input, dim=
-logcumsumexp                               | ... [!d] -> ... [d]  |         | input, dim=
-cummax cummin                              | ... [!d] -> ... [d]  |         | input, dim=
+cumsum cumprod logcumsumexp cummax cummin  | ... [!d] -> ... [d]  |         | input, dim=
 sort argsort                               | ... [!d] -> ... [d]  |         | input, dim=-1
-topk                                       | ... [d] -> ... [d']  | d @best | input, k=, dim=-1
+topk                                       | ... [!d] -> ... [d'] |         | input, k=, dim=-1
 kthvalue                                   | ... [!d] -> ...      |         | input, k=, dim=-1, keepdim=False
 median nanmedian nanmean                   | ... [!d] -> ...      |         | input, dim=None, keepdim=False
 mode                                       | ... [!d] -> ...      |         | input, dim=-1, keepdim=False
@@ -61,12 +59,11 @@ roll                                       | ... [!d] -> ... [d]  |         | in
 flip                                       | ... [!d] -> ... [d]  |         | input, *dims
 glu                                        | ... [!d] -> ... [d'] |         | input, dim=-1
 msort                                      | !d ... -> d ...
-tril triu                                  | ... r c -> ... r c
-                                           | r @band, c @band | input, diagonal=0
+tril triu                                  | ... !r !c -> ... r c |         | input, diagonal=0
 
 # reductions over the dims that the call selects, or all
 
-sum nansum                          | ... [d] -> ... | d sum           | input, dim=None, keepdim=False
+sum nansum                          | ... [d] -> ... | d @total        | input, dim=None, keepdim=False
 mean                                | ... [d] -> ... | d @mean         | input, dim=None, keepdim=False
 prod                                | ... [d] -> ... | d @product      | input, dim=None, keepdim=False
 any all                             | ... [d] -> ... | d @truth        | input, dim=None, keepdim=False
@@ -79,15 +76,14 @@ linalg.vector_norm linalg.norm norm | ... [d] -> ... | d @norms        | input, 
 
 # indexing by tensors, concatenation
 
-gather                                     | i... [d], i... [at] -> i... [at]  | d sum | input, dim=, index
-index_select                               | i... [d], at -> i... [at]         | d sum | input, dim=, index
+gather                                     | i... [d], i... [at] -> i... [at]  | d @read | input, dim=, index
+index_select                               | i... [d], at -> i... [at]         | d @read | input, dim=, index
 scatter scatter_add scatter_reduce         | i... [d], i... [!at], i... [!at] -> i... [d]
-                                           | | input, dim=, index, src
+                                           | d @write | input, dim=, index, src
 index_add index_copy index_reduce          | i... [d], !at, i... [!at] -> i... [d]
-                                           | | input, dim=, index, source
-index_fill                                 | i... [d], !at, () -> i... [d]     |       | input, dim=, index, value
+                                           | d @write | input, dim=, index, source
+index_fill                                 | i... [d], !at, () -> i... [d]     | d @write | input, dim=, index, value
 index_put                                  | @advanced.writing
-masked_select nonzero                      | @advanced.selecting
 cat concat concatenate                     | *(i... [!d]) -> i... [d']         |       | tensors, dim=0
 stack                                      | *(i...) -> i... [n']              |       | tensors, dim=0
 
@@ -112,8 +108,7 @@ cosine_similarity    | ... [!d], ... [!d] -> ...               |              | 
 bucketize            | ..., !b -> ...                          |              | input, boundaries
 searchsorted         | !b, ... -> ...                          |              | sorted_sequence, input
 isin                 | ..., !t -> ...                          |              | elements, test_elements
-einsum               | @einsum.einsum_rule
-tensordot            | @einsum.tensordot_rule
+einsum tensordot     | @einsum.einsum_rule
 
 # norms: local over unsharded dims, two passes over sharded ones
 
@@ -137,13 +132,13 @@ grouped_query_attention      | ... !h !l !e, ... !g !s !e, ... !g !s !f, ... h/1
 
 # convolutions, pooling and padding: batches and channels may be sharded, spatial dims not
 
-conv1d                                     | n? i !h, o i !k, o -> n? o h'               | i sum | input, weight, bias
-conv2d                                     | n? i !h !w, o i !k !l, o -> n? o h' w'      | i sum | input, weight, bias
-conv3d                                     | n? i !h !w !d, o i !k !l !m, o -> n? o h' w' d'
+conv1d                                     | n? i !h, o i !k, + o -> n? o h'               | i sum | input, weight, bias
+conv2d                                     | n? i !h !w, o i !k !l, + o -> n? o h' w'      | i sum | input, weight, bias
+conv3d                                     | n? i !h !w !d, o i !k !l !m, + o -> n? o h' w' d'
                                            | i sum | input, weight, bias
-conv_transpose1d                           | n? i !h, i o !k, o -> n? o h'               | i sum | input, weight, bias
-conv_transpose2d                           | n? i !h !w, i o !k !l, o -> n? o h' w'      | i sum | input, weight, bias
-conv_transpose3d                           | n? i !h !w !d, i o !k !l !m, o -> n? o h' w' d'
+conv_transpose1d                           | n? i !h, i o !k, + o -> n? o h'               | i sum | input, weight, bias
+conv_transpose2d                           | n? i !h !w, i o !k !l, + o -> n? o h' w'      | i sum | input, weight, bias
+conv_transpose3d                           | n? i !h !w !d, i o !k !l !m, + o -> n? o h' w' d'
                                            | i sum | input, weight, bias
 grouped_conv1d grouped_conv_transpose1d    | n? !i !h, !o !g !k, !b -> n? o' h'          |       | input, weight, bias
 grouped_conv2d grouped_conv_transpose2d    | n? !i !h !w, !o !g !k !l, !b -> n? o' h' w' |       | input, weight, bias
@@ -165,8 +160,8 @@ interpolate                                | n c !s... -> n c s'...             
 pixel_shuffle pixel_unshuffle              | n... !c !h !w -> n... c' h' w'              |       | input, factor=
 channel_shuffle local_response_norm        | n !c !s... -> n c s...                      |       | input, number=
 grid_sample                                | n c !s..., n !t... !x -> n c t'...          |       | input, grid
-im2col                                     | n? !c !h !w -> n? c' h'                     |       | input, kernel_size=
-col2im                                     | n? !c !h -> n? c' h' w'                     |       | input, output_size=
+F.unfold                                   | n? !c !h !w -> n? c' h'                     |       | input, kernel_size=
+F.fold                                     | n? !c !h -> n? c' h' w'                     |       | input, output_size=
 padded                                     | ... [!d] -> ... [d']                        |       | input, dim=
 
 # losses: before `reduction`
@@ -179,7 +174,7 @@ binary_cross_entropy F.kl_div
 F.binary_cross_entropy_with_logits         | ..., ..., ..., ... -> ...     |  | input, target, weight, pos_weight
 F.poisson_nll_loss F.hinge_embedding_loss  | ..., ... -> ...               |  | input, target
 
-# linear algebra: batches may be sharded, a single matrix is gathered
+# linear algebra: batches may be sharded, matrices not
 
 linalg.inv inverse linalg.pinv pinverse
   linalg.cholesky linalg.matrix_exp
@@ -242,6 +237,11 @@ class Row:
     def rule(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
         """Return the rule for operands of these shapes; None if they do not fit."""
         return None if self.pattern is None else self.pattern.bind(shapes, dims, keepdim)
+
+    @property
+    def takes_empty(self) -> bool:
+        """Whether torch does it on empty operands as on others."""
+        return self.section.startswith(("elementwise", "linear algebra"))
 
     @property
     def compute(self) -> Callable[..., Any]:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
-from shardtensor.parallel.experts import UNCOMPILED, Activation, combined, place, stacked
+from shardtensor.parallel.experts import UNCOMPILED, combined, place, stacked
 from shardtensor.parallel.moe import chosen
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
-from shardtensor.sharding.hooks import Site, Use, register_hook
+from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of
 
 _STACKS = ("gate_up_proj", "down_proj")
+_HOOK = "write a hook of your own with @register_hook around shardtensor.dispatch_tokens"
+_ANOTHER = "`use dispatch(...)` would not do what this block does"
+
+Forward = Callable[..., Any]
 
 
 @register_hook("dispatch")
@@ -47,17 +50,13 @@ def dispatch_to_experts(
     """
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
+    if site.group.mesh is not None:
+        site.group.mesh.refuse_unknown(axes, PlanError)
+    call = f"dispatch({', '.join(axes)}, top_k={top_k}"
     if all(name in module._parameters for name in _STACKS):
-        activation = getattr(module, "act_fn", None) or getattr(module, "activation", None) or nn.functional.silu
-        count = int(module.get_parameter(_STACKS[0]).shape[0])
-        twin, called = stacked_twin(module, _STACKS, top_k)
-        gate_up, down = (twin.get_parameter(name) for name in _STACKS)
-        asked = f"dispatch({', '.join(axes)}, top_k={top_k})"
-        ways = {asked: lambda: _through_stacks(called, (gate_up, down), (count,), SingleRankGroup(), activation)}
-        refuse_another_result(site, lambda: twin(*called), asked, ways)
-        return Use(
-            lambda: _dispatching(module, StackedExperts, Dispatch(site.team(axes), count, activation=activation))
-        )
+        forward = _stacked_forward(getattr(module, "act_fn", None) or getattr(module, "activation", None))
+        _refuse_another_forward(site, *_stacked_twin(module, top_k), f"{call})", {f"{call})": forward})
+        return Use(lambda: NewForward(module, forward))
     experts, gate = module._modules.get("experts"), module._modules.get("gate")
     if gate is None or not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
         raise site.refused(
@@ -65,167 +64,70 @@ def dispatch_to_experts(
             {"module": type(module).__name__, "needed": "gate_up_proj and down_proj, or `gate` and a list `experts`"},
             "write it in the block of the experts' module",
         )
-    if site.group.mesh is not None:
-        site.group.mesh.refuse_unknown(axes, PlanError)
     known = ("gate", "experts")
     others = [name for name, child in module.named_children() if name not in known and list(child.parameters())]
     others += [name for name in ("jitter_noise", "router_jitter_noise") if getattr(module, name, 0)]
     own_k = getattr(module, "top_k", top_k)
     if others or own_k != top_k:
         raise site.refused(
-            "`use dispatch(...)` would not do what this block does",
+            _ANOTHER,
             {"it has also": ", ".join(others) or "nothing", "top_k": f"{top_k}, and the module's is {own_k}"},
-            "write a hook of your own with @register_hook around shardtensor.dispatch_tokens",
+            _HOOK,
         )
-    count = len(experts)
+    count, alone = len(experts), SingleRankGroup()
     normalize = bool(getattr(module, "norm_topk_prob", True)) if normalize is None else normalize
-    _refuse_another_forward(site, axes, count, top_k, normalize, logits)
-    return Use(lambda: _dispatching(module, ListedExperts, Dispatch(site.team(axes), count, top_k, normalize, logits)))
+    ways = {
+        f"{call}, normalize={str(n).lower()}, logits={str(g).lower()})": _listed_forward(alone, count, top_k, n, g)
+        for n, g in itertools.product((True, False), repeat=2)
+    }
+    asked = f"{call}, normalize={str(normalize).lower()}, logits={str(logits).lower()})"
+    _refuse_another_forward(site, *_listed_twin(module), asked, ways)
+    return Use(lambda: NewForward(module, _listed_forward(site.team(axes), count, top_k, normalize, logits)))
 
 
-def _refuse_another_forward(
-    site: Site, axes: tuple[str, ...], count: int, top_k: int, normalize: bool, logits: bool
-) -> None:
-    """Raise unless the forward of a block with a router gives what these options give, in training and evaluation."""
-    twin, states = listed_twin(site.module)
-
-    def given(normalize: bool, logits: bool) -> Any:
-        handle = _dispatching(twin, ListedExperts, Dispatch(SingleRankGroup(), count, top_k, normalize, logits))
-        try:
-            return twin(states)
-        finally:
-            handle.remove()
-
-    ways = {}
-    for options in itertools.product((True, False), repeat=2):
-        words = f"normalize={str(options[0]).lower()}, logits={str(options[1]).lower()}"
-        ways[f"dispatch({', '.join(axes)}, top_k={top_k}, {words})"] = functools.partial(given, *options)
-        if options == (normalize, logits):
-            asked = list(ways)[-1]
-    for is_training in (True, False):
-        twin.train(is_training)
-        refuse_another_result(site, lambda: twin(states), asked, ways)
-
-
-@attrs.frozen(eq=False)
-class Dispatch:
-    """What a module whose experts are dealt knows; one object for all copies of it.
-
-    Attributes:
-        team: the ranks that hold the experts.
-        count: of all experts.
-        top_k, normalize, logits: of a block with a router.
-        activation: of stacked experts.
-    """
-
-    team: Group
-    count: int
-    top_k: int = 0
-    normalize: bool = True
-    logits: bool = False
-    activation: Activation = nn.functional.silu
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """How many experts each rank holds."""
-        return dealt(self.count, self.team.size)
-
-    @property
-    def numbers(self) -> range:
-        """The experts of this rank."""
-        start = sum(self.held[: self.team.index])
-        return range(start, start + self.held[self.team.index])
-
-    def __deepcopy__(self, memo: Any) -> Dispatch:
-        return self
-
-
-class StackedExperts:
+def _stacked_forward(activation: Any) -> Forward:
     """The forward of experts in two stacked tensors."""
-
-    _dealing: Dispatch
-    _parameters: dict[str, Any]
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        gate_up, down = self._parameters[_STACKS[0]], self._parameters[_STACKS[1]]
-        team, held, _ = place(gate_up, down)  # a cut inside of experts is for the plan's `in` and `out`
-        inputs, stacks = (hidden_states, top_k_index, top_k_weights), (local_of(gate_up), local_of(down))
-        return _through_stacks(inputs, stacks, held, team, self._dealing.activation)
+        stacks = [self._parameters[name] for name in _STACKS]
+        team, held, _ = place(*stacks)  # a cut inside of experts is for the plan's `in` and `out`
+        fault = find_fault(hidden_states, top_k_index, top_k_weights)
+        sent = dispatch(hidden_states, top_k_index, held, team, fault)
+        gate_up, down = map(local_of, stacks)
+        return sent.combine(stacked(sent, gate_up, down, activation or nn.functional.silu), top_k_weights)
+
+    return forward
 
 
-def _through_stacks(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    stacks: tuple[torch.Tensor, torch.Tensor],
-    held: tuple[int, ...],
-    team: Group,
-    activation: Activation,
-) -> torch.Tensor:
-    """Send tokens to the ranks of their experts, through this rank's two stacks, and back."""
-    tokens, ids, weights = inputs
-    sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
-    return sent.combine(stacked(sent, *stacks, activation), weights)
-
-
-class ListedExperts:
-    """The forward of a router and experts that are modules."""
-
-    _dealing: Dispatch
-    gate: nn.Module
-    experts: Any
+def _listed_forward(team: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Forward:
+    """The forward of a router and `count` experts that are modules, dealt to the ranks of `team`."""
+    held = dealt(count, team.size)
+    start = sum(held[: team.index])
+    numbers = range(start, start + held[team.index])
 
     @torch.compiler.disable(reason=UNCOMPILED)
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        said, tokens = self._dealing, hidden_states.flatten(0, -2)
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        experts = list(self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts)
+        tokens = hidden_states.flatten(0, -2)
         scores = self.gate(tokens)
-        ids, weights = chosen(scores, said.top_k, said.normalize)
-        weights = self._touching(weights.to(tokens.dtype))
-        sent = dispatch(tokens, ids, said.held, said.team, find_fault(tokens, ids, weights))
-        out = combined(sent, [(number, self._expert(number)) for number in said.numbers], weights)
-        out = out.view(hidden_states.shape)
-        return (out, scores) if said.logits else out
+        ids, weights = chosen(scores, top_k, normalize)
+        weights = weights.to(tokens.dtype)
+        if len(numbers) < count and torch.is_grad_enabled():  # experts of other ranks get gradients, too: of nothing
+            others = (p for i, expert in enumerate(experts) if i not in numbers for p in expert.parameters())
+            weights = weights + torch.cat([local_of(p).reshape(-1) for p in others] + [weights.new_empty(0)]).sum()
+        sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
+        out = combined(sent, [(number, experts[number]) for number in numbers], weights).view(hidden_states.shape)
+        return (out, scores) if logits else out
 
-    def _expert(self, number: int) -> nn.Module:
-        return self.experts[number if isinstance(self.experts, nn.ModuleList) else str(number)]
-
-    def _touching(self, weights: torch.Tensor) -> torch.Tensor:
-        """The same, by way of the experts of other ranks, of which nothing is here: so they get gradients."""
-        elsewhere = [number for number in range(self._dealing.count) if number not in self._dealing.numbers]
-        if not elsewhere or not torch.is_grad_enabled():
-            return weights
-        parts = (local_of(p).reshape(-1) for number in elsewhere for p in self._expert(number).parameters())
-        return weights + torch.cat([*parts, weights.new_empty(0)]).sum()
+    return forward
 
 
-class _Dispatching:
-    """The handle of a module whose forward is another; ``remove()`` gives it its own back."""
-
-    def __init__(self, module: nn.Module, kind: type[nn.Module]) -> None:
-        self.module, self.kind = module, kind
-
-    def remove(self) -> None:
-        self.module.__class__ = self.kind
-        vars(self.module).pop("_dealing", None)
-
-
-_CLASSES: dict[tuple[type, type], Any] = {}
-
-
-def _dispatching(module: nn.Module, forward: type, said: Dispatch) -> _Dispatching:
-    """Give a module the class of its own kind with another forward."""
-    kind = type(module)
-    if (forward, kind) not in _CLASSES:
-        _CLASSES[forward, kind] = type(f"{forward.__name__}{kind.__name__}", (forward, kind), {})
-    vars(module)["_dealing"] = said
-    module.__class__ = _CLASSES[forward, kind]
-    return _Dispatching(module, kind)
-
+# -- whether the module's own forward gives the same -----------------------------------------------------------------
 
 _TOKENS, _WIDTH, _HIDDEN = 6, 4, 3
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_HOOK = "write a hook of your own with @register_hook around shardtensor.dispatch_tokens"
 
 
 class _Scaled(nn.Module):
@@ -239,107 +141,91 @@ class _Scaled(nn.Module):
         return tokens * self.factor
 
 
-def listed_twin(block: nn.Module) -> tuple[nn.Module, torch.Tensor]:
+def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
     """A block like `block`, whose experts are stand-ins and whose router has values of its own; and hidden states."""
     generator = torch.Generator().manual_seed(0)
-    gate = copy.deepcopy(block._modules["gate"])
-    assert gate is not None
+    twin, experts = _shallow(block), block._modules["experts"]
+    gate: Any = twin._modules["gate"]
     gate.to_empty(device="cpu").float()
     for tensor in (*gate.parameters(), *gate.buffers()):
         tensor.data = torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor.data
     width = next((p.shape[-1] for p in gate.parameters() if p.dim() == 2), _WIDTH)
-    experts: Any = block._modules["experts"]
-    count = len(experts)
-    twin = _shallow(block)
-    if isinstance(experts, nn.ModuleDict):
-        stood: nn.Module = nn.ModuleDict({name: _Scaled((i + 1) / count) for i, name in enumerate(experts)})
-    else:
-        stood = nn.ModuleList(_Scaled((i + 1) / count) for i in range(count))
-    twin._modules |= {"gate": gate, "experts": stood}
-    return twin, torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5
+    count = len(experts)  # type: ignore[arg-type]
+    stood = {name: _Scaled((i + 1) / count) for i, name in enumerate(experts._modules)}  # type: ignore[union-attr]
+    is_dict = isinstance(experts, nn.ModuleDict)
+    twin._modules["experts"] = nn.ModuleDict(stood) if is_dict else nn.ModuleList(stood.values())
+    return twin, (torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5,)
 
 
-def stacked_twin(experts: nn.Module, names: tuple[str, str], top_k: int) -> tuple[nn.Module, _Inputs]:
+def _stacked_twin(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Experts like `experts` with two small stacked tensors; and tokens, their experts and the weights of those."""
     generator = torch.Generator().manual_seed(0)
-    count = experts.get_parameter(names[0]).shape[0]
+    count = experts.get_parameter(_STACKS[0]).shape[0]
     twin = _shallow(experts)
-    shapes = (count, 2 * _HIDDEN, _WIDTH), (count, _WIDTH, _HIDDEN)
-    for name, shape in zip(names, shapes, strict=True):
+    for name, shape in zip(_STACKS, ((count, 2 * _HIDDEN, _WIDTH), (count, _WIDTH, _HIDDEN)), strict=True):
         twin._parameters[name] = nn.Parameter(torch.randn(shape, generator=generator))
     config: Any = getattr(experts, "config", None)
     if hasattr(config, "_experts_implementation"):  # of transformers: the one that multiplies matrices of any size
         vars(twin)["config"] = config = copy.copy(config)
         config._experts_implementation = "eager"
-    chances = torch.rand(_TOKENS, count, generator=generator)
-    weights, ids = chances.topk(min(top_k, count), -1)
+    weights, ids = torch.rand(_TOKENS, count, generator=generator).topk(min(top_k, count), -1)
     return twin, (torch.randn(_TOKENS, _WIDTH, generator=generator), ids, weights)
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares what it holds, and may be given other tensors and children."""
+    """A copy of a module with children of its own, but for experts, that may be given other tensors."""
     twin = copy.copy(module)
-    for kind in ("_modules", "_parameters", "_buffers"):
-        vars(twin)[kind] = dict(getattr(module, kind))
+    vars(twin)["_parameters"] = dict(module._parameters)
+    vars(twin)["_modules"] = {n: m if n == "experts" else copy.deepcopy(m) for n, m in module._modules.items()}
     vars(twin).pop("forward", None)
     return twin
 
 
-def refuse_another_result(
-    site: Site,
-    own: Callable[[], Any],
-    asked: str,
-    ways: Mapping[str, Callable[[], Any]],
+def _refuse_another_forward(
+    site: Site, twin: nn.Module, inputs: tuple[torch.Tensor, ...], asked: str, ways: Mapping[str, Forward]
 ) -> None:
-    """Raise unless the module's own forward gives what the dispatch gives that is asked for.
+    """Raise unless a module's own forward gives what the dispatch gives that is asked for, in training and evaluation.
 
     Args:
         site: where the hook stands.
-        own: the module's own forward on its twin.
+        twin, inputs: what stands for the module, and what both are called with.
         asked: the key of `ways` that the plan asks for.
-        ways: from how a dispatch is written to what it gives on the twin.
+        ways: from how a dispatch is written to its forward.
 
     Raises:
         PlanError: it gives something else, the same on every rank; the fix is another of the ways, if one gives it.
     """
     with torch.no_grad(), torch.device("cpu"):
-        given = ways[asked]()
-        try:
-            found = own()
-        except Exception as error:
-            raise _refused(site, f"{type(error).__name__}: {error}", given, _HOOK) from error
-        if _is_alike(found, given):
-            return
-        fits = next((way for way, call in ways.items() if _is_alike(found, call())), None)
-    raise _refused(site, _said(found), given, _HOOK if fits is None else f"write `use {fits}`", _far(found, given))
+        for is_training in (True, False):
+            twin.train(is_training)
+            given, own, fix = ways[asked](twin, *inputs), None, _HOOK
+            try:
+                found = twin(*inputs)
+                own, far = _kind(found), _difference(found, given)
+                if far is None:
+                    continue
+            except Exception as error:
+                own, far, found = f"{type(error).__name__}: {error}", {}, None
+            for way, forward in ways.items() if found is not None else ():
+                if _difference(found, forward(twin, *inputs)) is None:
+                    fix = f"write `use {way}`"
+            facts = {"module": type(site.module).__name__, "its own forward": own, "dispatch": _kind(given)}
+            raise site.refused(_ANOTHER, facts | far, fix)
 
 
-def _refused(site: Site, own: str, given: Any, fix: str, more: dict[str, str] | None = None) -> PlanError:
-    facts = {"module": type(site.module).__name__, "its own forward": own, "dispatch": _said(given)}
-    return site.refused("`use dispatch(...)` would not do what this block does", facts | (more or {}), fix)
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple | list) or isinstance(other, tuple | list):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_is_alike, one, other))
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.shape != other.shape:
-        return False
-    return torch.allclose(one.float(), other.float(), rtol=1e-4, atol=1e-5)
-
-
-def _said(result: Any) -> str:
+def _kind(result: Any) -> str:
     if isinstance(result, torch.Tensor):
         return f"a tensor {tuple(result.shape)}"
     if isinstance(result, tuple | list):
-        return f"a {type(result).__name__} of {', '.join(map(_said, result)) or 'nothing'}"
+        return f"a {type(result).__name__} of {', '.join(map(_kind, result)) or 'nothing'}"
     return f"a {type(result).__name__}"
 
 
-def _far(one: Any, other: Any) -> dict[str, str]:
-    """How far apart two results are that look alike."""
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list) and len(one) == len(other):
-        return next(filter(None, map(_far, one, other)), {})
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.shape != other.shape:
+def _difference(one: Any, other: Any) -> dict[str, str] | None:
+    """None where two results are alike; else how far apart they are, where they are of one kind."""
+    if _kind(one) != _kind(other):
         return {}
-    apart = float((one.float() - other.float()).abs().max())
-    return {} if apart < 1e-5 else {"apart by": f"{apart:.2g} of {float(one.abs().max()):.2g}"}
+    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+        if not torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5):
+            return {"apart by": f"{(a.float() - b.float()).abs().max():.2g} of {a.float().abs().max():.2g}"}
+    return None

@@ -11,8 +11,7 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import CutLayout
-from shardtensor.parallel.layers import LayerFlow, fused
-from shardtensor.parallel.moves import Gather, Move, Step, Sum, SumGradient, SumScatter, Take
+from shardtensor.parallel.layers import LayerFlow, Move, Step, fused, step_of
 from shardtensor.plan.flows.flow import Axes, Change, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork
 from shardtensor.plan.flows.modules import Layer
@@ -49,12 +48,9 @@ class Binder:
     def _step(self, step: Change, sizes: Sizes) -> Step:
         team = self.team(step.axes)
         assert team is not None
-        if step.kind == "sum_gradient":
-            return SumGradient(team)
-        if step.kind == "sum":
-            return Sum(team)
         cut = step.cut
-        assert cut is not None
+        if cut is None:  # what is summed stays of one shape
+            return step_of(step.kind, team)
         mesh = self.group.mesh
         if mesh is not None and tuple(name for name in mesh.names if name in step.axes) != step.axes:
             ordered = "*".join(name for name in mesh.names if name in step.axes)
@@ -66,10 +62,7 @@ class Binder:
         known = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
         if known is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
-        stretches = DimSizes(step.dim, known, cut.balanced)
-        if step.kind == "gather":
-            return Gather(team, stretches, step.sums)
-        return SumScatter(team, stretches) if step.kind == "sum_scatter" else Take(team, stretches)
+        return step_of(step.kind, team, DimSizes(step.dim, known, cut.balanced), step.sums)
 
 
 def layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:

@@ -16,7 +16,7 @@ from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.sharding.flows import stretches_of
-from shardtensor.sharding.hooks import Site, Use, register_hook
+from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -115,30 +115,15 @@ def local_params(site: Site) -> Any:
 
     For code that multiplies by its parameters itself: stacked experts, the sinks of attention.
     """
-    module, forward = site.module, site.module.forward
+    kind = type(site.module)
 
-    @functools.wraps(forward)
-    def locally(*args: Any, **kwargs: Any) -> Any:
-        parameters: dict[str, Any] = module._parameters
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = self._parameters
         own = {name: p for name, p in parameters.items() if isinstance(p, ShardedTensor)}
         parameters.update({name: p._local for name, p in own.items()})
         try:
-            return forward(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs)
         finally:
             parameters.update(own)
 
-    def apply() -> Any:
-        vars(module)["forward"] = locally
-        return _Undo(module)
-
-    return apply
-
-
-class _Undo:
-    """Gives a module its own forward back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def remove(self) -> None:
-        vars(self.module).pop("forward", None)
+    return lambda: NewForward(site.module, functools.wraps(kind.forward)(forward))

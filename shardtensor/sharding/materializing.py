@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
@@ -63,7 +63,11 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
     fault, calls, where = None, [], None
     try:
         where = _devices(found, device)
-        calls = calls_of_init(module, init) if init is not None else calls_of_resets(module, found)
+        if init is None:
+            calls = calls_of_resets(module, found)
+        else:
+            wanted = {m for m in module.modules() if any(t.is_meta for below in m.modules() for _, t in owned(below))}
+            calls = [(m, partial(init, m)) for m in built_order(module) if m in wanted]
     except ShardTensorError as error:
         fault = error
     facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
@@ -138,7 +142,7 @@ def _fill(
         for stream in dict.fromkeys((torch.device("cpu"), *where)):
             agree_on_state(group, stream, None)  # plain tensors, too, are then drawn alike on every rank
     mine = {id(each.tensor) for each in found}
-    with Writes() as writes, device:
+    with device:
         for owner, call in calls:
             kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in mine]
             call()
@@ -147,7 +151,7 @@ def _fill(
                     setattr(owner, name, tensor)
                 local_of(tensor).detach().copy_(values)
         for each in found:
-            each.take(writes)
+            each.take()
 
 
 def _without_values(found: Sequence[MetaTensor], init: Init | None) -> PlanError | None:
@@ -169,7 +173,6 @@ class MetaTensor:
     homes: list[Home] = attrs.field(factory=list)
     names: list[str] = attrs.field(factory=list)
     undo: Callable[[], None] = lambda: None
-    storage: int = 0
     is_set: bool = False
 
     def __str__(self) -> str:
@@ -179,7 +182,7 @@ class MetaTensor:
     def get_memory(self, device: torch.device) -> None:
         old, twin = self.tensor, with_memory(self.tensor, device)
         self.tensor = put_in_place(old, twin, self.homes)
-        self.storage = _storage(local_of(self.tensor))
+        _bytes(local_of(self.tensor)).fill_(_UNSET)
 
         def undo() -> None:
             for owner, name in self.homes:
@@ -189,10 +192,10 @@ class MetaTensor:
 
         self.undo = undo
 
-    def take(self, writes: Writes) -> None:
+    def take(self) -> None:
         """Record whether this has values; copy those of a tensor that was set in its place."""
-        local = local_of(self.tensor)
-        self.is_set = not local.numel() or self.storage in writes.storages or _storage(local) != self.storage
+        found = _bytes(local_of(self.tensor))
+        self.is_set = not found.numel() or [*map(int, found.aminmax())] != [_UNSET, _UNSET]
         for owner, name in self.homes:
             value = getattr(owner, name, None)
             if value is self.tensor:
@@ -207,8 +210,12 @@ class MetaTensor:
         return is_alike or isinstance(self.tensor, ShardedTensor)  # which cannot be given up: torch tells its shape
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+_UNSET = 0xAB
+"""Each byte of memory to which nothing was written."""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -255,12 +262,6 @@ def built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterab
     yield module
 
 
-def calls_of_init(module: nn.Module, init: Init) -> list[Call]:
-    """The calls of a user's function: for every module with meta tensors in it or below."""
-    wanted = [m for m in built_order(module) if any(t.is_meta for below in m.modules() for _, t in owned(below))]
-    return [(each, lambda each=each: init(each)) for each in wanted]  # type: ignore[misc]
-
-
 def calls_of_resets(module: nn.Module, found: Sequence[MetaTensor]) -> list[Call]:
     """The calls of the modules' own methods: each tensor's nearest one, in its module or above."""
     paths = {owner: path for path, owner in module.named_modules()}
@@ -292,45 +293,3 @@ def _upwards(module: nn.Module, path: str) -> Iterable[nn.Module]:
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
-
-
-class Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, through any view, ``.data`` or list of tensors.
-
-    Version counters would miss what is written through ``.data``.
-
-    Attributes:
-        storages: the storages written to, by the address of the object; valid while they live.
-
-    Example:
-        >>> x, y = torch.zeros(2, 2), torch.zeros(2)
-        >>> with Writes() as writes:
-        ...     _ = x.data[0].normal_(), y + 1
-        >>> [t.untyped_storage()._cdata in writes.storages for t in (x, y)]
-        [True, False]
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        for place, name in _written(func):
-            value = args[place] if place < len(args) else kwargs.get(name)
-            self.storages.update(tensor.untyped_storage()._cdata for tensor in _tensors(value))
-        return func(*args, **kwargs)
-
-
-@lru_cache(maxsize=1024)
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation writes to; the collectives of c10d do not say, so all of theirs."""
-    arguments = enumerate(func._schema.arguments)
-    says = func.namespace != "c10d"
-    return tuple((i, a.name) for i, a in arguments if not says or (a.alias_info is not None and a.alias_info.is_write))
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return () if isinstance(value, ShardedTensor) else (value,)
-    return (tensor for each in value for tensor in _tensors(each)) if isinstance(value, list | tuple) else ()

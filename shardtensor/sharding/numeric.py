@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -19,7 +18,8 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import ShardTensorError
 from shardtensor.layout.layout import replicated
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.finding import Finding, Origin
+from shardtensor.plan.line import Line
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
@@ -28,7 +28,6 @@ from shardtensor.plan.resolved import Resolved, layout_text
 from shardtensor.sharding.example_step import example_step
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
-from shardtensor.sharding.stopped import Stopped, said_of, stopped_in
 from shardtensor.sim.simulate import simulate
 from shardtensor.tensor.move import take
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -40,14 +39,8 @@ TOLERANCE = 1e-4
 """Relative; models that compute in float64 agree to 1e-12, but some of their code rounds to float32 on the way."""
 
 
-@attrs.frozen
-class Compared:
-    """One parameter's gradient on one rank, beside the dense one: sums over its elements there."""
-
-    want: float
-    got_want: float
-    got: float
-    is_missing: bool = False
+Gradient = tuple[torch.Tensor, torch.Tensor | None]
+"""Of one parameter on one rank, flat: what the dense module has there, and what the rank has."""
 
 
 def check_numeric(
@@ -102,31 +95,32 @@ def check_numeric(
     want.backward()
     done, total = itertools.count(1), 1 + 3 * plan.world
 
-    def tell() -> None:
+    def count() -> None:
         progress(next(done), total)
 
-    tell()
+    count()
     try:
-        found = simulate(plan.world, _one_rank, module, plan, step, dense, data, tell)
+        found = simulate(plan.world, _one_rank, module, plan, step, dense, data, count)
     except Exception as error:
         return (_not_run(error, resolved),)
     return _findings(resolved, want.item(), found)
 
 
 def _one_rank(
-    module: nn.Module, plan: Plan, step: Step, dense: nn.Module, data: list[int], tell: Callable[[], None]
+    module: nn.Module, plan: Plan, step: Step, dense: nn.Module, data: list[int], count: Callable[[], None]
 ) -> Any:
     rank = as_group().rank
     module = shard_module(copy.deepcopy(module), plan)
-    tell()
+    count()
     sample = plan.axes.mesh.ranks_along(rank, data).index(rank)
     try:
         loss = step(module, sample)
-        tell()
+        count()
         loss.backward()
-        tell()
+        count()
     except Exception as error:
-        raise stopped_in(error, module) from error
+        vars(error)["module_path"] = _path_in(error, module)
+        raise
     compared = {}
     for (name, param), other in zip(module.named_parameters(), dense.parameters(), strict=True):
         if other.grad is not None and param.requires_grad:
@@ -134,89 +128,93 @@ def _one_rank(
     return local_of(loss.detach()).item(), compared
 
 
-def _compared(param: torch.Tensor, want: torch.Tensor) -> Compared:
+def _path_in(error: BaseException, module: nn.Module) -> str:
+    """The path of the innermost module whose code was running when an error was raised."""
+    paths = {id(part): unwrapped(path) for path, part in module.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+def _compared(param: torch.Tensor, want: torch.Tensor) -> Gradient:
     """This rank's part of a gradient beside the same part of the dense one."""
     if isinstance(param, ShardedTensor):
         rank = param._group.rank
         whole = replicated(tuple(want.shape), param._layout.ranks, param._layout.grid)
         want = take(want, whole, param._layout, rank) if rank in param._layout.ranks else want.new_empty(0)
     got = local_of(param).grad
-    want = want.reshape(-1)
-    if got is None:
-        return Compared(want.square().sum().item(), 0.0, 0.0, bool(want.numel()))
-    got = got.reshape(-1)
-    return Compared(want.square().sum().item(), (got * want).sum().item(), got.square().sum().item())
+    return want.reshape(-1), want.new_empty(0) if not want.numel() else None if got is None else got.reshape(-1)
 
 
-def _findings(resolved: Resolved, want: float, found: list[tuple[float, dict[str, Compared]]]) -> tuple[Finding, ...]:
+def _findings(resolved: Resolved, want: float, found: list[tuple[float, dict[str, Gradient]]]) -> tuple[Finding, ...]:
     got = sum(loss for loss, _ in found) / len(found)
     findings = []
     if abs(got - want) > TOLERANCE * max(abs(want), 1e-6):
         why = f"one rank computes {want:.6g}, the mean over {len(found)} ranks is {got:.6g}"
         fix = "a value is counted twice, or a part is taken for the whole: look at the flows of the last layers"
-        findings.append(Finding("E405", "the loss is not the dense one", said_of(resolved, ""), why, fix))
-    scale = max((each.want for _, compared in found for each in compared.values()), default=0.0)
-    wrong = []
-    for name in found[0][1]:
-        fault = _fault([compared[name] for _, compared in found], scale)
-        if fault:
-            wrong.append((name, fault))
-    for i, (name, fault) in enumerate(reversed(wrong)):
+        findings.append(Finding("E405", "the loss is not the dense one", _origin_of(resolved, ""), why, fix))
+    scale = max((want.norm().item() for _, compared in found for want, _ in compared.values()), default=0.0)
+    faults = {name: _fault([compared[name] for _, compared in found], scale) for name in found[0][1]}
+    wrong = [(name, fault) for name, fault in reversed(faults.items()) if fault]
+    for i, (name, fault) in enumerate(wrong):
         placed = resolved.tensors[name]
         why = f"{name} lies as `{layout_text(placed, resolved)}`; one step on {len(found)} ranks"
-        note = "backward comes here first: what is wrong before it in the model may follow from it"
-        findings.append(
-            Finding(
-                "E405",
-                f"the gradient of `{name}` is {fault}",
-                placed.line.origin if placed.line is not None else None,
-                why,
-                _fix(fault),
-                (note,) if len(wrong) > 1 and not i else (),
-                name,
-            )
-        )
+        notes = ("backward comes here first: what is wrong before it in the model may follow from it",)
+        origin = placed.line.origin if placed.line is not None else None
+        fault = f"the gradient of `{name}` is {fault}"
+        findings.append(Finding("E405", fault, origin, why, _FIX, notes if len(wrong) > 1 and not i else (), name))
     return tuple(findings)
 
 
-def _fault(ranks: list[Compared], scale: float) -> str:
+_FIX = (
+    "drop a `grad partial(...)` where it is too large, say `in` or `grad partial(...)` where it is too small: "
+    "see how values enter and leave the modules around it"
+)
+
+
+def _fault(ranks: list[Gradient], scale: float) -> str:
     """What is wrong with a gradient, from its parts on all ranks; empty when nothing is."""
-    want = sum(each.want for each in ranks)
-    got_want, got = sum(each.got_want for each in ranks), sum(each.got for each in ranks)
-    if any(each.is_missing for each in ranks):
-        return "missing on some rank" if want > TOLERANCE**2 * scale else ""
-    off = max(got - 2 * got_want + want, 0.0)
-    floor = (TOLERANCE**2) * max(want, scale * 1e-6)
+    want = torch.cat([each for each, _ in ranks])
+    length = want.norm().item()
+    parts = [got for _, got in ranks if got is not None]
+    if len(parts) < len(ranks):
+        return "missing on some rank" if length > TOLERANCE * scale else ""
+    got, floor = torch.cat(parts), TOLERANCE * max(length, scale * 1e-3)
+    off = (got - want).norm().item()
     if off <= floor:
         return ""
-    if want <= TOLERANCE**2 * scale:
+    if length <= TOLERANCE * scale:
         return "not 0, as it should be"
-    ratio = got_want / want
-    rest = max(got - 2 * ratio * got_want + ratio * ratio * want, 0.0)
-    if rest <= floor and abs(ratio) > TOLERANCE:
+    ratio = (got @ want).item() / length**2
+    if (got - ratio * want).norm().item() <= floor and abs(ratio) > TOLERANCE:
         return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
-    return f"off by {100 * (off / want) ** 0.5:.0f} %"
+    return f"off by {100 * off / length:.0f} %"
 
 
-def _fix(fault: str) -> str:
-    if "too large" in fault:
-        return "it is summed where all ranks have the same: drop a `grad partial(...)`, or an `in` inside of another"
-    if "too small" in fault:
-        return "addends are not summed: say how values enter (`in`), or that copies differ (`grad partial(...)`)"
-    return "addends are not summed, or are met by copies: see how values enter and leave the modules around it"
+def _origin_of(resolved: Resolved, path: str, counts_first: bool = True) -> Origin | None:
+    """The place in the plan that says most of a module: in its block, of its tensors, or of what is around it."""
+    passing = resolved.modules.get(path)
+    lines: list[Line | None] = [] if path else list(resolved.plan.lines)
+    if path and passing is not None:
+        flows = [line for said in (passing.ins, passing.outs) for _, line in said.values()]
+        counts = [line for _, line in passing.locals.values()]
+        lines = [*counts, *flows] if counts_first else [*flows, *counts]
+        lines += [line for _, line in passing.uses]
+    lines += [placed.line for name, placed in resolved.tensors.items() if name.rpartition(".")[0] == path]
+    found = next((line.origin for line in lines if line is not None and line.origin is not None), None)
+    return found if found is not None or not path else _origin_of(resolved, path.rpartition(".")[0], counts_first)
 
 
-def _not_run(error: BaseException, resolved: Resolved) -> Finding:
+def _not_run(error: Exception, resolved: Resolved) -> Finding:
     """What stopped a rank: a refusal of this library's, or the module's own code on parts of values."""
-    path = ""
-    if isinstance(error, Stopped):
-        assert error.__cause__ is not None
-        path, error = error.path, error.__cause__
+    path = vars(error).get("module_path", "")
     fault, *facts = str(error).splitlines() or [""]
     if isinstance(error, ShardTensorError):
-        origin = said_of(resolved, path, str(error))
+        origin = _origin_of(resolved, path, counts_first=False)
         return Finding("E405", fault, origin, "\n       ".join(line.strip() for line in facts), tensor=path)
     where = f"`{path}` does not run so" if path else "the module does not run so"
     fix = "an attribute that counts may want a `local`, or a value an `in` or `out`"
     fault = f"{where}: {type(error).__name__}: {fault}"
-    return Finding("E405", fault, said_of(resolved, path), "its code meets parts of values", fix, tensor=path)
+    return Finding("E405", fault, _origin_of(resolved, path), "its code meets parts of values", fix, tensor=path)

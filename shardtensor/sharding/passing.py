@@ -15,9 +15,8 @@ from shardtensor.comm import collectives
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.ops.linear import is_large
-from shardtensor.parallel.layers import LinearFlow, local, refuse_shell
-from shardtensor.parallel.moves import Gather, Move, SumGradient, moved
+from shardtensor.ops.linear import is_large, share
+from shardtensor.parallel.layers import LinearFlow, Move, local, moved, refuse_shell
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
@@ -50,15 +49,12 @@ class Entering:
         places: where each stands when it is given by position.
         wraps: by the name of the argument, for modules that work on ShardedTensors.
         sums: what comes back is an addend.
-        siblings: names of the children whose products may read an argument as it comes in, and share its sum: see
-            `shardtensor.ops.linear`.
     """
 
     moves: Mapping[str, Move]
     places: Mapping[str, int]
     wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
     sums: bool = False
-    siblings: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args_found = list(args)
@@ -87,19 +83,20 @@ class Entering:
         if not isinstance(x, torch.Tensor):
             return x
         refuse_shell(module, x)
-        if self.siblings and not torch.compiler.is_compiling() and is_large(x) and collectives.differentiates(x):
+        if name in self.wraps:
+            return self.wraps[name](moved(x, move))
+        if is_large(x) and not torch.compiler.is_compiling() and collectives.differentiates(x):
             return self._shared(module, x, move)
-        x = moved(x, move)
-        return self.wraps[name](x) if name in self.wraps else x
+        return moved(x, move)
 
     def _shared(self, module: nn.Module, x: torch.Tensor, move: Move) -> torch.Tensor:
-        """`moved`, with the last sum started before the weights' gradients of those that read `x`, and met after."""
-        children = (module._modules.get(name) for name in self.siblings)
-        found = [local(child, "weight") for child in children if isinstance(child, LinearFlow)]
+        """`moved`, with the last sum started before the weights' gradients of children that may read `x`."""
+        children = [child for child in module._modules.values() if isinstance(child, LinearFlow) and child.flow.shares]
+        found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
-        if not (weights and x.is_floating_point() and move and isinstance(move[-1], SumGradient | Gather)):
-            return moved(x, move)
-        return move[-1].shared(moved(x, move[:-1]), weights)
+        if weights and x.is_floating_point() and move and (move[-1].kind == "sum_gradient" or move[-1].sums):
+            return share(moved(x, move[:-1]), weights, move[-1].team, move[-1].stretches)
+        return moved(x, move)
 
     def __deepcopy__(self, memo: Any) -> Entering:
         return self
@@ -145,37 +142,34 @@ class Leaving:
 
     def _with(self, module: nn.Module, name: str, result: Result, output: Any) -> Any:
         """The output with one of its results moved; results that it does not have this time are passed over."""
-        if isinstance(output, tuple | list):
-            fields = getattr(output, "_fields", ())
-            place = fields.index(name) if name in fields else int(name or 0) if (name or "0").isdecimal() else None
-            if place is None:
-                raise self._no_result(module, name, f"{len(output)} results in a {type(output).__name__}")
-            if place >= len(output):
-                return output
-            parts = [result.brought(module, y) if i == place else y for i, y in enumerate(output)]
-            return type(output)(*parts) if fields else type(output)(parts)
         if isinstance(output, dict):
-            keys = list(output)
-            key = keys[int(name or 0)] if (name or "0").isdecimal() and int(name or 0) < len(keys) else name
-            if key in output:
-                output[key] = result.brought(module, output[key])
-            elif attrs.NOTHING is getattr(output, key, attrs.NOTHING):
-                raise self._no_result(module, name, f"results {', '.join(map(str, keys))}")
-            return output
-        if dataclasses.is_dataclass(output) and not isinstance(output, type):
+            names = list(output)
+        elif dataclasses.is_dataclass(output):
             names = [field.name for field in dataclasses.fields(output)]
-            key = names[int(name or 0)] if (name or "0").isdecimal() and int(name or 0) < len(names) else name
-            if key not in names:
-                raise self._no_result(module, name, f"results {', '.join(names)}")
-            return dataclasses.replace(output, **{key: result.brought(module, getattr(output, key))})
-        if name not in ("", "0"):
-            raise self._no_result(module, name, "one result")
-        return result.brought(module, output)
+        elif isinstance(output, tuple | list):
+            names = list(getattr(output, "_fields", map(str, range(len(output)))))
+        elif name in ("", "0"):
+            return result.brought(module, output)
+        else:
+            raise self._no_result(module, name, ["0"])
+        place = names.index(name) if name in names else int(name or 0) if (name or "0").isdecimal() else len(names)
+        if place >= len(names):
+            if hasattr(output, name) or (isinstance(output, tuple | list) and (name or "0").isdecimal()):
+                return output
+            raise self._no_result(module, name, names)
+        key = names[place]
+        if isinstance(output, dict):
+            output[key] = result.brought(module, output[key])
+            return output
+        if dataclasses.is_dataclass(output):
+            return dataclasses.replace(output, **{key: result.brought(module, getattr(output, key))})  # type: ignore
+        parts = [result.brought(module, y) if i == place else y for i, y in enumerate(output)]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
-    def _no_result(self, module: nn.Module, name: str, found: str) -> RuleError:
+    def _no_result(self, module: nn.Module, name: str, names: list[str]) -> RuleError:
         return RuleError(
             f"{type(module).__name__} has no result `{name}`, of which the plan says how it leaves",
-            {"found": found},
+            {"results": ", ".join(names)},
             f"name one of its results after `out` in the plan, in place of `{name}`",
         )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.errors import PlanError
-from shardtensor.parallel.layers import Flowing, LayerFlow, LinearFlow, layer_class
+from shardtensor.parallel.layers import Flowing, LayerFlow, layer_class
 from shardtensor.plan.flows.flow import Axes, Flow, changes, cuts
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.layer_flows import layer_work
@@ -96,12 +96,7 @@ def settle(
                 {first: _text(stated.get(first, Stated()).said), path: _text(flow.said)},
                 "give both the same",
             )
-    siblings: dict[str, list[str]] = {}
-    for each in found:
-        if _may_share(each):
-            parent, _, name = each.path.rpartition(".")
-            siblings.setdefault(parent, []).append(name)
-    return [_with_siblings(each, siblings.get(each.path, [])) for each in found]
+    return found
 
 
 def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str], binder: Binder) -> Settled:
@@ -113,24 +108,6 @@ def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str]
     if sharded and not stated.passing.uses:  # a hook may let it work on plain slices of its parameters
         stated = _of_sharded(stated)
     return _container(path, module, stated, flows.meetings.addends.get(path, ()), binder, bool(sharded))
-
-
-def _may_share(layer: Settled) -> bool:
-    """Whether a layer multiplies what came into the module around it, and leaves its gradient as an addend.
-
-    Not where its weight's gradient is summed, too, which would come before the input's.
-    """
-    flow, kind = layer.layer, layer_class(type(layer.module))
-    if flow is None or kind is None or not issubclass(kind, LinearFlow):
-        return False
-    return bool(layer.path) and not (flow.enter or flow.adds_bias_last or flow.sums is not None or flow.is_transposed)
-
-
-def _with_siblings(settled: Settled, names: list[str]) -> Settled:
-    entering = settled.entering
-    if entering is None or entering.wraps or not names:
-        return settled
-    return attrs.evolve(settled, entering=attrs.evolve(entering, siblings=tuple(names)))
 
 
 def _text(flows: Mapping[str, Flow]) -> str:

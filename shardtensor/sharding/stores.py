@@ -14,8 +14,7 @@ from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.lifecycle import release
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_parallel import data_parallel
-from shardtensor.parallel.reducer import reducer_of
+from shardtensor.parallel.data_parallel import data_parallel, reducer_of
 from shardtensor.spec.parts import Flat
 
 _DATA_PARALLEL = "_sharding_data_parallel"

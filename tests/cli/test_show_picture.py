@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.mesh_rows import mesh_rows, mesh_text
-from shardtensor.cli.picture import picture_of
-from shardtensor.cli.scene import Plane, device_of, plane_of
+from shardtensor.cli.picture import picture_of, plane_of
+from shardtensor.cli.scene import Scene, mesh_rows
 from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
@@ -60,7 +59,6 @@ def test_parts_cover_each_element_once_and_ranks_find_theirs(text, shape, mesh, 
     assert sorted(drawn) == list(product(*map(range, shape)))
     holders = {rank: i for i, part in enumerate(picture.parts) for rank in picture.ranks(part, 10**6)[0]}
     for rank in layout.ranks:
-        assert picture.part_of(rank) == holders[rank]
         part = picture.parts[holders[rank]]
         assert set(cells(layout.boxes(rank))) <= set(cells(part.boxes))
         assert part.least <= layout.numel(rank) <= part.most
@@ -70,36 +68,29 @@ def test_parts_cover_each_element_once_and_ranks_find_theirs(text, shape, mesh, 
         ranks, count = picture.ranks(part, 10**6)
         assert len(ranks) == count
         assert part.rank in ranks
-    outside = set(read_mesh(int(mesh) if mesh.isdecimal() else mesh).ranks) - set(layout.ranks)
-    assert all(picture.part_of(rank) is None for rank in outside)
+    assert set(holders) == set(layout.ranks)
 
 
-@pytest.mark.parametrize(("text", "shape", "mesh"), CASES)
-def test_rectangles_fill_the_planes_that_are_drawn(text, shape, mesh):
+@pytest.mark.parametrize(("text", "shape", "mesh"), [*CASES, ("flat(dp)", (2, 4, 5, 8), "dp=3")])
+def test_rectangles_fill_the_plane_that_is_drawn(text, shape, mesh):
     picture = picture_of(layout_of(text, shape, mesh))
     plane = plane_of(shape, [box for part in picture.parts for box in part.boxes])
     assert plane is not None
-    drawn = [
-        (rect.plane, y, x)
-        for part in picture.parts
-        for rect in plane.rects(part.boxes)
-        for y in range(rect.top, rect.bottom)
-        for x in range(rect.left, rect.right)
-    ]
-    assert len(drawn) == len(set(drawn)) == (len(plane.titles) * plane.height * plane.width if math.prod(shape) else 0)
+    assert plane.height * plane.width == math.prod(shape)
+    drawn = [cell for part in picture.parts for cell in cells(plane.rects(part.boxes))]
+    assert sorted(drawn) == (list(product(range(plane.height), range(plane.width))) if math.prod(shape) else [])
 
 
-def test_ranges_that_end_inside_every_dim_are_drawn_in_one_line():
-    shape = (2, 4, 5, 8)
-    picture = picture_of(layout_of("flat(dp)", shape, "dp=3"))
-    plane = plane_of(shape, [box for part in picture.parts for box in part.boxes])
-    assert (plane.across, plane.width) == (-1, 320)
-    spans = [rect for part in picture.parts for rect in plane.rects(part.boxes)]
-    assert [(rect.left, rect.right) for rect in spans] == [(0, 107), (107, 214), (214, 320)]
+def test_elements_lie_in_the_plane_row_by_row():
+    picture = picture_of(layout_of("[dp, ep, tp]", (4, 4, 6), "dp=2, ep=2, tp=3"))
+    plane = plane_of((4, 4, 6), [box for part in picture.parts for box in part.boxes])
+    assert (plane.height, plane.width) == (16, 6)
+    for part in picture.parts:
+        flat = [(a * 4 + b, c) for a, b, c in cells(part.boxes)]
+        assert sorted(cells(plane.rects(part.boxes))) == sorted(flat)
 
 
 def test_boxes_too_fine_for_a_line_are_not_drawn():
-    # The cuts of three dims do not line up, so that there is no row of planes for them.
     boxes = [Box((i % 3, i, i % 7, 0), (64, 64, 64, 2)) for i in range(40)]
     assert plane_of((128, 128, 128, 4), boxes) is None
 
@@ -120,10 +111,10 @@ def test_factors_are_told_as_the_axis_that_they_make():
     assert [whole.place_text(part) for part in whole.parts] == ["tp 0", "tp 1", "tp 2", "tp 3"]
     part = picture_of(bind(parse_spec("[kvg, -]"), (8, 2), mesh), made_of=made_of)
     assert [part.place_text(each) for each in part.parts] == ["kvg 0", "kvg 1"]
-    assert mesh_text(Axes(mesh, made_of)) == "dp 2 × tp 4 (kvg 2 × kvr 2)"
-    assert mesh_rows(Axes(mesh, made_of)).across == ("kvg", "kvr")
+    assert Scene("", "", Axes(mesh, made_of), ()).mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"
+    assert mesh_rows(Axes(mesh, made_of)).columns == ("kvg 0, kvr 0", "0,1", "1,0", "1,1")
     alone = Axes(read_mesh("dp=2, kvg=4, kvr=1"), made_of)
-    assert mesh_rows(alone).across == ("tp",)
+    assert mesh_rows(alone).columns == ("tp 0", "1", "2", "3")
 
 
 def test_a_mesh_shows_its_first_ranks_and_its_last():
@@ -133,14 +124,6 @@ def test_a_mesh_shows_its_first_ranks_and_its_last():
     assert rows.rows[-1] == ("2047", tuple(range(16376, 16384)))
 
 
-def test_devices_are_those_that_the_spec_names():
-    text = 'enum([0:5] @ "rank:0/cuda:3", [5:9] @ "rank:2/cpu")'
-    assert [device_of(parse_spec(text))(rank) for rank in range(3)] == ["cuda:3", "", "cpu"]
-    chunks = parse_spec('chunk(dim=0, placements=["rank:1/cuda:0", "rank:0/cuda:1"])')
-    assert device_of(chunks)(0) == "cuda:1"
-    assert device_of(parse_spec("[tp, -]"))(0) == ""
-
-
 def test_cells_of_a_map_may_be_named():
     copies = [[Box((0, 0), (1, 2))], [Box((0, 0), (1, 2))]]
     assert draw_boxes((1, 2), copies, whole="·").plain == "··"
@@ -148,9 +131,3 @@ def test_cells_of_a_map_may_be_named():
         draw_boxes((4, 2), [[Box((0, 0), (1, 2))], [Box((1, 0), (1, 2))]], missing=" ", lines=4).plain
         == "00\n11\n  \n  "
     )
-
-
-def test_planes_beside_one_another_have_their_intervals():
-    picture = picture_of(layout_of("[dp, ep, tp]", (4, 4, 6), "dp=2, ep=2, tp=3"))
-    plane = plane_of((4, 4, 6), [box for part in picture.parts for box in part.boxes])
-    assert plane == Plane((4, 4, 6), 1, 2, (0,), 4, 6, (((0, 2),), ((2, 4),)))

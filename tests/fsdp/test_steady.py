@@ -74,27 +74,36 @@ class Blocks(nn.Module):
         return x
 
 
-def sent_by(is_reentrant: bool | None) -> tuple[int, int]:
+def sent_by(is_reentrant: bool | None, is_around: bool = False) -> tuple[int, int]:
     """All-gathers and comparisons of the third step; what is recomputed is so to its end."""
-    model = Blocks(is_reentrant)
+    model = Blocks(None if is_around else is_reentrant)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     x = torch.ones(2, 160, requires_grad=True)
+
+    def step() -> None:
+        y = checkpoint(model, x, use_reentrant=is_reentrant) if is_around else model(x)
+        y.sum().backward()
+
     with set_checkpoint_early_stop(False):
         for _ in range(2):
-            model(x).sum().backward()
+            step()
         whole = model._fsdp_state.data_mesh.whole
         compared, exchange = [], whole.exchange
         whole.exchange = lambda blob: compared.append(blob) or exchange(blob)
         with counted(model) as counts:
-            model(x).sum().backward()
+            step()
     return counts["gather"], len(compared)
 
 
 @pytest.mark.parametrize("is_reentrant", [None, False, True])
 def test_a_steady_step_gathers_what_it_needs_and_compares_nothing(is_reentrant):
     assert st.simulate(2, sent_by, is_reentrant) == [(6, 0), (6, 0)]
+
+
+def test_a_reentrant_checkpoint_of_the_whole_model_gathers_for_one_forward_more_and_compares_nothing():
+    assert st.simulate(2, sent_by, True, True) == [(10, 0), (10, 0)]
 
 
 def kept_bytes(width: int) -> int:

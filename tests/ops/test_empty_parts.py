@@ -178,6 +178,21 @@ def test_norms_of_every_order(ord):
         check("tp=3", lambda x, dim=dim: torch.linalg.vector_norm(x, ord, dim), [distinct], ["[tp balanced, -]"])
 
 
+@pytest.mark.parametrize("ord", [-inf, -1, inf])
+@pytest.mark.parametrize("spec", ["[tp balanced, -]", "[-, tp balanced]"])
+def test_nothing_has_no_norm_of_an_extreme(ord, spec):
+    nothing = torch.empty(0, 4)
+    with pytest.raises(RuntimeError) as want:
+        torch.linalg.vector_norm(nothing, ord, 0)
+
+    def body():
+        with pytest.raises(RuntimeError) as found:
+            torch.linalg.vector_norm(st.distribute(nothing, spec), ord, 0)
+        assert str(found.value) == str(want.value)
+
+    st.simulate("tp=3", body)
+
+
 def test_what_is_minus_infinity_on_one_rank_has_no_gradient_and_leaves_that_of_others():
     for x in (torch.tensor([-inf, -inf, 1.0, 2.0]), torch.tensor([inf, 1.0, 2.0, 3.0]), torch.full((4,), -inf)):
         check("tp=2", lambda x: torch.logsumexp(x, 0), [x], ["[tp]"])

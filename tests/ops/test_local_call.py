@@ -178,3 +178,32 @@ def moved_operands() -> None:
 
 def test_a_call_whose_operands_move_is_remembered(world):
     world(moved_operands, 2)
+
+
+PRODUCTS = {
+    "matmul": (torch.matmul, (4, 6), (6, 2), "[dp, tp]", "[tp, -]"),
+    "linear": (F.linear, (4, 6), (2, 6), "[dp, tp]", "[-, tp]"),
+    "einsum": (lambda x, w: torch.einsum("bk,kn->nb", x, w), (4, 6), (6, 2), "[dp, tp]", "[tp, -]"),
+    "conv1d": (F.conv1d, (4, 2, 5), (3, 2, 2), "[dp, tp, -]", "[-, tp, -]"),
+    "conv2d": (F.conv2d, (2, 4, 3, 4), (3, 4, 2, 2), "[dp, tp, -, -]", "[-, tp, -, -]"),
+    "conv_transpose1d": (F.conv_transpose1d, (4, 2, 5), (2, 3, 2), "[dp, tp, -]", "[tp, -, -]"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_is_summed_over_one_axis_beside_a_shard_over_another_is_summed_once(name):
+    call, x_shape, w_shape, x_spec, w_spec = PRODUCTS[name]
+    x, w = integers(*x_shape), integers(*w_shape)
+
+    def body():
+        a, b = (st.distribute(*each, requires_grad=True) for each in ((x, x_spec), (w, w_spec)))
+        for _ in range(2):
+            found = call(a, b)
+            assert torch.equal(whole(found), call(x, w))
+            found.sum().backward()
+        return whole(a.grad), whole(b.grad)
+
+    dense = [t.clone().requires_grad_() for t in (x, w)]
+    (2 * call(*dense).sum()).backward()
+    for grads in st.simulate("dp=2, tp=2", body):
+        assert all(torch.equal(grad, t.grad) for grad, t in zip(grads, dense, strict=True))

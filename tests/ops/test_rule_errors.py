@@ -59,8 +59,8 @@ REFUSED = {
         '  or      reshard(input, "replicate")   all_gather over tp=2, 48 B received by each rank',
     ),
     "an operation without a rule": (
-        lambda: strict(lambda: torch.linalg.qr(rows())),
-        "linalg_qr: no sharding rule\n"
+        lambda: strict(lambda: torch.linalg.svd(rows())),
+        "linalg_svd: no sharding rule\n"
         "  it would  gather 0.00 MiB on every rank\n"
         "  either    call full_tensor() on its operands where you mean to\n"
         "  or        leave strict() to let it gather",

@@ -16,8 +16,14 @@ from shardtensor.comm import collectives
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
 from shardtensor.parallel import cut_cross_entropy
-from shardtensor.parallel.cross_entropy import ParallelCrossEntropy, parallel_cross_entropy
+from shardtensor.parallel.cross_entropy import ParallelCrossEntropy
 from shardtensor.parallel.cut_cross_entropy import classes_of
+
+
+def parallel_cross_entropy(logits, target, weight=None, *, num_classes, spec="[..., tp]", **options):
+    """One call of a loss that is made for it."""
+    return ParallelCrossEntropy(num_classes, spec, weight=weight, **options)(logits, target)
+
 
 CUTS = [
     (12, "[..., tp]"),
@@ -429,7 +435,7 @@ def test_what_is_wrong_is_said_on_every_rank(world):
         return
     assert texts[:2] == ("Target 12 is out of bounds.", "Target -1 is out of bounds.")
     assert texts[2] == (
-        "parallel_cross_entropy: rank 1 has a fault, so nothing was done on any rank\n"
+        "ParallelCrossEntropy: rank 1 has a fault, so nothing was done on any rank\n"
         "  rank 1  the logits have 2 columns where 3 of the 12 classes are\n"
         "            spec          [..., tp]\n"
         "            classes here  3 to 5\n"

@@ -460,8 +460,8 @@ _CONVOLUTIONS: dict[str, list[Sample]] = {
     "channel_shuffle": [_exact(lambda f, x: f(x, 2), _places(n=2, channels=(4,)))],
     "local_response_norm": [_sample(lambda f, x: f(x, 2), _places(n=2, channels=(4,)))],
     "grid_sample": [_sample(lambda f, x, g: f(x, g / 8, align_corners=False), _places(n=2), (5, 2, 2, 2))],
-    "im2col": [_exact(lambda _, x: F.unfold(x, 2), _places(n=2))],
-    "col2im": [_exact(lambda _, x: F.fold(x, (4, 3), 2), (5, 12, 6))],
+    "unfold": [_exact(lambda _, x: F.unfold(x, 2), _places(n=2))],
+    "fold": [_exact(lambda _, x: F.fold(x, (4, 3), 2), (5, 12, 6))],
     "padded": [
         _exact(lambda _, x: F.pad(x, (1, 2)), S),
         _exact(lambda _, x: F.pad(x, (0, 0, 2, -1), value=3.0), S),

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardtensor.rules.advanced import first_of, reading, selecting, writing
+from shardtensor.rules.advanced import first_of, reading, writing
 from shardtensor.rules.dims import one_dim, several_dims
-from shardtensor.rules.einsum import einsum_rule, tensordot_rule
+from shardtensor.rules.einsum import einsum_rule
 from shardtensor.rules.rule import Letters, Rule
 
 
@@ -141,22 +141,6 @@ def test_an_equation_for_another_number_of_operands_has_no_rule():
     assert einsum_rule("ij->ij", ((2, 3), (2, 3))) is None
 
 
-def test_dims_that_are_contracted_with_each_other():
-    shapes = [(2, 3), (3, 2), (2, 2, 3), (3,), (2,)]
-    for a, b in itertools.product(shapes, repeat=2):
-        x, y = numbers(a, 1), numbers(b, 2)
-        for count in range(min(len(a), len(b), 2) + 1):
-            for left in itertools.permutations(range(len(a)), count):
-                for right in itertools.permutations(range(len(b)), count):
-                    rule = tensordot_rule(a, b, left, right)
-                    if [a[i] for i in left] != [b[j] for j in right]:
-                        assert rule is None
-                        continue
-                    assert rule.whole == frozenset()
-                    assert torch.equal(product(rule, [x, y]), torch.tensordot(x, y, (left, right)))
-    assert tensordot_rule((2, 3), (2, 3), (0,), (0, 1)) is tensordot_rule((2, 3), (2, 3), (0, 1), (0,)) is None
-
-
 # -- index tensors -----------------------------------------------------------------------------------------------------
 
 READ = [
@@ -230,15 +214,6 @@ def test_what_indices_give_stands_where_torch_puts_it():
         for at in itertools.combinations(range(4), count):
             found = x[index_of((2, 3, 4, 5), at, [torch.zeros(7, dtype=torch.long)] * count)]
             assert found.shape[first_of(at)] == 7
-
-
-def test_rows_that_a_mask_selects():
-    for ndim in range(1, 5):
-        for masked in range(1, ndim + 1):
-            rule = selecting(ndim, masked)
-            x, mask = rule.inputs
-            assert rule.output == x and mask == x[:masked] and len(set(x)) == ndim
-            assert rule.whole == set(x[1:masked])
 
 
 # -- dims --------------------------------------------------------------------------------------------------------------

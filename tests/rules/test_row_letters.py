@@ -114,8 +114,8 @@ def joined(rule: Rule, letter: str, size: int, join: str | None, parts: list[tor
     return JOINED[join](parts)
 
 
-WHOLE = {"index_fill", "grouped_query_attention", "grouped_conv1d", "grouped_conv2d", "grouped_conv3d"}
-WHOLE |= {"im2col", "col2im", "padded"}
+WHOLE = {"grouped_query_attention", "grouped_conv1d", "grouped_conv2d", "grouped_conv3d"}
+WHOLE |= {"F.unfold", "F.fold", "padded"}
 """Rows whose calls here have handlers of their own, or no letter that could be cut and is longer than one."""
 
 

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
-
 from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written, partial_axes
-from shardtensor.plan.flows.modules import Modules, Names, Stated
+from shardtensor.plan.flows.modules import Modules, Names, Stated, flow_finding, is_inside
 from shardtensor.plan.line import Line
 from shardtensor.plan.resolved import Placed
 
 TOKENS, WEIGHTS = "", "top_k_weights"
 """The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
-
-
-@attrs.frozen
-class Dealing:
-    """How a module sends tokens to its experts.
-
-    Attributes:
-        axes: over which the experts are sharded.
-        is_list: each expert is a module; else all are stacked in two tensors.
-    """
-
-    axes: Names
-    is_list: bool
-
-
-def _dealings(modules: Modules) -> Iterator[tuple[str, Dealing]]:
-    """The modules that send tokens to experts, by path."""
-    for path, stated in modules.stated.items():
-        for hook, _ in stated.passing.uses:
-            if hook.name != "dispatch" or not hook.args:
-                continue
-            own = [placed.tensor for placed in modules.owned.get(path, {}).values()]
-            is_stacked = bool(own) and len(own[0].shape) > 2
-            names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
-            axes = modules.leaves(name for said in names for name in said.split("*"))
-            if axes and (is_stacked or modules.below(f"{path}.experts" if path else "experts")):
-                yield path, Dealing(axes, not is_stacked)
 
 
 def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
@@ -51,19 +21,29 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
     Args:
         is_whole: the plan says along which axes samples differ.
     """
-    for path, dealing in _dealings(modules):
-        if is_whole:
-            yield from _same_samples(path, dealing, modules)
-        if not dealing.is_list:
-            yield from _stacked(path, dealing, modules)
-    for path, params in modules.owned.items():
-        stated = modules.stated.get(path)
-        if path in modules.layers or stated is None or not (stated.ins or stated.outs) or stated.passing.uses:
+    for path, stated in modules.stated.items():
+        own = modules.owned.get(path, {})
+        is_stacked = any(len(placed.tensor.shape) > 2 for placed in own.values())
+        for hook, line in stated.passing.uses:
+            if hook.name == "dispatch" and hook.args:
+                names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
+                axes = modules.leaves(name for said in names for name in said.split("*"))
+                experts = f"{path}.experts".lstrip(".")
+                if axes and is_whole and (is_stacked or any(is_inside(other, experts) for other in modules.owned)):
+                    yield from _same_samples(path, axes, line, modules)
+                if axes and is_stacked:
+                    yield from _stacked(path, axes, modules)
+        if path in modules.layers or not (stated.ins or stated.outs) or stated.passing.uses:
             continue
-        for name, placed in params.items():
-            axes = [axis for axis in _cut(placed, modules) if axis in modules.data]
-            if axes:
-                yield _nobody_sends(path, name, placed, axes, modules)
+        for name, placed in own.items():
+            shown = modules.named(axis for axis in _cut(placed, modules) if axis in modules.data)
+            if shown:
+                yield flow_finding(
+                    "E403", f"`{name}` is cut along {shown}, and no token is sent there", placed.line,
+                    f"ranks along {shown} have other samples and other parts of `{placed.spec}`: each sample meets one "
+                    "part alone",
+                    f"write `use dispatch({shown}, top_k=...)` in the block of `{path}`, or a hook of your own", path,
+                )  # fmt: skip
                 break
 
 
@@ -76,13 +56,13 @@ def _cut(placed: Placed, modules: Modules) -> Names:
     return tuple(name for i, (name, size) in sizes if i in layout.parting_axes and size > 1)
 
 
-def _stacked(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
+def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
     """Flows of experts that are cut inside, each making addends of its result and of its inputs' gradients."""
     stated, params = modules.stated[path], modules.owned[path]
     inside: dict[str, str] = {}
     for name, placed in params.items():
         inside = dict.fromkeys(_cut(placed, modules), name) | inside
-    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dealing.axes and a not in modules.data)
+    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dealt and a not in modules.data)
     if not axes or modules.axes.mesh.size == 1:
         return
     shown = modules.named(axes)
@@ -92,7 +72,7 @@ def _stacked(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]
     if out is None or not set(axes) <= set(partial_axes(out.before)):
         line = stated.line("out") if out is not None else placed.line
         said = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
-        yield _told(
+        yield flow_finding(
             "E402", f"{said} for experts that leave addends along {shown}", line,
             f"{why}, so what it makes is an addend until it is summed",
             f"write `out: partial({shown}) -> {as_written(out.after) if out is not None else 'replicate'}`", path,
@@ -104,7 +84,7 @@ def _stacked(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]
         side = f"in {name}".strip()
         came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
         what = f"`{side}` is not said" if flow is None else f"`{side}: {came}` does not sum its gradient"
-        yield _told(
+        yield flow_finding(
             "E401", f"{what}, and it is an addend along {shown}", stated.line("in", name) or placed.line,
             f"{why}, and multiplies what enters with it: one rank's gradient would be taken for the sum",
             f"write `{side}: {came} grad partial({shown})`", path,
@@ -115,31 +95,14 @@ def _entering(stated: Stated, name: str) -> Flow | None:
     return stated.ins.get(name) or (stated.ins.get("hidden_states") if not name else None)
 
 
-def _same_samples(path: str, dealing: Dealing, modules: Modules) -> Iterator[Finding]:
+def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iterator[Finding]:
     """Tokens sent along axes on which all ranks have the same ones."""
-    axes = [axis for axis in dealing.axes if axis not in modules.data]
-    if not axes:
-        return
-    shown = modules.named(axes)
-    line = next((line for hook, line in modules.stated[path].passing.uses if hook.name == "dispatch"), None)
-    data = modules.axes.data
-    yield _told(
-        "E401", f"tokens are sent along {shown}, and samples do not differ along it", line,
-        f"every rank along {shown} sends the same tokens: the gradients of experts would be {modules.times(axes)} "
-        f"times too large; the data axes are {', '.join(data) or 'none'}",
-        f"write `data {'*'.join([*data, shown])}`", path,
-    )  # fmt: skip
-
-
-def _nobody_sends(path: str, name: str, placed: Placed, axes: list[str], modules: Modules) -> Finding:
-    shown = modules.named(axes)
-    return _told(
-        "E403", f"`{name}` is cut along {shown}, and no token is sent there", placed.line,
-        f"ranks along {shown} have other samples and other parts of `{placed.spec}`: each sample meets one part alone",
-        f"write `use dispatch({shown}, top_k=...)` in the block of `{path}`, or a hook of your own", path,
-    )  # fmt: skip
-
-
-def _told(code: str, fault: str, line: Line | None, why: str, fix: str, path: str) -> Finding:
-    origin = origin_of(line)
-    return Finding(code, fault, origin, why, fix, style_note(origin, "flow"), path)
+    axes = [axis for axis in dealt if axis not in modules.data]
+    if axes:
+        shown, data = modules.named(axes), modules.axes.data
+        yield flow_finding(
+            "E401", f"tokens are sent along {shown}, and samples do not differ along it", line,
+            f"every rank along {shown} sends the same tokens: the gradients of experts would be {modules.times(axes)} "
+            f"times too large; the data axes are {', '.join(data) or 'none'}",
+            f"write `data {'*'.join([*data, shown])}`", path,
+        )  # fmt: skip

@@ -147,6 +147,24 @@ def last_cut(spec: Spec) -> Cut | None:
     return found if isinstance(found, Cut) else None
 
 
+class FlowError(PlanError):
+    """A flow has no way from its left to its right; `code` is that of the finding."""
+
+    code = "E402"
+
+
+class CopyError(FlowError):
+    """A copy would become addends."""
+
+    code = "E404"
+
+
+class GradientError(FlowError):
+    """The gradient that comes back is an addend along some axes of a cut only."""
+
+    code = "E401"
+
+
 @attrs.frozen
 class Change:
     """One step from the left of a flow to its right."""
@@ -166,7 +184,7 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
         addends: axes along which the gradient from the right is an addend, besides those that the flow itself says.
 
     Raises:
-        PlanError: there is no way from the left to the right.
+        FlowError: (a PlanError) there is no way from the left to the right.
 
     Example:
         >>> [step.kind for step in changes(read_flow("[-, tp, ...] -> replicate"), ("tp",))]
@@ -180,10 +198,10 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
     coming = {dim: cut for dim, cut in after.items() if before.get(dim) != cut}
     partial, kept = partial_axes(flow.before), partial_axes(flow.after)
     if not set(kept) <= set(partial):
-        raise PlanError("a copy does not become addends", {"flow": str(flow)}, "leave out `partial` after the arrow")
+        raise CopyError("a copy does not become addends", {"flow": str(flow)}, "leave out `partial` after the arrow")
     for cut in (*leaving.values(), *coming.values()):
         if cut.blocks != 1:
-            raise PlanError(
+            raise FlowError(
                 f"`{cut}` cannot be cut or joined on the way",
                 {"flow": str(flow)},
                 "let the value pass as it is, or cut it evenly or `balanced`",
@@ -202,7 +220,7 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
         steps.append(Change("sum", tuple(open_axes)))
     for dim, cut in leaving.items():
         if 0 < len(set(cut.axes) & set(addends)) < len(cut.axes):
-            raise PlanError(
+            raise GradientError(
                 f"what comes back is an addend along {', '.join(axis for axis in cut.axes if axis in addends)} only",
                 {"flow": str(flow), "cut over": "*".join(cut.axes)},
                 "say the others, too: `grad partial(...)` where the copies differ",

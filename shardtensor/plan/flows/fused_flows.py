@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
+from shardtensor.plan.findings.places import origin_of
 from shardtensor.plan.flows.flow import Flow, cut_axes
-from shardtensor.plan.flows.modules import Modules, Stated
+from shardtensor.plan.flows.modules import Modules, Stated, flow_finding
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.resolved import Placed
 from shardtensor.spec.nodes import Cut, Spec
@@ -63,10 +63,9 @@ def _told(placed: Placed, dim: str, lengths: Sequence[int], cut: Cut) -> Finding
     if call is not None and said.isdecimal():
         written = f"`{call[1]}, blocks={said}{call[2]}`"
     as_what = "one" if cut.blocks == 1 else f"{len(_ends(cut, sum(lengths)))} others"
-    return Finding(
-        "E206", f"dim `{dim}` is {len(lengths)} blocks laid end to end, and is cut as {as_what}", origin,
+    return flow_finding(
+        "E206", f"dim `{dim}` is {len(lengths)} blocks laid end to end, and is cut as {as_what}", placed.line,
         f"{tensor.name} is {shape_text(tensor.shape, tensor.dims)}, and {dim} = {' + '.join(map(str, lengths))}: code "
         "that takes the blocks apart would find other shares of them on each rank",
-        f"write {written}",
-        style_note(origin, "layout"), tensor.name,
+        f"write {written}", tensor.name, "layout",
     )  # fmt: skip

@@ -12,13 +12,11 @@ from functools import cached_property
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.expert_flows import expert_findings
 from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.fused_flows import fused_findings
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
-from shardtensor.plan.flows.meetings import Meetings
-from shardtensor.plan.flows.modules import Layer, Modules
+from shardtensor.plan.flows.modules import Layer, Modules, flow_finding
 from shardtensor.plan.flows.sums import Sums
 from shardtensor.plan.flows.takers import Takers
 from shardtensor.plan.resolved import Resolved
@@ -41,9 +39,9 @@ class Flows:
     is_whole: bool = True
 
     @cached_property
-    def meetings(self) -> Meetings:
-        """Which layers each `in` serves."""
-        return Meetings(self.modules, frozenset(self.contradictions))
+    def meetings(self) -> Sums:
+        """Which layers each `in` serves, and what it sums."""
+        return Sums(self.modules, self.contradictions)
 
     @cached_property
     def takers(self) -> Takers:
@@ -56,7 +54,7 @@ class Flows:
             yield _finding(self.modules.layers[path], contradiction)
         yield from _containers(self.modules, self.meetings)
         to_hooks = {*self.takers.to_hooks, *self.takers.logits}
-        yield from Sums(self.meetings).findings(to_hooks, self.is_whole)
+        yield from self.meetings.findings(to_hooks, self.is_whole)
         yield from self.takers.findings()
         yield from expert_findings(self.modules, self.is_whole)
         yield from fused_findings(self.modules)
@@ -109,9 +107,8 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
     if line is None:
         placed = layer.params.get(side) or layer.params["weight"]
         line = placed.line or next((placed.line for placed in layer.params.values() if placed.line), None)
-    origin = origin_of(line)
     what = "flow" if side in ("in", "out") else "layout"
-    return Finding(found.code, found.fault, origin, found.why, found.fix, style_note(origin, what), layer.path)
+    return flow_finding(found.code, found.fault, line, found.why, found.fix, layer.path, what)
 
 
 def _works_on_shards(path: str, modules: Modules) -> bool:
@@ -120,7 +117,7 @@ def _works_on_shards(path: str, modules: Modules) -> bool:
     return is_cut and not modules.stated[path].passing.uses
 
 
-def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
+def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
     """Flows of modules that are no known layers and have no way from their left to their right."""
     findings = []
     for path, stated in modules.stated.items():
@@ -130,7 +127,6 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
         sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
         for side, name, flow, addends in sides:
             line = stated.line(side, name)
-            origin = origin_of(line)
             try:
                 if side == "out" and partial_axes(flow.after) and _works_on_shards(path, modules):
                     named = modules.named(partial_axes(flow.after))
@@ -148,6 +144,5 @@ def _containers(modules: Modules, meetings: Meetings) -> list[Finding]:
                         f"the value is cut along {twice}: so is its gradient", f"leave {twice} out of `grad`",
                     )  # fmt: skip
             except Contradiction as found:
-                notes = style_note(origin, "flow")
-                findings.append(Finding(found.code, found.fault, origin, found.why, found.fix, notes, path))
+                findings.append(flow_finding(found.code, found.fault, line, found.why, found.fix, path))
     return findings

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-from shardtensor.errors import PlanError
-from shardtensor.plan.flows.flow import Change, Flow, changes, cut_axes, cuts, last_cut, partial_axes, union
+from shardtensor.plan.flows.flow import Change, Flow, FlowError, changes, cut_axes, cuts, last_cut, partial_axes, union
 from shardtensor.plan.flows.modules import REPLICATE, Layer, Names
 from shardtensor.spec.nodes import Replicate, Spec
 
@@ -91,13 +90,11 @@ def steps(flow: Flow, side: str, addends: Names = ()) -> tuple[Change, ...]:
     """`changes`, whose refusals become contradictions."""
     try:
         return changes(flow, addends)
-    except PlanError as error:
-        fault, *rows = str(error).splitlines()
-        facts = dict(row.strip().split("  ", 1) for row in rows if "  " in row.strip())
-        fix = facts.pop("fix", "").strip()
-        why = ", ".join(f"{key} {value.strip()}" for key, value in facts.items())
-        code = "E404" if "addends" in fault and "copy" in fault else "E401" if "comes back" in fault else "E402"
-        raise Contradiction(code, side, fault, why, fix) from None
+    except FlowError as error:
+        facts = dict(error.rows)
+        fix = facts.pop("fix")
+        why = ", ".join(f"{key} {value}" for key, value in facts.items())
+        raise Contradiction(error.code, side, error.fault, why, fix) from None
 
 
 def _linear(layer: Layer, is_inside: bool) -> LayerWork:

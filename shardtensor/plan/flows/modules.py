@@ -6,7 +6,6 @@ Axes that are made of others are spelled out, and axes of size 1, which do nothi
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, lru_cache
 
@@ -15,6 +14,8 @@ import attrs
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written
 from shardtensor.plan.line import Line
 from shardtensor.plan.models.model import LayerKind
@@ -106,15 +107,6 @@ class Layer:
     def has_flow(self) -> bool:
         """Whether the plan says how values pass it."""
         return bool(self.stated.ins or self.stated.outs)
-
-    @property
-    def trains(self) -> bool:
-        """Whether some parameter of it gets a gradient."""
-        return any(placed.tensor.requires_grad for placed in self.params.values())
-
-    def width(self, dim: str) -> int:
-        """The elements of a dim of the weight."""
-        return self.params["weight"].tensor.shape[self.kind.dims["weight"].index(dim)]
 
 
 class Modules:
@@ -237,17 +229,6 @@ class Modules:
                     cuts[name, dim] = tuple(names[i] for i in cut.axes if layout.grid[i] > 1)
         return cuts, loose
 
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self.owned)
-
-    def below(self, path: str) -> list[str]:
-        """The modules in one that own parameters, by name."""
-        if not path:
-            return [owner for owner in self._sorted if owner]
-        start, stop = (bisect_left(self._sorted, f"{path}{end}") for end in "./")  # the next character after the dot
-        return self._sorted[start:stop]
-
     # -- modules around modules ---------------------------------------------------------------------------------------
 
     def nearest_in(self, path: str) -> str | None:
@@ -273,6 +254,14 @@ def around(path: str) -> tuple[str, ...]:
 def is_inside(path: str, above: str) -> bool:
     """Whether a module lies in another."""
     return path != above and (not above or path.startswith(f"{above}."))
+
+
+def flow_finding(
+    code: str, fault: str, line: Line | None, why: str, fix: str, path: str, what: str = "flow"
+) -> Finding:
+    """A finding at what a line says of a module; `what` a style made there, for a note."""
+    origin = origin_of(line)
+    return Finding(code, fault, origin, why, fix, style_note(origin, what) if what else (), path)
 
 
 _SILENT = Stated()

@@ -6,21 +6,19 @@ other module takes its like. Parts that reach the wrong module do not fit it, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
-from shardtensor.plan.flows.flow import as_written, cut_axes, cuts, last_cut, partial_axes
+from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, cuts, last_cut, partial_axes
 from shardtensor.plan.flows.layer_flows import LayerWork
-from shardtensor.plan.flows.modules import REPLICATE, Modules, around, is_inside
+from shardtensor.plan.flows.modules import REPLICATE, Modules, around, flow_finding, is_inside
 from shardtensor.spec.nodes import Spec
-
-_MAKERS = ("dispatch",)
-"""Hooks that make the result of their module, and take none."""
 
 Parts = tuple[frozenset[str], frozenset[str]]
 """The axes over which a value is cut, and those along which it is an addend."""
+
+TOO_LARGE = "copies would be summed: the value comes out as many times too large as there are ranks"
 
 
 class Takers:
@@ -50,9 +48,7 @@ class Takers:
             if not is_hooked and path not in self._broken:
                 yield self._not_taken(path, name)
         yield from self._without_heads()
-        if self._is_whole:
-            yield from self._not_given()
-        yield from self._not_made()
+        yield from self._not_given()
 
     @cached_property
     def to_hooks(self) -> Mapping[str, Finding]:
@@ -69,17 +65,13 @@ class Takers:
         losses = {path for path, hooks in self._hooks.items() if "cross_entropy" in hooks}
         if not losses:
             return []
-        heads = [path for path in self._modules.layers if self._leaves_logits(path)]
+        stated, layers = self._modules.stated, self._modules.layers
+        heads = [path for path in layers if self._leaves_logits(path)]
         below = [path for path in heads if path not in losses and not losses.isdisjoint(around(path))]
-        takers = [
-            path for path, each in self._modules.stated.items() if any(last_cut(f.before) for f in each.ins.values())
-        ]
-        takers += [path for path, layer in self._modules.layers.items() if layer.cut("weight", "in")]
-        outer = self._last(
-            [path for path in below if not _is_numbered(path)], [path for path in takers if not _is_numbered(path)]
-        )
-        inner = [] if outer else self._last([path for path in below if _is_numbered(path)], takers)
-        return [path for path in heads if path in losses] + outer + inner
+        takers = [path for path, each in stated.items() if any(last_cut(f.before) for f in each.ins.values())]
+        takers += [path for path, layer in layers.items() if layer.cut("weight", "in")]
+        found = self._last(below, takers, _is_outer) or self._last(below, takers, lambda path: True)
+        return [path for path in heads if path in losses] + found
 
     def _leaves_logits(self, path: str) -> bool:
         layer = self._modules.layers[path]
@@ -88,11 +80,11 @@ class Takers:
             list(cuts(flow.after)) == [-1] and not partial_axes(flow.after)
         )  # fmt: skip
 
-    def _last(self, paths: list[str], takers: list[str]) -> list[str]:
+    def _last(self, paths: list[str], takers: list[str], counts: Callable[[str], bool]) -> list[str]:
         """Those of some modules that stand after all that take parts, in the order of the model."""
         places = self._modules.places
-        last = max((places.get(path, 0) for path in takers), default=-1)
-        return [path for path in paths if places.get(path, 0) > last]
+        last = max((places.get(path, 0) for path in takers if counts(path)), default=-1)
+        return [path for path in paths if counts(path) and places.get(path, 0) > last]
 
     def _without_heads(self) -> Iterator[Finding]:
         """Losses that should take cut logits where no layer leaves such."""
@@ -111,32 +103,33 @@ class Takers:
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in modules.layers else "below") + " here with such an `out`"
             fix = "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook"
-            if any(self._leaves_logits(path) and not _is_numbered(path) for path in below):
+            if any(self._leaves_logits(path) and _is_outer(path) for path in below):
                 fix += "; or write `use cross_entropy()` in the block of the head"
             yield Finding("E403", "this loss finds no head that leaves its logits cut", line.origin, why, fix, (), at)
 
     # -- given and not taken ------------------------------------------------------------------------------------------
 
     @cached_property
-    def _takes(self) -> list[tuple[str, Parts]]:
+    def _takes(self) -> dict[Parts, list[str]]:
         stated, layers = self._modules.stated.items(), self._modules.layers.items()
         found = [(path, _parts(flow.before)) for path, each in stated for flow in each.ins.values()]
-        return found + [
-            (path, (frozenset(layer.cut("weight", "in")), frozenset()))
-            for path, layer in layers
-            if layer.kind.name == "linear" and (not layer.stated.ins or path in self._broken)
-        ]  # one that contradicts itself may take what it says, or what its weight wants
+        return _by_parts(
+            found
+            + [
+                (path, (frozenset(layer.cut("weight", "in")), frozenset()))
+                for path, layer in layers
+                if layer.kind.name == "linear" and (not layer.stated.ins or path in self._broken)
+            ]
+        )  # one that contradicts itself may take what it says, or what its weight wants
 
     @cached_property
     def _left(self) -> list[tuple[str, str, bool]]:
         """The results that leave in parts or as addends and that no module takes; and whether a hook may."""
-        takes, found = _by_parts(self._takes), []
-        for path, outs in self._outs.items():
-            for name, flow in outs.items() if path else ():
-                parts = _parts(flow.after)
-                if any(parts) and not _any(takes, path, parts) and not self._passes(path, parts):
-                    found.append((path, name, self._may_go_to_a_hook(path)))
-        return found
+        return [
+            (path, name, self._may_go_to_a_hook(path))
+            for path, outs in self._outs.items() for name, flow in outs.items() if path
+            if any(parts := _parts(flow.after)) and not _any(self._takes, path, parts) and not self._passes(path, parts)
+        ]  # fmt: skip
 
     def _passes(self, path: str, parts: Parts) -> bool:
         """Whether a module around says that it gives such a value; or, of a block alone, that it takes such, for then
@@ -149,103 +142,76 @@ class Takers:
         return False
 
     def _may_go_to_a_hook(self, path: str) -> bool:
-        if any(hook not in (*_MAKERS, "cross_entropy") for hook in self._hooks.get(path, ())) or path in self.logits:
-            return True
+        own = any(hook not in ("dispatch", "cross_entropy") for hook in self._hooks.get(path, ()))
+        return own or path in self.logits or self._is_in_a_hook(path)
+
+    def _is_in_a_hook(self, path: str) -> bool:
         return any(hook != "cross_entropy" for above in around(path) for hook in self._hooks.get(above, ()))
 
     def _not_taken(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
         flow, line = self._outs[path][name], stated.line("out", name)
         said = stated.passing.outs[name][0] if line is not None else flow
-        if line is None:
-            line = self._modules.layers[path].params["weight"].line
-        origin = origin_of(line)
-        addends = partial_axes(flow.after)
-        if addends:
-            return Finding(
-                "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", origin,
+        line = line or self._modules.layers[path].params["weight"].line
+        if addends := partial_axes(flow.after):
+            return flow_finding(
+                "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", line,
                 f"`{as_written(said)}` has no arrow that sums: what meets it takes one rank's addend for the value",
                 f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
-                f"{named(addends)}) -> replicate` there",
-                style_note(origin, "flow"), path,
+                f"{named(addends)}) -> replicate` there", path,
             )  # fmt: skip
-        cut = named(cut_axes(flow.after))
         fix = f"say who takes it: `in: {said.after}` there, or such an `out` on the module around; or gather it: "
         fix += f"`out: {'' if said.before == REPLICATE.before else f'{as_written(said.before)} -> '}replicate`"
-        if set(cuts(flow.after)) == {-1}:
-            fix += "; for logits: `use cross_entropy()`"
-        return Finding(
-            "E403", f"this value leaves cut along {cut}, and no module takes it so", origin,
-            "what meets it next would take one rank's part for the whole", fix, style_note(origin, "flow"), path,
+        fix += "; for logits: `use cross_entropy()`" * (set(cuts(flow.after)) == {-1})
+        return flow_finding(
+            "E403", f"this value leaves cut along {named(cut_axes(flow.after))}, and no module takes it so", line,
+            "what meets it next would take one rank's part for the whole", fix, path,
         )  # fmt: skip
 
     # -- addends that are summed, and that nobody leaves --------------------------------------------------------------
 
-    @cached_property
-    def _gives(self) -> dict[Parts, list[str]]:
-        flows = ((path, flow) for path, stated in self._modules.stated.items() for flow in stated.outs.values())
-        return _by_parts((path, _parts(flow.after)) for path, flow in flows)
-
     def _not_given(self) -> Iterator[Finding]:
-        """Modules that sum addends as they enter, where no module leaves such."""
-        for path, stated in self._modules.stated.items():
-            for name, flow in stated.ins.items() if path and path not in self._broken else ():
-                parts = frozenset[str](), frozenset(partial_axes(flow.before))
-                if not parts[1] or _any(self._gives, path, parts) or self._is_fed(path, parts):
-                    continue
-                named, origin = self._modules.named(partial_axes(flow.before)), origin_of(stated.line("in", name))
-                yield Finding(
-                    "E403", f"`{path}` takes addends along {named}, and no module leaves such", origin,
-                    "copies would be summed: the value comes out as many times too large as there are ranks",
-                    f"drop `partial({named})` here, or the arrow that sums them where they are made",
-                    style_note(origin, "flow"), path,
-                )  # fmt: skip
-
-    def _is_fed(self, path: str, parts: Parts) -> bool:
-        """Whether a module around passes such addends on, or a hook there may make them."""
-        for above in around(path):
-            stated = self._modules.stated.get(above)
-            flows = stated.ins.values() if stated is not None else ()
-            if any(_holds(_parts(flow.after), parts) for flow in flows):
-                return True
-            if any(hook != "cross_entropy" for hook in self._hooks.get(above, ())):
-                return True
-        return False
-
-    def _not_made(self) -> Iterator[Finding]:
-        """Modules that sum addends which nothing inside leaves: sums would be summed again."""
+        """Modules that sum addends, as values enter or leave, where no module leaves such."""
         modules, named = self._modules, self._modules.named
+        flows = [(path, flow) for path, stated in modules.stated.items() for flow in stated.outs.values()]
+        gives = _by_parts((path, _parts(flow.after)) for path, flow in flows)
         for path, stated in modules.stated.items():
+            for name, flow in stated.ins.items() if self._is_whole and path and path not in self._broken else ():
+                axes = partial_axes(flow.before)
+                if axes and not _any(gives, path, (frozenset(), frozenset(axes))) and not self._is_fed(path, flow):
+                    yield flow_finding(
+                        "E403", f"`{path}` takes addends along {named(axes)}, and no module leaves such",
+                        stated.line("in", name), TOO_LARGE,
+                        f"drop `partial({named(axes)})` here, or the arrow that sums them where they are made", path,
+                    )  # fmt: skip
             if path in modules.layers or modules.owned.get(path) or stated.passing.uses:
                 continue
             for name, flow in stated.outs.items():
-                addends = frozenset(partial_axes(flow.before))
-                made = (others for parts, others in self._gives.items() if _holds(parts, (frozenset(), addends)))
-                if not addends or any(is_inside(other, path) for others in made for other in others):
+                axes = partial_axes(flow.before)
+                inside = [(other, each) for other, each in flows if axes and is_inside(other, path)]
+                if not axes or any(set(axes) <= set(partial_axes(each.after)) for _, each in inside):
                     continue
-                summing = next((other for other in self._sums(addends) if is_inside(other, path)), None)
-                if summing is None and not self._is_whole:
-                    continue
-                line = stated.line("out", name)
-                why = "copies would be summed: the value comes out as many times too large as there are ranks"
-                if summing is not None:
-                    why = f"`{summing}` sums them already; summed again they are as many times too large as there "
-                    why += f"are ranks along {named(addends)}"
-                yield Finding(
-                    "E403", f"nothing in `{path}` leaves addends along {named(sorted(addends))}",
-                    origin_of(line), why, "drop this `out`, or the arrow inside",
-                    style_note(origin_of(line), "flow"), path,
-                )  # fmt: skip
+                summing = next((other for other, each in inside if set(axes) <= set(partial_axes(each.before))), None)
+                if summing is not None or self._is_whole:
+                    yield flow_finding(
+                        "E403", f"nothing in `{path}` leaves addends along {named(axes)}", stated.line("out", name),
+                        TOO_LARGE if summing is None else f"`{summing}` sums them already; summed again they are as "
+                        f"many times too large as there are ranks along {named(axes)}",
+                        "drop this `out`, or the arrow inside", path,
+                    )  # fmt: skip
 
-    def _sums(self, addends: frozenset[str]) -> Iterator[str]:
-        for path, stated in self._modules.stated.items():
-            if any(addends <= set(partial_axes(flow.before)) for flow in stated.outs.values()):
-                yield path
+    def _is_fed(self, path: str, flow: Flow) -> bool:
+        """Whether a module around passes such addends on, or a hook there may make them."""
+        wanted = frozenset[str](), frozenset(partial_axes(flow.before))
+        stated = [self._modules.stated[above] for above in around(path) if above in self._modules.stated]
+        return self._is_in_a_hook(path) or any(
+            _holds(_parts(each.after), wanted) for above in stated for each in above.ins.values()
+        )
 
 
-def _is_numbered(path: str) -> bool:
-    """Whether it is one of several modules that are alike, or in one."""
-    return any(each.rpartition(".")[2].isdecimal() for each in (path, *around(path)))
+def _is_outer(path: str) -> bool:
+    """Whether it is neither one of several modules that are alike, nor in one."""
+    return not any(each.rpartition(".")[2].isdecimal() for each in (path, *around(path)))
 
 
 def _parts(spec: Spec) -> Parts:

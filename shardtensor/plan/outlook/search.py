@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shardtensor.cost.profile import Profile
 from shardtensor.errors import PlanError, SpecError
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.plan.models.model import Model, TensorInfo
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.outlook.estimate import Batch, StepSeconds, TracedStep, data_ranks, step_seconds
 from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
 from shardtensor.plan.plan import Plan
@@ -66,8 +66,7 @@ def search(
     Those that do not pass come last, with the reason.
 
     Tried are, of the parameters that change the mesh, the divisors of the world whose product divides it, and of those
-    that are true or false, both. To read a plan tells most that fail; one layer of each kind tells the rest. Only what
-    passes is resolved whole, and only what fits into memory is traced.
+    that are true or false, both. Only what fits into memory is traced.
 
     Args:
         path: of the plan, or its text.
@@ -78,33 +77,34 @@ def search(
     Raises:
         PlanError: it has no parameter that changes the mesh.
     """
-    one, found = one_of_each(model), []
+    found = []
     for values in candidates(path, config=config, world=world, params=params):
         plan = _read(path, config, world, {**params, **values})
         if isinstance(plan, str):
             found.append(Choice(values, fault=plan))
             continue
-        fault = _unfit(plan, one, batch)
-        if fault:
-            found.append(Choice(values, str(plan.axes.mesh), fault))
-            continue
-        resolved = resolve(plan, model)
-        held = plan_bytes(resolved, optimizer=optimizer).most
-        choice = _fitting(Choice(values, str(plan.axes.mesh), held=held), memory_bytes)
-        if trace is not None and not choice.fault:
-            step = trace(plan, batch.samples // data_ranks(resolved), batch.seq)
-            choice = _fitting(attrs.evolve(choice, activation_bytes=step.activation_bytes), memory_bytes)
-            if not choice.fault:
-                choice = attrs.evolve(choice, seconds=step_seconds(resolved, step, profile, batch.dtype, held))
+        resolved, choice = resolve(plan, model), Choice(values, str(plan.axes.mesh))
+        if resolved.errors:
+            choice = attrs.evolve(choice, fault=f"{resolved.errors[0].code}: {resolved.errors[0].fault}")
+        elif batch.samples % data_ranks(resolved):
+            fault = f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
+            choice = attrs.evolve(choice, fault=fault)
+        else:
+            held = plan_bytes(resolved, optimizer=optimizer).most
+            choice = _fitting(attrs.evolve(choice, held=held), memory_bytes)
+            if trace is not None and not choice.fault:
+                step = trace(plan, batch.samples // data_ranks(resolved), batch.seq)
+                choice = _fitting(attrs.evolve(choice, activation_bytes=step.activation_bytes), memory_bytes)
+                spent = step_seconds(resolved, step, profile, batch.dtype, held)
+                choice = choice if choice.fault else attrs.evolve(choice, seconds=spent)
         found.append(choice)
     return tuple(sorted(found, key=lambda c: (bool(c.fault), c.seconds.total if c.seconds else 0.0, c.bytes)))
 
 
 def _fitting(choice: Choice, memory_bytes: int) -> Choice:
-    fits = choice.bytes <= memory_bytes
-    return (
-        choice if fits else attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
-    )
+    if choice.bytes <= memory_bytes:
+        return choice
+    return attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
 
 
 def candidates(
@@ -130,43 +130,19 @@ def _tried(
     path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]
 ) -> tuple[dict[str, int | bool], ...]:
     head = _head(path, config, world, params)
-    names = _mesh_params(head, world)
-    if not names:
-        return ()
-    switches = [name for name, value in _params(head).items() if name not in params and type(value) is bool]
+    free = {name: value for name, value in _params(head).items() if name not in params}
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    # The numbers with which the mesh changes, or does not fit the world any more.
+    names = [
+        name for name, value in free.items()
+        if type(value) is not bool and len({_mesh(head.again({**head.given, name: n})) for n in divisors}) > 1
+    ]  # fmt: skip
+    switches = [name for name, value in free.items() if type(value) is bool]
     return tuple(
-        {**dict(zip(names, values, strict=True)), **dict(zip(switches, flags, strict=True))}
-        for values in _dividing(world, len(names))
+        dict(zip((*names, *switches), (*values, *flags), strict=True))
+        for values in product(divisors, repeat=len(names)) if names and world % math.prod(values) == 0
         for flags in product((False, True), repeat=len(switches))
-    )
-
-
-def one_of_each(model: Model) -> Model:
-    """The model with one of those layers that differ in their number alone; experts, dealt by number, stay.
-
-    Example:
-        >>> from shardtensor.plan.models.model import TensorInfo
-        >>> layers = (TensorInfo(f"layers.{i}.experts.{j}.w", (2, 2)) for i in range(3) for j in range(2))
-        >>> [tensor.name for tensor in one_of_each(Model(tuple(layers))).tensors]
-        ['layers.0.experts.0.w', 'layers.0.experts.1.w']
-    """
-    kept: dict[tuple[object, ...], TensorInfo] = {}
-    for tensor in model.tensors:
-        kind = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", tensor.name, count=1)
-        kept.setdefault((kind, tensor.shape, tensor.dtype, tensor.dims, tensor.is_buffer), tensor)
-    names = {tensor.name for tensor in kept.values()}
-    tied = tuple(group for group in model.tied if names.issuperset(group))
-    return attrs.evolve(model, tensors=tuple(kept.values()), tied=tied)
-
-
-def _unfit(plan: Plan, one: Model, batch: Batch) -> str:
-    """Why a plan does not fit a model or a batch; empty where it does."""
-    resolved = resolve(plan, one)
-    if resolved.errors:
-        return f"{resolved.errors[0].code}: {resolved.errors[0].fault}"
-    if batch.samples % data_ranks(resolved):
-        return f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
-    return ""
+    )  # fmt: skip
 
 
 def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}) -> Plan:
@@ -197,18 +173,6 @@ def _params(head: PlanReader) -> dict[str, Any]:
     return {name: binding.value for name, binding in head.scope.names.items() if binding.is_param}
 
 
-def _mesh_params(head: PlanReader, world: int) -> list[str]:
-    """The parameters, but for those given, with which the mesh changes or does not fit the world any more."""
-    names = []
-    for name, value in _params(head).items():
-        if name in head.given or type(value) is bool:
-            continue
-        outcomes = {_mesh(head.again({**head.given, name: n})) for n in _divisors(world)}
-        if len(outcomes) > 1:
-            names.append(name)
-    return names
-
-
 def _mesh(head: PlanReader) -> str:
     if any(finding.code in ("E105", "E107") for finding in head.findings):
         return ""
@@ -222,22 +186,3 @@ def _read(path: str | Path, config: Mapping[str, Any], world: int, params: Mappi
     except SpecError as error:
         faults = [finding for finding in error.findings if finding.severity == "error"]
         return f"{faults[0].code}: {faults[0].fault}" if faults else str(error).splitlines()[0]
-
-
-def _dividing(size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All tuples of so many numbers whose product divides `size`.
-
-    Example:
-        >>> list(_dividing(4, 2))
-        [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
-    """
-    if not count:
-        yield ()
-        return
-    for first in _divisors(size):
-        for rest in _dividing(size // first, count - 1):
-            yield (first, *rest)
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]

@@ -1,0 +1,363 @@
+"""``shardtensor demo``: a small decoder trained on real text, sharded, beside the same training on one process."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardtensor import ShardedOptimizer, ShardedTensor, shard_parameter
+from shardtensor.cli.arguments import quiet_processes
+from shardtensor.cli.show_text import draw_boxes, rank_style
+from shardtensor.layout.box import Box
+from shardtensor.plan.findings.brief import brief_names
+from shardtensor.plan.match.patterns import matches
+from shardtensor.tensor.sharded_tensor import local_of
+
+BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
+TOLERANCE = 1e-4
+"""Of the dense loss: a larger difference is no rounding."""
+SLOWER = (
+    "\nA sharded step is slower here: the {} ranks share this machine ({} cores) with the dense run, and this model is "
+    "so small that the sums between its layers take longer than the work they divide. Sharding pays where each rank has"
+    " a device of its own, or where a model does not fit into one."
+)
+NEXT = """
+Next
+  shardtensor plan mlp --world 4       bytes of every rank on a machine, before it runs
+  shardtensor show mlp --world 4       who holds what
+  shardtensor check llama --help       what is wrong with a plan for your model's config.json"""
+
+
+@attrs.frozen
+class Held:
+    """Who holds what of one parameter: its boxes by rank; none where it is whole on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: str = ""
+    boxes: tuple[tuple[Box, ...], ...] = ()
+
+
+@attrs.frozen
+class Outcome:
+    """What the demo found.
+
+    Attributes:
+        sharded, dense: the loss of every step.
+        step_s: seconds that the sharded steps and the dense steps took.
+        held: who holds what of each parameter.
+        held_bytes: of parameters, gradients and optimizer state: of each rank, and of the dense model at the end.
+    """
+
+    sharded: list[float]
+    dense: list[float]
+    step_s: tuple[float, float]
+    held: list[Held]
+    held_bytes: list[tuple[int, ...]]
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Run ``shardtensor demo``; returns the exit status."""
+    count, world = torch.cuda.device_count(), options.world
+    try:
+        if options.device == "cuda" and count < world:
+            way = f"use --world {count} or --device cpu" if count else "use --device cpu"
+            raise DemoError(f"{world} ranks need {world} GPUs, this machine has {count}; {way}")
+        text = read_text(options.text)
+    except DemoError as error:
+        print(f"shardtensor demo: {error}", file=sys.stderr)
+        return 2
+    device = "cuda" if options.device != "cpu" and count >= world else "cpu"
+    console = Console()
+    console.print(
+        f"{world} ranks on {device}, {len(text) / 1e6:.1f} MB of "
+        f"{options.text or 'the Python standard library'}, {options.steps} steps, float32; starting ..."
+    )
+    start = time.perf_counter()
+    outcome = _launch(text, options.steps, device, world)
+    return 1 if outcome is None else _judge(outcome, console, time.perf_counter() - start)
+
+
+def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
+    quiet_processes()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is printed below, once
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id="shardtensor-demo", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+    )  # fmt: skip
+    try:
+        return elastic_launch(config, work)(text, steps, device)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        trace = told.get("extraInfo", {}).get("py_callstack", "")
+        print(f"{trace}shardtensor demo: rank {rank} failed: {told['message']}", file=sys.stderr)
+        return None
+
+
+def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
+    """Print what was found; returns the exit status."""
+    show_holders(outcome.held, console)
+    show_bytes(outcome.held_bytes, console)
+    steps = len(outcome.sharded)
+    step, difference = worst_difference(outcome.sharded, outcome.dense)
+    console.print(
+        f"\n{steps} steps: loss {outcome.sharded[0]:.4f} -> {outcome.sharded[-1]:.4f}; "
+        f"{1e3 * outcome.step_s[0] / steps:.0f} ms a sharded step, {1e3 * outcome.step_s[1] / steps:.0f} ms a dense "
+        f"one; {wall_s:.0f} s in all"
+    )
+    if not difference <= TOLERANCE:
+        console.print(
+            f"[bold red]The sharded run and the dense run differ[/]: by {difference:.1e} of the loss at step {step} "
+            f"({outcome.sharded[step - 1]:.6f} sharded, {outcome.dense[step - 1]:.6f} dense); at most {TOLERANCE:.0e} "
+            "is rounding."
+        )
+        return 1
+    console.print(
+        f"[bold green]The sharded run and the dense run agree[/]: every loss within {difference:.1e} "
+        f"(worst at step {step})."
+    )
+    if outcome.step_s[0] > outcome.step_s[1]:
+        console.print(SLOWER.format(len(outcome.held_bytes) - 1, os.cpu_count() or 1), highlight=False)
+    console.print(NEXT, highlight=False)
+    return 0
+
+
+def show_holders(held: list[Held], console: Console) -> None:
+    """Draw each parameter with every rank's boxes in that rank's colour; those that lie alike are drawn once."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for each in held:
+        alike.setdefault((each.shape, each.spec, each.boxes) if each.spec else (), []).append(each.name)
+    whole = alike.pop((), [])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for title, no_wrap in (("parameter", False), ("shape", True), ("spec", False)):
+        table.add_column(title, no_wrap=no_wrap, overflow="fold")
+    table.add_column("dim 0 down,\ndim 1 right", no_wrap=True)  # in a narrow terminal names wrap, not the picture
+    for (shape, spec, boxes), names in alike.items():
+        table.add_row("\n".join(brief_names(names)), " x ".join(map(str, shape)), Text(spec), draw_boxes(shape, boxes))
+    legend = Text("\nwho holds what   ")
+    for rank in range(max((len(each.boxes) for each in held), default=0)):
+        legend.append(f" rank {rank} ", style=rank_style(rank)).append(" ")
+    console.print(legend, table, "whole on every rank: " + ", ".join(brief_names(whole)) + "\n", sep="\n")
+
+
+def show_bytes(held_bytes: list[tuple[int, ...]], console: Console) -> None:
+    """Print a table of the bytes that each rank and the dense model hold."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("KiB held", "parameters", "gradients", "optimizer", "sum", "of dense"):
+        table.add_column(title, justify="left" if title == "KiB held" else "right")
+    *by_rank, dense = held_bytes
+    for rank, sizes in enumerate(held_bytes):
+        who = Text("dense") if rank == len(by_rank) else Text(f"rank {rank}", style=rank_style(rank))
+        cells = [f"{size / 1024:,.1f}" for size in (*sizes, sum(sizes))]
+        table.add_row(who, *cells, f"{100 * sum(sizes) / sum(dense):.0f} %")
+    console.print(table)
+
+
+def worst_difference(sharded: list[float], dense: list[float]) -> tuple[int, float]:
+    """The step (from 1) whose losses differ most, and by how much, relative to the dense loss; NaN counts as most."""
+    relative = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(sharded, dense, strict=True)]
+    relative = [math.inf if math.isnan(difference) else difference for difference in relative]
+    step = max(range(len(relative)), key=relative.__getitem__)
+    return step + 1, relative[step]
+
+
+def work(text: bytes, steps: int, device_type: str) -> Outcome | None:
+    """Train for `steps`; rank 0 returns the outcome. Every rank of the demo calls it, started by torch elastic."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    try:
+        return _train(Corpus(text), steps, device, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: int) -> Outcome | None:
+    torch.manual_seed(0)
+    model = Decoder(corpus.vocabulary, LENGTH).to(device)
+    dense = copy.deepcopy(model) if rank == 0 else None
+    for name, spec in _matched(model, SPECS):
+        shard_parameter(model, name, spec)
+    optimizer: torch.optim.Optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
+    beside = None if dense is None else torch.optim.AdamW(dense.parameters(), lr=LEARNING_RATE)
+    losses: tuple[list[float], list[float]] = ([], [])
+    seconds = [0.0, 0.0]
+    for step in range(steps):
+        tokens, targets = (t.to(device) for t in corpus.batch(step, BATCH, LENGTH))
+        for i, (each, stepped) in enumerate(((model, optimizer), (dense, beside))):
+            if each is not None and stepped is not None:
+                start = time.perf_counter()
+                losses[i].append(train_step(each, stepped, tokens, targets))
+                seconds[i] += time.perf_counter() - start
+        if rank == 0 and ((step + 1) % max(steps // 10, 1) == 0 or step == 0):
+            print(
+                f"step {step + 1:4d}/{steps}  loss {losses[0][-1]:.6f} sharded  {losses[1][-1]:.6f} dense", flush=True
+            )
+    held = [_held(name, param, world) for name, param in model.named_parameters()]
+    own = torch.tensor(_bytes(model, optimizer), device=device)
+    everyone = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyone, own)
+    if dense is None or beside is None:
+        return None
+    held_bytes = [*(tuple(each.tolist()) for each in everyone), _bytes(dense, beside)]
+    return Outcome(*losses, (seconds[0], seconds[1]), held, held_bytes)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
+) -> float:
+    """One step; returns the loss. The same code for the sharded and the dense model."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Bytes of this process's parameters, gradients and optimizer state."""
+    params = list(model.parameters())
+    grads = [param.grad for param in params if param.grad is not None]
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return tuple(sum(local_of(x).nbytes for x in tensors) for tensors in (params, grads, states))
+
+
+def _matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Each parameter's name with the spec whose pattern it matches."""
+    for name, _ in list(model.named_parameters()):
+        yield from ((name, spec) for pattern, spec in specs.items() if matches(pattern, name))
+
+
+def _held(name: str, param: torch.Tensor, world: int) -> Held:
+    shape = tuple(param.shape)
+    if not isinstance(param, ShardedTensor):
+        return Held(name, shape)
+    return Held(name, shape, str(param.sharding_spec()), tuple(param._layout.boxes(rank) for rank in range(world)))
+
+
+HEAD = 32
+
+SPECS = {
+    "embed.weight": "[vocab: tp balanced]",
+    "blocks.*.{q,k,v}.weight": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.{q,k,v}.bias": f"[out: tp unit({HEAD}) balanced]",
+    "blocks.*.proj.weight": f"[in: tp unit({HEAD}) balanced]",
+    "blocks.*.up.weight": "[out: tp balanced]",
+    "blocks.*.up.bias": "[out: tp balanced]",
+    "blocks.*.down.weight": "[in: tp balanced]",
+}
+"""Column-parallel into a block, row-parallel out of it, the vocabulary by rows; norms, positions and the other biases
+stay whole."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Tokens ``(batch, length)`` -> logits ``(batch, length, vocabulary)``; the head shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int, length: int, width: int = 128, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+ENOUGH_BYTES = 2_000_000
+
+
+class DemoError(Exception):
+    """The demo cannot start; the text says why."""
+
+
+def read_text(path: Path | None) -> bytes:
+    """Return up to two million bytes of a text file, a folder of text files, or Python's standard library.
+
+    Raises:
+        DemoError: nothing there, or too little.
+    """
+    if path is None:
+        path, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+    else:
+        pattern = "**/*"
+    if not path.exists():
+        raise DemoError(f"{path} does not exist")
+    files = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    parts, size = [], 0
+    for file in files:
+        if size >= ENOUGH_BYTES:
+            break
+        if file.is_file():
+            parts.append(file.read_bytes())
+            size += len(parts[-1])
+    text = b"\n".join(parts)[:ENOUGH_BYTES]
+    if len(text) < 1000:
+        raise DemoError(f"{path} holds {len(text)} bytes of text; the demo needs at least 1000")
+    return text
+
+
+class Corpus:
+    """Text as numbers, one for each byte value that occurs in it."""
+
+    def __init__(self, text: bytes) -> None:
+        values = sorted(set(text))
+        number = torch.zeros(256, dtype=torch.long)
+        number[values] = torch.arange(len(values))
+        self.vocabulary = len(values)
+        self.numbers = number[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
+
+    def batch(self, step: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and targets of a step, each ``(batch, length)`` int64; the same on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        length = min(length, len(self.numbers) - 2)
+        starts = torch.randint(len(self.numbers) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([self.numbers[start : start + length + 1] for start in starts.tolist()])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,0 +1,250 @@
+"""Reading and writing by index tensors: gather, scatter and their kin, ``x[i, :, j]``, index_put, nonzero.
+
+Read, ``b from, b at -> b at``: where the dim that is read is cut, each rank reads what it holds and the results are
+summed, or, where the result is larger than the source, the source is redistributed. Written,
+``b into, b !at, b !at -> b into``: every rank sees all that is written and writes what falls on its part; the rest goes
+into one slice more, which is thrown away. Nothing is reduced, and each kind of write is torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardtensor.comm import collectives
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.engine import finish, prepare, write_out
+from shardtensor.ops.ids import check_ids, held
+from shardtensor.rules.advanced import first_of, reading, writing
+from shardtensor.rules.dims import one_dim
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
+
+Indices = Sequence[torch.Tensor | None]
+
+
+def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
+    """The error of an index that is too large or too small, as torch says it."""
+    return lambda index: IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+
+
+# -- one dim -----------------------------------------------------------------------------------------------------------
+
+
+@joins("read", blocks=True)
+def read(cut: Cut) -> torch.Tensor:
+    """What ``gather`` and ``index_select`` read along the cut dim: zeros for what other ranks hold, then the sum."""
+    (local, at), (source, index), d = cut.locals, cut.layouts, cut.dims[0]
+    is_gather = cut.name == "gather"
+    if math.prod(index.shape) > (math.prod(source.shape) if is_gather else source.shape[d]):
+        return NotImplemented  # to sum the result costs more than to move the source
+    here, mine = held(at, source, cut.group.rank, d)
+    if local.shape[d]:
+        mine = mine if is_gather else mine.view(-1, *(1,) * (local.dim() - 1 - d))
+        found = cut.compute(local, here).masked_fill(~mine, 0)
+    else:
+        shape = at.shape if is_gather else (*local.shape[:d], len(at), *local.shape[d + 1 :])
+        found = _nothing(local, shape)
+    return collectives.all_reduce(found, cut.team)
+
+
+def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of a rank that holds nothing of what is read; in the graph, as backward is collective."""
+    zeros = local.new_zeros(tuple(shape))
+    return zeros + local.sum() * 0 if local.requires_grad else zeros
+
+
+@joins("write", blocks=True)
+def write(cut: Cut) -> torch.Tensor:
+    """What an operation writes along the cut dim, as far as this rank holds it."""
+    local, at, *values = cut.locals
+    d = cut.dims[0]
+    count = local.shape[d]
+    here, mine = held(at, cut.layouts[0], cut.group.rank, d)
+    return cut.compute(_with_spare(local, d), here.masked_fill(~mine, count), *values).narrow(d, 0, count)
+
+
+def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
+    """A copy with one slice more along a dim, for what other ranks write."""
+    shape = [1 if k == d else n for k, n in enumerate(local.shape)]
+    return torch.cat([local, local.new_ones(shape)], d)
+
+
+def _checked(name: str) -> Callable[..., torch.Tensor]:
+    """The handler of an operation along one dim, which first looks whether all indices are in range, on all ranks."""
+    follow = by_rule(getattr(torch, name), name)
+
+    def handler(input: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if input.dim():
+            d, n = one_dim(input.dim(), dim), input.shape[dim]
+            low = -n if name == "index_fill" else 0
+            check_ids(index, low, n, _out_of_bounds(d, n))
+            index = torch.where(index < 0, index + n, index) if low else index
+            if not name.startswith("index") and index.dim() == input.dim():  # it may be smaller than the other operands
+                others = [k for k in range(input.dim()) if k != d]
+                args = tuple(map(lambda x: _narrowed(x, index), args))
+                kwargs = {key: _narrowed(x, index) for key, x in kwargs.items()}
+                place = _narrowed(input, index, others)
+                if place is not input and name != "gather":
+                    result = (settled(input) if isinstance(input, ShardedTensor) else input).clone()
+                    _narrowed(result, index, others).copy_(follow(place, dim, index, *args, **kwargs))
+                    return result
+                input = place
+        return follow(input, dim, index, *args, **kwargs)
+
+    return handler
+
+
+def _narrowed(x: Any, index: torch.Tensor, dims: Sequence[int] | None = None) -> Any:
+    """The first elements of a tensor, as many as the index has along `dims`, or all dims; other values as they are."""
+    if isinstance(x, torch.Tensor) and x.dim() == index.dim():
+        for k in range(x.dim()) if dims is None else dims:
+            x = x.narrow(k, 0, index.shape[k]) if index.shape[k] < x.shape[k] else x
+    return x
+
+
+for _name in """
+gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce
+""".split():
+    HANDLERS[getattr(torch, _name)] = HANDLERS[getattr(torch.Tensor, _name)] = _checked(_name)
+
+
+# -- several dims ------------------------------------------------------------------------------------------------------
+
+
+def _integers(x: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:
+    """Integer indices counted from the front, one for each dim, or None; a mask becomes the places where it is true.
+
+    Raises:
+        IndexError: one is out of range, on every rank.
+    """
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            if index.shape != x.shape[len(found) : len(found) + index.dim()]:
+                raise IndexError(f"a mask of shape {list(index.shape)} does not fit a tensor of {list(x.shape)}")
+            found += torch.nonzero(index, as_tuple=True)
+            continue
+        if index is not None:
+            n = x.shape[len(found)]
+            check_ids(index, -n, n, _out_of_bounds(len(found), n))
+            index = torch.where(index < 0, index + n, index) if n else index
+        found.append(index)
+    return found
+
+
+def _local_places(
+    places: list[Any], layout: CutLayout, rank: int, device: torch.device
+) -> tuple[list[int], torch.Tensor]:
+    """The cut dims that `places` index, which become those of the local tensor; and which elements are there."""
+    cut = [k for k, place in enumerate(places) if isinstance(place, torch.Tensor) and layout.dims[k] is not None]
+    mine = torch.ones((), dtype=torch.bool, device=device)
+    for k in cut:
+        places[k], here = held(places[k], layout, rank, k)
+        mine = mine & here
+    return cut, mine
+
+
+def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
+    """``x[indices]`` for tensors, and None for dims that stay whole, one entry a dim (fewer: the first dims).
+
+    Global shapes ``x y r, i, j i -> j i r``. Negative indices count from the end; a mask is that of as many dims.
+    """
+    indices = _integers(x, indices)
+    tensors = [index for index in indices if index is not None]
+    whole = tuple(slice(None) if index is None else index for index in indices)
+    if not any(isinstance(t, ShardedTensor) for t in (x, *tensors)):
+        return x[whole]
+    at = tuple(k for k, index in enumerate(indices) if index is not None)
+    broad = tuple(torch.broadcast_shapes(*(index.shape for index in tensors)))
+    rule = reading(tuple(x.shape), at, tuple(tuple(t.shape) for t in tensors), broad)
+    if math.prod(broad) * math.prod(n for k, n in enumerate(x.shape) if k not in at) > x.numel():
+        rule = attrs.evolve(rule, whole=frozenset(f"x{k}" for k in at))
+    ready = prepare("index", rule, (x, *tensors))
+    if ready is None:
+        return fall_back(torch.Tensor.__getitem__, (x, whole), {})
+    (local, *ats), recipe, group = ready
+    where = iter(ats)
+    places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
+    cut, mine = _local_places(places, recipe.needs[0].layout, group.rank, local.device)
+    rest, first = [n for k, n in enumerate(local.shape) if k not in at], first_of(at)
+    if cut and not all(local.shape[k] for k in at):
+        broad = torch.broadcast_shapes(*(places[k].shape for k in at))
+        return finish(_nothing(local, (*rest[:first], *broad, *rest[first:])), recipe.output, group)
+    found = local[tuple(places)]
+    if cut:
+        broad = torch.broadcast_shapes(*(places[k].shape for k in at))
+        found = found.masked_fill(~mine.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0)
+    return finish(found, recipe.output, group)
+
+
+@implements(torch.index_put, torch.Tensor.index_put)
+def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """`input` with `values` where `indices` say: ``x y r, !i, !i, i r -> x y r``; a mask is that of as many dims."""
+    given = list(indices)
+    if any(t is not None and t.dtype == torch.uint8 for t in given):
+        return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
+    indices = _integers(input, given)
+    tensors = [index for index in indices if index is not None]
+    at = tuple(k for k, index in enumerate(indices) if index is not None)
+    broad = tuple(torch.broadcast_shapes(*(index.shape for index in tensors)))
+    rest = [n for k, n in enumerate(input.shape) if k not in at]
+    shape = (*rest[: first_of(at)], *broad, *rest[first_of(at) :])
+    while values.dim() > len(shape) and values.shape[0] == 1:
+        values = values.squeeze(0)
+    if torch.broadcast_shapes(values.shape, shape) != shape:
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of "
+            f"shape {list(shape)}"
+        )
+    if not any(isinstance(t, ShardedTensor) for t in (input, *tensors, values)):
+        return torch.ops.aten.index_put(input, indices, values, accumulate)
+    rule = writing(tuple(input.shape), at, tuple(tuple(t.shape) for t in tensors), broad, tuple(values.shape))
+    ready = prepare("index_put", rule, (input, *tensors, values))
+    if ready is None:
+        return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
+    (local, *ats, brought), recipe, group = ready
+    where = iter(ats)
+    places = [None if index is None else next(where) for index in indices]
+    cut, mine = _local_places(places, recipe.needs[0].layout, group.rank, local.device)
+    if not cut:
+        out = torch.ops.aten.index_put(local, places, brought, accumulate)
+    elif not all(local.shape[k] for k in cut[1:]):
+        out = local + brought.sum().to(local.dtype) * 0 if brought.requires_grad else local.clone()
+    else:
+        d, count = cut[0], local.shape[cut[0]]
+        places[d] = torch.where(mine, places[d], count)
+        out = torch.ops.aten.index_put(_with_spare(local, d), places, brought, accumulate).narrow(d, 0, count)
+    return finish(out, recipe.output, group)
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+@implements(torch.masked_select, torch.Tensor.masked_select)
+def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -> torch.Tensor:
+    """The elements where `mask` is true, one dim, equal on every rank."""
+    if out is not None:
+        return write_out(lambda f, a, k: masked_select(*a), torch.masked_select, (input, mask), {"out": out})
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    if mask.dtype != torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    if not shape:
+        return fall_back(torch.masked_select, (input, mask), {})
+    return index_of(input.expand(shape), [mask.expand(shape)])
+
+
+@implements(torch.nonzero, torch.Tensor.nonzero)
+def nonzero(input: torch.Tensor, *, out: Any = None, as_tuple: bool = False) -> Any:
+    """Where `input` is not zero, ``(found, dims)``, equal on every rank; one boolean for each element is gathered."""
+    if out is not None:
+        return write_out(lambda f, a, k: nonzero(*a), torch.nonzero, (input,), {"out": out})
+    is_set = (input != 0).detach()
+    is_set = is_set.full_tensor() if isinstance(is_set, ShardedTensor) else is_set
+    return torch.nonzero(is_set, as_tuple=True) if as_tuple else torch.nonzero(is_set)
