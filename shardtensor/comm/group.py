@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,17 @@ Counts = Sequence[int]
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 
 
-class Pending(Protocol):
-    """A started collective."""
+class Pending:
+    """A started collective; one that is done, but for subclasses."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
 
     def wait(self) -> torch.Tensor:
         """Wait until the collective is done (on cuda: make the current stream wait), and return the result."""
+        return self.result
 
 
 class Group(ABC):
@@ -63,7 +69,7 @@ class Group(ABC):
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         """Start `all_reduce`; do not use `t` before ``wait()`` returns it."""
-        return Done(self.all_reduce(t, op))
+        return Pending(self.all_reduce(t, op))
 
     @abstractmethod
     def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -75,21 +81,21 @@ class Group(ABC):
 
     def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Start `reduce_scatter`; do not use `flat` before ``wait()`` returns this member's range."""
-        return Done(self.reduce_scatter(flat, counts))
+        return Pending(self.reduce_scatter(flat, counts))
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
         """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain `part`.
 
         On cuda it runs in the current stream. The version counter of `out` does not change.
         """
-        return Done(overwrite(out, self.all_gather(part)))
+        return Pending(overwrite(out, self.all_gather(part)))
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
         """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat `out`.
 
         On cuda it runs in the current stream, and `out` may be that range of `flat`.
         """
-        return Done(overwrite(out, self.reduce_scatter(flat)))
+        return Pending(overwrite(out, self.reduce_scatter(flat)))
 
     @abstractmethod
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
@@ -269,18 +275,6 @@ class NonMemberGroup(Group):
 
     def __repr__(self) -> str:
         return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"
-
-
-class Done:
-    """A `Pending` that is finished."""
-
-    __slots__ = ("result",)
-
-    def __init__(self, result: torch.Tensor) -> None:
-        self.result = result
-
-    def wait(self) -> torch.Tensor:
-        return self.result
 
 
 def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

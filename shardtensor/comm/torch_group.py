@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtensor.comm import primitives
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Done, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
@@ -52,7 +52,7 @@ class TorchGroup(Group):
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
-            return Done(self.all_reduce(t, op))
+            return Pending(self.all_reduce(t, op))
         if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return Started(primitives.all_reduce_async(self.process_group, t, op), t, self.process_group)
         check_reduction(op, t.dtype)
@@ -200,13 +200,13 @@ class TorchGroup(Group):
         return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.support.backends})"
 
 
-class Started:
+class Started(Pending):
     """A collective that torch runs; `source`, the tensor that it reads, is kept alive until the wait.
 
     After the wait `finish` copies the result into `t` if a converted tensor was sent.
     """
 
-    __slots__ = ("call", "finish", "process_group", "source", "t", "work")
+    __slots__ = ("call", "finish", "process_group", "source", "work")
 
     def __init__(
         self,
@@ -217,16 +217,15 @@ class Started:
         call: str = "all_reduce",
         source: torch.Tensor | None = None,
     ) -> None:
-        self.work, self.t, self.process_group, self.finish, self.call = work, t, process_group, finish, call
+        self.work, self.result, self.process_group, self.finish, self.call = work, t, process_group, finish, call
         self.source = source
 
     def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            primitives.finish(self.work, self.call, self.t, self.process_group)
+        primitives.finish(self.work, self.call, self.result, self.process_group)
         self.source = None
         if self.finish is not None:
             self.finish()
-        return self.t
+        return self.result
 
 
 def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> tuple[int, int]:

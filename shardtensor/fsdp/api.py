@@ -149,7 +149,7 @@ def _shard_one(
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
     agree(data_mesh.whole, call, {"parameters": said, "options": options}, fault)
     param_groups: list[ParamGroup] = []
-    for members in _groups(params_info, data_mesh.shard.size):
+    for members in _groups(params_info):
         group = ParamGroup(members, data_mesh, device, mp_policy, offload_policy)
         group.take_over()
         if any(info.dtensor is not None for info in members):
@@ -227,7 +227,7 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
+def _groups(params_info: list[ParamInfo]) -> list[list[ParamInfo]]:
     """Parameters that are gathered and reduced as one: alike in dtype, frozen or not.
 
     One of which ranks compute with parts of different sizes is by itself, but where one rank holds all of it.
@@ -238,9 +238,6 @@ def _groups(params_info: list[ParamInfo], ranks: int) -> list[list[ParamInfo]]:
             (info.param.dtype, info.param.requires_grad, by_itself)
             for info, by_itself in zip(params_info, alone, strict=True)
         ],
-        [info.values.numel() for info in params_info],
-        [info.grain for info in params_info],
-        ranks,
         [info.placement.owner for info in params_info],
     )
     return [[params_info[i] for i in members] for members in groups]

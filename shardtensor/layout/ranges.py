@@ -2,8 +2,8 @@
 
 All ranges have one size, so that an all-gather or a reduce-scatter of the buffer is one collective without copies.
 A range must not end inside a grain of a parameter. If it would, the ranges become larger or padding is added between
-parameters, whichever wastes less. Parameters whose grains waste too much together get separate buffers (`together`),
-and so does a parameter whose shards have different sizes on the tensor-parallel ranks (`lay_out_alone`). Ranges of
+parameters, whichever wastes less. A parameter whose shards have different sizes on the tensor-parallel ranks gets a
+buffer of its own (`lay_out_alone`). Ranges of
 different sizes would need no padding, but NCCL has no collective for them: it broadcasts each in turn.
 """
 
@@ -204,49 +204,20 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
     return Ranges(tuple(lengths), tuple(places), chunk, ranks)
 
 
-def together(lengths: Sequence[int], units: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the numbers of the parameters of each buffer: all in one, unless a buffer for each grain wastes much less.
-
-    Example:
-        >>> together([64 * 48, 48], [48, 1], 4), together([64 * 997, 64 * 1009], [997, 1009], 8)
-        ([[0, 1]], [[0], [1]])
-    """
-    everything = list(range(len(lengths)))
-    common = lay_out(lengths, ranks, units).waste
-    if common * _WASTE <= sum(lengths):
-        return [everything]
-    apart: dict[int, list[int]] = {}
-    for i in everything:
-        apart.setdefault(0 if units[i] >= lengths[i] > 1 else units[i], []).append(i)
-    groups = list(apart.values())
-    waste = sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
-    saved = common - waste
-    return groups if saved * _WASTE > sum(lengths) and saved > ranks * ALIGNMENT * _TRIES else [everything]
-
-
-def parameter_groups(
-    kinds: Sequence[Hashable],
-    lengths: Sequence[int],
-    units: Sequence[int],
-    ranks: int,
-    owners: Sequence[int | None] | None = None,
-) -> list[list[int]]:
+def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:
     """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
 
-    Those are of one kind, with grains that fit (`together`); those that a rank holds whole are in the order of owners.
+    Those are of one kind; those that a rank holds whole are in the order of owners.
+
+    Example:
+        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [None, None, 1, 0])
+        [[0], [1], [3, 2]]
     """
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
         alike.setdefault((kind, owner_of[i] is not None), []).append(i)
-    groups: list[list[int]] = []
-    for members in alike.values():
-        if owner_of[members[0]] is not None:
-            groups.append(sorted(members, key=lambda i: owner_of[i] or 0))
-        else:
-            parts = together([lengths[i] for i in members], [units[i] for i in members], ranks)
-            groups += [[members[i] for i in part] for part in parts]
-    return groups
+    return [sorted(members, key=lambda i: owner_of[i] or 0) for members in alike.values()]
 
 
 @attrs.frozen

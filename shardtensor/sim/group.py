@@ -205,7 +205,7 @@ class SimGroup(Group):
         return f"SimGroup(ranks={self.ranks}, index={self.index})"
 
 
-class _Started:
+class _Started(Pending):
     """A started collective; `finish` makes this rank's result from the common one."""
 
     __slots__ = ("finish", "group", "result", "slot")
@@ -220,7 +220,7 @@ class _Started:
         return self.result
 
 
-class _Into:
+class _Into(Pending):
     """A started collective that writes its result into a tensor."""
 
     __slots__ = ("out", "started")

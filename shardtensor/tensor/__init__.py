@@ -3,6 +3,10 @@
 `dispatch` has the table, `sharded_tensor` the class; each module below imports these and registers with them.
 """
 
+from typing import Any
+
+import torch
+
 from shardtensor.tensor import convert as convert
 from shardtensor.tensor import copying as copying
 from shardtensor.tensor import dtensor as dtensor
@@ -12,4 +16,25 @@ from shardtensor.tensor import gradient as gradient
 from shardtensor.tensor import plain_operands as plain_operands
 from shardtensor.tensor import reshard as reshard
 from shardtensor.tensor import state as state
-from shardtensor.tensor import unbound as unbound
+from shardtensor.tensor.answers import Answers
+from shardtensor.tensor.dispatch import HANDLERS
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+def _register_unbound() -> None:
+    """Handle what `ShardedTensor` answers itself also where it is asked the long way round: ``torch.Tensor.size(x)``,
+    ``torch.Tensor.grad.__get__(x)``, ``torch.numel(x)``."""
+    for name in {*vars(Answers), *vars(ShardedTensor)} - {*vars(object), "__torch_function__", "__torch_dispatch__"}:
+        theirs: Any = getattr(torch.Tensor, name, None)
+        ours: Any = getattr(ShardedTensor, name)
+        if theirs is not None and isinstance(ours, property):
+            HANDLERS[theirs.__get__] = ours.fget  # type: ignore[assignment]
+            if ours.fset is not None:
+                HANDLERS[theirs.__set__] = lambda tensor, value, name=name: setattr(tensor, name, value)
+        elif callable(ours) and callable(theirs) and theirs not in HANDLERS:
+            HANDLERS[theirs] = ours
+            if callable(function := getattr(torch, name, None)):
+                HANDLERS.setdefault(function, ours)
+
+
+_register_unbound()

@@ -7,6 +7,7 @@ is made, and every fault is the same error on every rank; tensors' contents neve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, combinations, product
 from operator import index
 from typing import Any
@@ -283,22 +284,20 @@ def _read(
 def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape], group: Group) -> Layout:
     """The layout whose local shapes are those that the ranks brought: lengths added up along axes of the mesh."""
     mesh = mesh_of(group)
-    first = shapes[mesh.ranks[0]]
-    if all(len(shape) == len(first) for shape in shapes.values()) and (size is None or len(size) == len(first)):
-        ndim = len(mesh.sizes)
-        some_axes = [axes for count in range(ndim + 1) for axes in combinations(range(ndim), count)]
-        lines = [mesh.ranks_along(mesh.ranks[0], axes) for axes in some_axes]
+    known = size or (None,) * len(shapes[mesh.ranks[0]])
+    if all(len(shape) == len(known) for shape in shapes.values()):
+        axes = range(len(mesh.sizes))
+        some_axes = [chosen for count in range(len(axes) + 1) for chosen in combinations(axes, count)]
+        lines = [mesh.ranks_along(mesh.ranks[0], chosen) for chosen in some_axes]
         lengths = [
-            [known] if known is not None else sorted({sum(shapes[rank][dim] for rank in line) for line in lines})
-            for dim, known in enumerate(size or (None,) * len(first))
+            sorted({sum(shapes[rank][dim] for rank in line) for line in lines}) if length is None else [length]
+            for dim, length in enumerate(known)
         ]
         for shape in product(*lengths):
-            try:
+            with suppress(LayoutError):
                 layout = bind_named(spec, shape, mesh)
-            except LayoutError:
-                continue
-            if all(layout.local_shape(rank) == local for rank, local in shapes.items()):
-                return layout
+                if all(layout.local_shape(rank) == local for rank, local in shapes.items()):
+                    return layout
     raise LayoutError(
         "the global size does not follow from the local shapes",
         {"spec": str(spec), **{f"rank {rank}": by(shape) for rank, shape in list(shapes.items())[:8]}},

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_alone, lay_out_owned, together
+from shardtensor.layout.ranges import ALIGNMENT, lay_out, lay_out_alone, lay_out_owned, parameter_groups
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import Spec
 
@@ -77,27 +77,6 @@ def test_rows_of_a_lone_matrix_are_dealt_as_evenly_as_they_can_be(rows, columns,
     assert ranges.chunk <= share + max(share // 7, columns * ALIGNMENT)
 
 
-@examples(200)
-@given(parameters(), some.integers(1, 9))
-def test_apart_wastes_less_than_together(given, ranks):
-    lengths, units = given
-    groups = together(lengths, units, ranks)
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-
-    def waste(groups):
-        return sum(lay_out([lengths[i] for i in g], ranks, [units[i] for i in g]).waste for g in groups)
-
-    assert waste(groups) <= waste([list(range(len(lengths)))])
-
-
-def test_what_saves_little_stays_together():
-    assert together([64 * 997, 64 * 1009], [997, 1009], 8) == [[0], [1]]
-    lengths, units = [5 * 37, 5 * 41], [37, 41]
-    apart = sum(lay_out([n], 8, [unit]).waste for n, unit in zip(lengths, units, strict=True))
-    assert lay_out(lengths, 8, units).waste - apart > sum(lengths) // 8, "worth it, were they longer"
-    assert together(lengths, units, 8) == [[0, 1]]
-
-
 def test_one_alone_lies_as_a_flat_layout_cuts_it():
     for length, ranks, unit in product(range(20), range(1, 5), range(1, 4)):
         ranges = lay_out_alone(length, ranks, unit)
@@ -126,3 +105,8 @@ def test_matrices_of_a_decoder_layer_waste_nearly_nothing_by_rows():
     lengths, rows = [a * b for a, b in matrices], [b for _, b in matrices]
     for ranks in (2, 3, 4, 8, 64):
         assert lay_out(lengths, ranks, rows).waste <= 0.002 * sum(lengths)
+
+
+def test_parameters_of_one_kind_are_gathered_together_in_the_order_of_their_owners():
+    assert parameter_groups(["f32", "bf16", "f32"]) == [[0, 2], [1]]
+    assert parameter_groups(["f32", "f32", "f32", "f32"], [None, 2, 0, None]) == [[0, 3], [2, 1]]

@@ -95,15 +95,11 @@ def _unit(resolved: Resolved, path: str, group: Sequence[Placed], holds_units: b
     stored = [each.stored.axes for each in placed if each.stored is not None]
     alone = ["" if has_equal_parts(each.layout) else each.tensor.name for each in placed]
     axes = tuple(mesh.names.index(leaf) for leaf in axes_of(stored[0]))
-    ranks, rank = math.prod(mesh.sizes[axis] for axis in axes), mesh.ranks[0]
+    ranks = math.prod(mesh.sizes[axis] for axis in axes)
     units = [_grain(each) for each in placed]
     layouts = [each.layout for each in placed]
-    groups = parameter_groups(
-        [(each.tensor.dtype, each.tensor.requires_grad, name) for each, name in zip(placed, alone, strict=True)],
-        [layout.numel(rank) for layout in layouts],
-        _grains(layouts, units, rank),
-        ranks,
-    )
+    kinds = [(each.tensor.dtype, each.tensor.requires_grad, name) for each, name in zip(placed, alone, strict=True)]
+    groups = parameter_groups(kinds)
     flats = [
         Flat(
             tuple(layouts[i] for i in members), tuple(units[i] for i in members), axes, ranks,
