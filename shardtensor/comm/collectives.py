@@ -11,10 +11,10 @@ the backward of the other, so gradients of gradients are right.
     all_reduce              partial -> replicated    sum_gradient
     local_slice             replicated -> shard      all_gather
     all_gather              shard -> replicated      local_slice
-    all_gather_sum_gradient shard -> partial         reduce_scatter            sequence parallelism
-    reduce_scatter          partial -> shard         all_gather_sum_gradient
     all_to_all              shard -> shard           all_to_all
     ======================= ======================== ========================= ====================
+
+`along_dim` has a pair more: all-gathers for work that is split over the ranks, and reduce-scatters.
 
 Every member of the group calls them, in the same order, and runs their backwards. Without a gradient to compute they
 make no graph. In a group of one each returns its argument. Counts are the elements of each member.
@@ -208,43 +208,6 @@ def whole_gradient(grad: Any) -> torch.Tensor:
     return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
-def all_gather_sum_gradient(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """`all_gather` for work that is split over the ranks: backward reduce-scatters the gradients.
-
-    It computes `sum_gradient` of `all_gather`, with half the traffic in backward; `reduce_scatter` is the adjoint.
-    """
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_all_gather_sum_gradient(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
-
-
-def reduce_scatter(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Sum the terms `x`, of ``sum(counts)`` elements, over the group and return this rank's range of the sum, flat.
-
-    Backward gathers the gradients: `all_gather_sum_gradient` is the adjoint.
-    """
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_reduce_scatter(x, counts, group) if differentiates(x) else group.reduce_scatter(x, counts)
-
-
-class _AllGatherSumGradient(_AllGather):
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return alias(group.reduce_scatter(x, counts))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_sum_gradient(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
     """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order.
 
@@ -272,5 +235,4 @@ class _AllToAll(Function):
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
 _do_all_reduce_fresh = caller(_AllReduceFresh)
 _do_local_slice, _do_all_gather = caller(_LocalSlice), caller(_AllGather)
-_do_all_gather_sum_gradient, _do_reduce_scatter = caller(_AllGatherSumGradient), caller(_ReduceScatter)
 _do_all_to_all = caller(_AllToAll)

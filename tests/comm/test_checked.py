@@ -20,7 +20,8 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor import comm
-from shardtensor.comm import collectives
+from shardtensor.comm import along_dim, collectives
+from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, forget_destroyed
@@ -195,16 +196,15 @@ def backward_of_two_things() -> tuple[str, str]:
     group = checked_group()
     x = torch.ones(3, device=device(), requires_grad=True)
     split, alike = collectives.sum_gradient(x, group), collectives.all_gather(x, [3, 3], group)
-    return told(
-        lambda: (split if group.rank == 0 else collectives.reduce_scatter(alike, [3, 3], group)).sum().backward()
-    )
+    halves = DimSizes(0, (3, 3))
+    return told(lambda: (split if group.rank == 0 else along_dim.reduce_scatter(alike, halves, group)).sum().backward())
 
 
 def test_backward(world):
     name, text = the_one(world(backward_of_two_things, 2))
     assert name == "CallMismatchError"
     assert "rank 0  backward of SumGradient: all_reduce sum of 3 float32" in text
-    assert "rank 1  reduce_scatter 3+3 float32" in text
+    assert "rank 1  reduce_scatter 6 float32" in text
 
 
 def run_layers_in_another_order() -> tuple[str, str]:

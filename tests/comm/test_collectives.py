@@ -8,12 +8,21 @@ import torch.nn.functional as F
 from harness import device, every_size
 from torch.autograd import forward_ad
 
-from shardtensor.comm import collectives
-from shardtensor.comm.group import SingleRankGroup
+from shardtensor.comm import along_dim, collectives
+from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
 
 COUNTS = [(2, 2, 2, 2), (3, 1, 4, 2), (0, 5, 0, 1)]
+
+
+def gathered_for_split_work(x: torch.Tensor, counts: tuple[int, ...], group: Group) -> torch.Tensor:
+    return along_dim.all_gather(x, DimSizes(0, tuple(counts)), group, sum_gradient=True)
+
+
+def reduced_and_scattered(x: torch.Tensor, counts: tuple[int, ...], group: Group) -> torch.Tensor:
+    return along_dim.reduce_scatter(x, DimSizes(0, tuple(counts)), group)
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
@@ -45,8 +54,8 @@ def check_adjoints() -> None:
         cases += [
             ("copy", total, "part", own, lambda x, c=counts: collectives.local_slice(x, c, group)),
             ("part", own, "copy", total, lambda x, c=counts: collectives.all_gather(x, c, group)),
-            ("part", own, "partial", total, lambda x, c=counts: collectives.all_gather_sum_gradient(x, c, group)),
-            ("partial", total, "part", own, lambda x, c=counts: collectives.reduce_scatter(x, c, group)),
+            ("part", own, "partial", total, lambda x, c=counts: gathered_for_split_work(x, c, group)),
+            ("partial", total, "part", own, lambda x, c=counts: reduced_and_scattered(x, c, group)),
         ]
     for source, count, target, result_count, move in cases:
         x = draw(source, count, 10).requires_grad_()
@@ -81,9 +90,9 @@ def check_dense() -> None:
         part = full.split(counts)[me]
         assert torch.equal(collectives.local_slice(full, counts, group), part)
         assert torch.equal(collectives.all_gather(part, counts, group), full)
-        assert torch.equal(collectives.all_gather_sum_gradient(part, counts, group), full)
+        assert torch.equal(gathered_for_split_work(part, counts, group), full)
         terms = [numbers(sum(counts), r) for r in range(n)]
-        assert torch.equal(collectives.reduce_scatter(terms[me], counts, group), sum(terms).split(counts)[me])
+        assert torch.equal(reduced_and_scattered(terms[me], counts, group), sum(terms).split(counts)[me])
         mine = terms[me].clone()
         assert torch.equal(collectives.all_reduce(mine, group), sum(terms))
         assert torch.equal(mine, terms[me]), "all_reduce leaves its argument alone"
@@ -124,8 +133,8 @@ def test_alone_they_return_their_argument():
     for result in (
         collectives.local_slice(x, (3,), alone),
         collectives.all_gather(x, (3,), alone),
-        collectives.all_gather_sum_gradient(x, (3,), alone),
-        collectives.reduce_scatter(x, (3,), alone),
+        gathered_for_split_work(x, (3,), alone),
+        reduced_and_scattered(x, (3,), alone),
         collectives.all_to_all(x, (3,), (3,), alone),
     ):
         assert result.data_ptr() == x.data_ptr()
@@ -142,7 +151,7 @@ def check_compiled(name: str) -> None:
         "local_slice": (sum(counts), lambda x: collectives.local_slice(x, counts, group)),
         "all_gather": (counts[me], lambda x: collectives.all_gather(x, counts, group)),
         "lopsided all_gather": (lopsided[me], lambda x: collectives.all_gather(x, lopsided, group)),
-        "reduce_scatter": (sum(counts), lambda x: collectives.reduce_scatter(x, counts, group)),
+        "reduce_scatter": (sum(counts), lambda x: reduced_and_scattered(x, counts, group)),
         "all_to_all": (2 * n, lambda x: collectives.all_to_all(x, [2] * n, [2] * n, group)),
     }
     count, move = moves[name]
@@ -195,7 +204,7 @@ def check_graphs_end_with_their_results():
     for call, value in (
         (lambda x: collectives.all_reduce(x, group), whole),
         (lambda x: collectives.all_gather(x, counts, group), part),
-        (lambda x: collectives.reduce_scatter(x, counts, group), whole),
+        (lambda x: reduced_and_scattered(x, counts, group), whole),
         (
             lambda x: collectives.all_to_all(x, [4 // group.size] * group.size, [4 // group.size] * group.size, group),
             part,

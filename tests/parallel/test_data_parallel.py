@@ -185,12 +185,12 @@ class Experts(nn.Module):
         if mesh is None:
             return (x @ self.weight.T).pow(2).sum(1)
         group = mesh.axis(*axes)
-        from shardtensor.comm.collectives import all_gather_sum_gradient, reduce_scatter
+        from shardtensor.comm.along_dim import DimSizes, all_gather, reduce_scatter
 
         local = self.weight._local
-        everyone = all_gather_sum_gradient(x, [x.numel()] * group.size, group).view(-1, 3)
+        everyone = all_gather(x, DimSizes(0), group, sum_gradient=True)
         parts = (everyone @ local.T).pow(2).sum(1)
-        return reduce_scatter(parts, [len(x)] * group.size, group)
+        return reduce_scatter(parts, DimSizes(0), group)
 
 
 def experts(axes, spec):
