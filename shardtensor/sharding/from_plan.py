@@ -30,7 +30,7 @@ from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import ShardingPlan
 from shardtensor.sharding.rules import axes_of_flows, read_rules, with_the_rest
-from shardtensor.sharding.stores import Keeping, gather_units
+from shardtensor.sharding.stores import Keeping
 from shardtensor.sharding.work import Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import device_for
@@ -79,8 +79,8 @@ def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Wor
     passings = {modules[path]: passing for path, passing in resolved.modules.items()}
     targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows.modules.stated)
     lone = _where_only(module, targets, flows.modules.stated)
-    keeping = _keeping(module, resolved, modules)
-    said = {"mesh": str(plan.axes.mesh)} | dict(canonical_lines(resolved)) | keeping.facts()
+    keeping = Keeping.of(module, resolved)
+    said = dict(canonical_lines(resolved))
     counts = _counts(module, passings, group, plan.axes)
     return Work(module, group, targets, flows, counts, _hooks(passings), wholes, ties, keeping, lone, said=said)
 
@@ -120,6 +120,7 @@ def from_rules(module: nn.Module, given: ShardingPlan | Mapping[str, Any], group
         sharders=rules.sharders,
         outputs=rules.outputs,
         local_outputs=rules.local_outputs,
+        said=dict(canonical_lines(resolved)) | {name: str(spec) for name, spec in rules.opaque.items()},
     )
 
 
@@ -225,19 +226,3 @@ def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[s
                 if not (stated.ins or stated.outs) and layer_class(type(module.get_submodule(path))) is not None:
                     found[unwrapped(path)] = None
     return tuple(found)
-
-
-def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str]) -> Keeping:
-    axes, names = resolved.plan.axes, _names(module)
-    data = tuple(axis for axis in axes.mesh.names if axis in axes.leaves(axes.data))
-    params = dict(module.named_parameters(remove_duplicate=False))
-    stored, met = [], set()
-    for placed in resolved.tensors.values():
-        name = names[placed.tensor.name]
-        if placed.stored is None or name not in params or id(params[name]) in met:
-            continue
-        met.add(id(params[name]))
-        flat = axes.spelled(Spec().flat(*placed.stored.axes, unit=placed.stored.unit)).flat_part
-        assert flat is not None
-        stored.append((name, modules[placed.unit or ""], flat))
-    return Keeping(data, gather_units(module, stored))

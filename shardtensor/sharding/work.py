@@ -36,12 +36,6 @@ class Target:
     layout: Layout | None
     device: torch.device
 
-    def __str__(self) -> str:
-        tensor = self.tensor
-        frozen = "" if tensor.requires_grad else ", frozen"
-        without_memory = " on meta" if tensor.is_meta else ""
-        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{without_memory}{frozen}"
-
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
@@ -63,7 +57,7 @@ class Work:
         lone: layers without flows that compute with plain values: they exist on some ranks only.
         keeping: which parameters are stored in shards, and the axes along which samples differ.
         sharders, outputs, local_outputs: the other entries of torch's own plans.
-        said: facts that must be equal on all ranks, beside those that follow from the above.
+        said: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
     module: nn.Module
@@ -83,12 +77,9 @@ class Work:
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, as text."""
-        found = {", ".join(target.names): str(target) for target in self.targets}
-        found |= {name: f"whole, {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.wholes}
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
-        found |= {"frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
+        found = {**self.said, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
-        found = {**self.said, **found, **self.said}  # which begins with what all else follows from
         found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
             found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
