@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
-from shardtensor.parallel.experts import UNCOMPILED, combined, place, stacked
-from shardtensor.parallel.moe import chosen
+from shardtensor.parallel.experts import UNCOMPILED, chosen, combined, place, stacked
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of

@@ -26,14 +26,14 @@ from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
-from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import ShardingPlan
 from shardtensor.sharding.rules import axes_of_flows, read_rules, with_the_rest
 from shardtensor.sharding.stores import Keeping
-from shardtensor.sharding.work import Target, Work
+from shardtensor.sharding.work import Count, Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.binding import bind_named
+from shardtensor.tensor.placing import device_for, mesh_of
 
 
 def group_of(plan: Plan, group: Group) -> Group:
@@ -146,7 +146,12 @@ def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes
     for path, passing in passings.items():
         owner = root.get_submodule(path)
         for name, (spec, _) in passing.locals.items():
-            found.setdefault((id(owner), name), count(path, owner, name, axes.spelled(spec), group))
+            value, spelled = getattr(owner, name), axes.spelled(spec)
+            try:
+                (share,) = bind_named(spelled, (value,), mesh_of(group)).local_shape(group.rank)
+            except LayoutError as error:
+                raise error.of(f"`{name}` of {path or 'the module'}") from None
+            found.setdefault((id(owner), name), Count(path, owner, name, value, spelled, share))
     return tuple(found.values())
 
 

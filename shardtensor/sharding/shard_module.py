@@ -21,13 +21,12 @@ from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
-from shardtensor.sharding.counts import count_as_before
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.from_plan import from_plan, from_rules, group_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import unsettle
 from shardtensor.sharding.stores import keep_as_before
-from shardtensor.sharding.work import Target, Work
+from shardtensor.sharding.work import Target, Work, count_as_before
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.modules import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device

@@ -16,7 +16,6 @@ from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.counts import Count
 from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.hooks import Site, Use, called
 from shardtensor.sharding.plan import Sharder
@@ -35,6 +34,32 @@ class Target:
     spec: ShardingSpec
     layout: Layout | None
     device: torch.device
+
+
+_BEFORE = "_sharding_counts"
+"""Where a module keeps what it counted before."""
+
+
+@attrs.frozen(eq=False)
+class Count:
+    """An attribute that becomes this rank's share: a module that splits by ``num_heads`` counts its rank's heads."""
+
+    path: str
+    module: nn.Module
+    name: str
+    value: int
+    spec: ShardingSpec
+    share: int
+
+    def apply(self) -> None:
+        vars(self.module).setdefault(_BEFORE, {}).setdefault(self.name, self.value)
+        setattr(self.module, self.name, self.share)
+
+
+def count_as_before(module: nn.Module) -> None:
+    """Give a module the numbers back that it had."""
+    for name, value in module.__dict__.pop(_BEFORE, {}).items():
+        setattr(module, name, value)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -83,7 +108,7 @@ class Work:
         found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
             found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
-        found |= {f"local {count.name} of {count.path or 'the module'}": str(count) for count in self.counts}
+        found |= {f"local {c.name} of {c.path or 'the module'}": f"{c.spec} of {c.value}" for c in self.counts}
         found |= {f"use {i} of {path or 'the module'}": str(hook) for i, (path, hook) in enumerate(self.hooks)}
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.local_outputs}
