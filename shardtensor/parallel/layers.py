@@ -264,19 +264,20 @@ class ParallelLayerNorm(Flowing, nn.LayerNorm):
     """`nn.LayerNorm` of a stream that is sharded along tokens: replicated parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        refuse_shell(self, input)
-        weight, bias = _summed(self, "weight"), _summed(self, "bias")
-        x = moved(input, self.flow.enter)
-        return moved(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), self.flow.leave)
+        return _normed(self, input, F.layer_norm, _summed(self, "weight"), _summed(self, "bias"))
 
 
 class ParallelRMSNorm(Flowing, nn.RMSNorm):
     """`nn.RMSNorm` of a stream that is sharded along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        refuse_shell(self, x)
-        weight = _summed(self, "weight")
-        return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
+        return _normed(self, x, F.rms_norm, _summed(self, "weight"))
+
+
+def _normed(module: Any, x: torch.Tensor, norm: Callable[..., torch.Tensor], *params: Any) -> torch.Tensor:
+    refuse_shell(module, x)
+    flow = module.flow
+    return moved(norm(moved(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
 
 
 class ParallelNorm(Flowing):

@@ -15,8 +15,8 @@ from shardtensor.comm.untraced import untraced
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.flows import stretches_of
 from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
+from shardtensor.sharding.settle import stretches_of
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.binding import bind_named
 from shardtensor.tensor.placing import mesh_of

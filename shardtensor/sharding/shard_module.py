@@ -21,10 +21,9 @@ from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
-from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.from_plan import from_plan, from_rules, group_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.settle import unsettle
+from shardtensor.sharding.settle import Binder, unsettle
 from shardtensor.sharding.stores import keep_as_before
 from shardtensor.sharding.work import Target, Work, count_as_before
 from shardtensor.spec.nodes import ShardingSpec

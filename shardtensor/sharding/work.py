@@ -16,10 +16,9 @@ from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.hooks import Site, Use, called
 from shardtensor.sharding.plan import Sharder
-from shardtensor.sharding.settle import Settled, settle
+from shardtensor.sharding.settle import Binder, Settled, settle
 from shardtensor.sharding.stores import Keeping
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
