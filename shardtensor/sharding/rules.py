@@ -26,7 +26,6 @@ from shardtensor.plan.python_rules import lines
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.work import Target
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
@@ -45,7 +44,7 @@ class Opaque:
 
 @attrs.frozen(eq=False)
 class Rules:
-    """Rules of a part of a module, read.
+    """A plan of a module, or rules of a part of it, read.
 
     Attributes:
         plan: its lines, for the axes of the group; an `Opaque` where a spec cannot be bound without torch.
@@ -56,10 +55,10 @@ class Rules:
 
     plan: Plan
     model: Model
-    opaque: Mapping[str, ShardingSpec]
-    sharders: tuple[tuple[str, Sharder], ...]
-    outputs: tuple[tuple[str, ShardingSpec], ...]
-    local_outputs: tuple[str, ...]
+    opaque: Mapping[str, ShardingSpec] = attrs.field(factory=dict)
+    sharders: tuple[tuple[str, Sharder], ...] = ()
+    outputs: tuple[tuple[str, ShardingSpec], ...] = ()
+    local_outputs: tuple[str, ...] = ()
 
 
 def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group: Group) -> Rules:
@@ -120,11 +119,7 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
 
 
 def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
-    """The model with the plain tensors that rules name.
-
-    Raises:
-        LayoutError: an attribute of that name is no tensor.
-    """
+    """The model with the plain tensors that rules name."""
     tree, more = NameTree(model.by_name, model.paths), []
     for line in said:
         is_rule = line.kind == "tensor" and not line.is_optional and not isinstance(line.value, Sharder)
@@ -206,7 +201,7 @@ def axes_of_flows(said: Iterable[Line]) -> set[str]:
     return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.addends)}
 
 
-def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Target]) -> Resolved:
+def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any]) -> Resolved:
     """Resolved rules with the tensors that no rule names: whole, or in the layout that they have."""
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}

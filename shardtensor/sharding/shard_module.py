@@ -21,7 +21,7 @@ from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
-from shardtensor.sharding.from_plan import from_plan, from_rules, group_of
+from shardtensor.sharding.from_plan import work_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Binder, unsettle
 from shardtensor.sharding.stores import keep_as_before
@@ -83,7 +83,7 @@ def shard_module(
     try:
         if isinstance(plan, str | Path):
             plan = load_plan(plan, config=_config(module), world=group.size)
-        found = _work(module, plan, group, src_rank)
+        found = work_of(module, plan, group, src_rank)
         found.settled(Binder(found.group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:
@@ -91,7 +91,7 @@ def shard_module(
     agree(group, f"shard_module({type(module).__name__})", facts, fault)
     assert found is not None
     group = found.group
-    for path, sharder in found.sharders:
+    for path, sharder in found.rules.sharders:
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
@@ -117,13 +117,6 @@ def _config(module: nn.Module) -> Any:
     """The configuration that a module keeps, as those of Hugging Face do; None where it keeps none."""
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
-
-
-def _work(module: nn.Module, plan: Any, group: Group, src_rank: int) -> Work:
-    """What a plan of any kind comes to."""
-    if isinstance(plan, Plan):
-        return from_plan(module, plan, group_of(plan, group), src_rank)
-    return from_rules(module, plan, group, src_rank)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
@@ -211,8 +204,8 @@ def _become_all(tensors: list[Any], others: list[Any]) -> None:
 
 def _hook(module: nn.Module, found: Work) -> None:
     """Set the hooks of a plan; each module keeps the handles of its own."""
-    hooks = [(path, resharding(spec)) for path, spec in found.outputs]
-    for path, hook in [*hooks, *((path, collecting) for path in found.local_outputs)]:
+    hooks = [(path, resharding(spec)) for path, spec in found.rules.outputs]
+    for path, hook in [*hooks, *((path, collecting) for path in found.rules.local_outputs)]:
         owner = module.get_submodule(path)
         owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))
     for (path, _), use in zip(found.hooks, found.uses, strict=True):

@@ -17,7 +17,7 @@ from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.sharding.hooks import Site, Use, called
-from shardtensor.sharding.plan import Sharder
+from shardtensor.sharding.rules import Rules
 from shardtensor.sharding.settle import Binder, Settled, settle
 from shardtensor.sharding.stores import Keeping
 from shardtensor.spec.nodes import ShardingSpec
@@ -74,19 +74,20 @@ class Work:
         group: all ranks, with the axes of the plan.
         targets: tensors that become ShardedTensors.
         wholes: tensors that stay plain; the source sends its values to all ranks.
+        rules: as they were read, with the other entries of torch's own plans.
         flows: how values pass modules, free of errors; None where the plan has no rules for modules.
         counts: attributes that become the rank's share.
         hooks: calls of hooks, with the module each stands in.
         ties: names, each with the name of the tensor that takes its place.
         lone: layers without flows that compute with plain values: they exist on some ranks only.
         keeping: which parameters are stored in shards, and the axes along which samples differ.
-        sharders, outputs, local_outputs: the other entries of torch's own plans.
         said: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
     module: nn.Module
     group: Group
     targets: tuple[Target, ...]
+    rules: Rules
     flows: Flows | None = None
     counts: tuple[Count, ...] = ()
     hooks: tuple[tuple[str, Hook], ...] = ()
@@ -94,9 +95,6 @@ class Work:
     ties: tuple[tuple[str, str], ...] = ()
     keeping: Keeping | None = None
     lone: tuple[str, ...] = ()
-    sharders: tuple[tuple[str, Sharder], ...] = ()
-    outputs: tuple[tuple[str, ShardingSpec], ...] = ()
-    local_outputs: tuple[str, ...] = ()
     said: Mapping[str, str] = attrs.field(factory=dict)
 
     def facts(self) -> dict[str, str]:
@@ -104,13 +102,13 @@ class Work:
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
         found = {**self.said, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
-        found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
+        found |= {path: type(sharder).__qualname__ for path, sharder in self.rules.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
             found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
         found |= {f"local {c.name} of {c.path or 'the module'}": f"{c.spec} of {c.value}" for c in self.counts}
         found |= {f"use {i} of {path or 'the module'}": str(hook) for i, (path, hook) in enumerate(self.hooks)}
-        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
-        return found | {f"local output of {path or 'the module'}": "yes" for path in self.local_outputs}
+        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.rules.outputs}
+        return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
     def settled(self, binder: Binder) -> list[Settled]:
         """What each module with a flow does.
