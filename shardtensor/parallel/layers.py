@@ -160,11 +160,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
 
 
 def refuse_shell(module: object, x: Any) -> None:
-    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product.
-
-    Raises:
-        RuleError: `x` is one.
-    """
+    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product."""
     if isinstance(x, ShardedTensor):
         raise RuleError(
             f"{type(module).__name__}: a ShardedTensor came where the plan says that plain local values pass",

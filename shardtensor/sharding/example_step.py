@@ -18,19 +18,11 @@ _IMAGES = ("pixel_values", "images", "image")
 
 
 def example_step(module: nn.Module, sample: int, length: int, samples: int = 2) -> torch.Tensor:
-    """Return the loss of a few samples; equal for equal numbers, on every rank.
+    """Return the loss of a few samples, those of the number `sample`, of `length` tokens; equal on every rank.
 
     A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
     that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
     The loss is the one that the module gives, else a mean of what it gives, squared and weighed.
-
-    Args:
-        sample: which samples: others for other numbers.
-        length: of sequences.
-        samples: how many there are.
-
-    Raises:
-        PlanError: the module cannot be called so.
 
     Example:
         >>> example_step(nn.Linear(3, 2), 0, 4).shape

@@ -58,12 +58,7 @@ def _group_of(plan: Plan, group: Group) -> Group:
 
 
 def work_of(module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], group: Group, src_rank: int) -> Work:
-    """Match a plan, or rules of a part, to a module. Pure: reads the module, changes nothing, sends nothing.
-
-    Raises:
-        PlanError, MissingParameterError: the plan has errors, its text is theirs; see also `read_rules`.
-        LayoutError, RuleError: a spec does not fit its tensor or these ranks.
-    """
+    """Match a plan, or rules of a part, to a module. Pure: reads the module, changes nothing, sends nothing."""
     if isinstance(given, Plan):
         group, rules = _group_of(given, group), Rules(given, model_info(module))
     else:

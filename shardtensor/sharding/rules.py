@@ -62,12 +62,7 @@ class Rules:
 
 
 def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group: Group) -> Rules:
-    """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing.
-
-    Raises:
-        PlanError: an entry is no spec, rules contradict a sharder, a module has no place, axes have several names.
-        MissingParameterError: a pattern matches nothing.
-    """
+    """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing."""
     if isinstance(rules, ShardingPlan):
         torchs, found = rules, [Line(text, value=value) for text, value in rules.plan.items()]
     else:

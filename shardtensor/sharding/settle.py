@@ -185,15 +185,7 @@ def settle(
     binder: Binder,
     lone: Collection[str] = (),
 ) -> list[Settled]:
-    """Find what each module with a flow does, and each of `lone`, layers without one that work on plain values.
-
-    Args:
-        modules: by their paths, as the plan calls them.
-        sharded: the names of each module's own parameters that are ShardedTensors, by its path.
-
-    Raises:
-        PlanError: a module cannot do what the plan says.
-    """
+    """Find what each module with a flow does, and each of `lone`, layers without one that work on plain values."""
     stated = flows.modules.stated
     found: list[Settled] = []
     met: dict[int, str] = {}

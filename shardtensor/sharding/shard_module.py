@@ -20,7 +20,7 @@ from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
+from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
 from shardtensor.sharding.from_plan import work_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Binder, unsettle

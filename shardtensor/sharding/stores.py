@@ -39,11 +39,7 @@ class Keeping:
 
     @classmethod
     def of(cls, module: nn.Module, resolved: Resolved) -> Keeping:
-        """What a plan keeps of a module.
-
-        Raises:
-            PlanError: a unit is never called.
-        """
+        """What a plan keeps of a module; raises PlanError where a unit is never called."""
         axes, owners = resolved.plan.axes, _by_path(module)
         units = gather_units(resolved)[::-1]
         for unit in units:
@@ -57,7 +53,7 @@ class Keeping:
 
     def apply(self, module: nn.Module, group: Group) -> None:
         """Cut what is stored, and average the gradients of the rest. Collective."""
-        owners = _by_path(module)
+        owners, sizes = _by_path(module), dict(self.mesh.axes)
         named = {unwrapped(name): param for name, param in module.named_parameters(remove_duplicate=False)}
         stored = {id(named[name]) for unit in self.units for names in unit.names for name in names}
         rest = [param for param in named.values() if id(param) not in stored]
@@ -69,11 +65,11 @@ class Keeping:
                 forms |= {param: f"flat({axis}, unit={grain})" for param, grain in grains.items() if grain != 1}
             fully_shard(
                 owners[unit.path],
-                mesh=_domain(group, axes, self.data, axis),
+                mesh=_domain(group, axes, self.data, axis, math.prod(sizes[each] for each in axes)),
                 shard_placement_fn=lambda param, found=forms: found.get(id(param)),  # type: ignore[misc]
                 ignored_params=rest,
             )
-        if not self.data or _size(group, self.data) == 1:
+        if math.prod(sizes[axis] for axis in self.data) == 1:
             return
         for owner in _owners_of(module, {id(p) for p in rest if p.requires_grad}) if self.units else [module]:
             data_parallel(owner, self.data, group, init_sync=False)
@@ -96,13 +92,7 @@ def keep_as_before(module: nn.Module) -> None:
     release(module)
 
 
-def _size(group: Group, axes: Sequence[str]) -> int:
-    if group.mesh is None:
-        return group.size
-    return math.prod(group.mesh.sizes[group.mesh.names.index(name)] for name in axes)
-
-
-def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str) -> Group:
+def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str, count: int) -> Group:
     """The data ranks, those along `axes` as one axis, which is cut, and the rest of `data` before it, which repeats."""
     rest = tuple(axis for axis in data if axis not in axes)
     team = group_along(group, (*rest, *axes))
@@ -111,8 +101,7 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str)
     ranks = tuple(team.ranks)
     if group.mesh is not None:
         ranks = group.mesh.ranks_along(group.rank, [group.mesh.names.index(axis) for axis in (*rest, *axes)])
-    copies = _size(group, rest) if rest else 1
-    grid = ((name, len(ranks)),) if copies == 1 else (("copies", copies), (name, len(ranks) // copies))
+    grid = ((name, count),) if count == len(ranks) else (("copies", len(ranks) // count), (name, count))
     return group_on_mesh(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 

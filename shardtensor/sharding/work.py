@@ -111,11 +111,7 @@ class Work:
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
     def settled(self, binder: Binder) -> list[Settled]:
-        """What each module with a flow does.
-
-        Raises:
-            PlanError: a module cannot do it, or a value that only a hook could take is taken by none.
-        """
+        """What each module with a flow does; raises PlanError where it cannot, or where no hook takes a value."""
         if self.flows is None:
             return []
         taken = {unwrapped(path) for use in self.uses for path in use.takes}
