@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook regist
 from shardtensor.sharding.from_plan import work_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Binder, unsettle
-from shardtensor.sharding.stores import keep_as_before
+from shardtensor.sharding.stores import is_called, keep_as_before
 from shardtensor.sharding.work import Target, Work, count_as_before
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.modules import drop_weak_references, flatten_again
@@ -99,9 +99,12 @@ def shard_module(
     _become_all([target.tensor for target in found.targets], shells)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
-    _take_wholes(found.wholes, group, src_rank)
+    for _, tensor in found.wholes:
+        if not tensor.is_meta:
+            group.broadcast(tensor.data, src_rank)
     for name, other in found.ties:
-        _tie(module, name, other)
+        (owner, last), (source, of_source) = (_place(module, each) for each in (name, other))
+        owner._parameters[last] = source._parameters[of_source]
     for each in settled:
         each.apply(_HANDLES)
     for each_count in found.counts:
@@ -161,7 +164,7 @@ _HANDLES = "_sharding_hooks"
 
 
 def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
-    parent, _, name = path.rpartition(".")
+    parent, name = _place(module, path)
     old = module.get_submodule(path)
     made = sharder.shard(old)
     if not isinstance(made, nn.Module):
@@ -170,12 +173,14 @@ def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
             {"found": type(made).__name__},
             "return the module that takes its place",
         )
-    if _has_forward(made) or not _has_forward(old):
-        setattr(module.get_submodule(parent), name, made)
+    if is_called(made) or not is_called(old):
+        setattr(parent, name, made)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds what has a dotted name, and the last part of it."""
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
 
 
 def _shell(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
@@ -212,20 +217,6 @@ def _hook(module: nn.Module, found: Work) -> None:
         made = use.apply()
         kept = module.get_submodule(path).__dict__.setdefault(_HANDLES, [])
         kept += made if isinstance(made, list | tuple) else [made] if hasattr(made, "remove") else []
-
-
-def _take_wholes(wholes: Iterable[tuple[str, torch.Tensor]], group: Group, src_rank: int) -> None:
-    """Take the source's values of tensors that every rank keeps whole."""
-    for _, tensor in wholes:
-        if not tensor.is_meta:
-            group.broadcast(tensor.data, src_rank)
-
-
-def _tie(module: nn.Module, name: str, other: str) -> None:
-    """Put the parameter of one name in the place of another's."""
-    path, _, last = name.rpartition(".")
-    source, _, source_last = other.rpartition(".")
-    module.get_submodule(path)._parameters[last] = module.get_submodule(source)._parameters[source_last]
 
 
 def _fill_on_load(module: nn.Module, group: Group) -> None:

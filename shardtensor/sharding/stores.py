@@ -44,7 +44,7 @@ class Keeping:
         units = gather_units(resolved)[::-1]
         for unit in units:
             owner = owners[unit.path]
-            if not _is_called(owner):
+            if not is_called(owner):
                 raise PlanError(
                     f"the gather unit {unit.path or 'of the root'} is never called: it is a {type(owner).__name__}",
                     fix="name modules with a forward after `by`: `by layers.*`",
@@ -80,8 +80,9 @@ def _by_path(module: nn.Module) -> dict[str, nn.Module]:
     return {unwrapped(path): part for path, part in module.named_modules(remove_duplicate=False)}
 
 
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def keep_as_before(module: nn.Module) -> None:
@@ -110,6 +111,6 @@ def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:
     params: list[torch.Tensor] = list(module.parameters())
     if not params or not any(id(param) in wanted for param in params):
         return []
-    if _is_called(module) and all(id(param) in wanted or not param.requires_grad for param in params):
+    if is_called(module) and all(id(param) in wanted or not param.requires_grad for param in params):
         return [module]
     return [owner for child in module.children() for owner in _owners_of(child, wanted)]
