@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
-from shardtensor.layout.layout import replicated
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.parameter import find
 from shardtensor.plan.axes import Axes
@@ -201,14 +200,18 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}
-    for name, tensor in _tensors(module):
-        info, target = resolved.model.by_name[name], known.get(id(tensor))
-        if target is not None and target.layout is not None:  # under whatever name it was sharded: it may be tied
-            placed[name] = Placed(info, target.spec, target.layout)
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        info = resolved.model.by_name[unwrapped(name)]
+        spec: ShardingSpec = Replicate()
+        layout: Layout = replicated(info.shape, mesh.ranks, mesh.sizes)
+        if id(tensor) in known:  # under whatever name it was sharded: it may be tied
+            spec, layout = known[id(tensor)].spec, known[id(tensor)].layout
         elif isinstance(tensor, ShardedTensor):
-            placed[name] = Placed(info, tensor.sharding_spec(), tensor._layout)
-        else:
-            placed[name] = Placed(info, Replicate(), replicated(info.shape, mesh.ranks, mesh.sizes))
+            spec, layout = tensor.sharding_spec(), tensor._layout
+        placed[info.name] = Placed(info, spec, layout)
     names: dict[int, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         names.setdefault(id(part), []).append(unwrapped(path))
@@ -217,9 +220,3 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
         for name in names[id(module.get_submodule(path))]:
             modules.setdefault(name, attrs.evolve(passing, uses=(), locals={}))
     return attrs.evolve(resolved, tensors=placed, modules=modules)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            yield unwrapped(name), tensor
