@@ -107,8 +107,13 @@ def _parse(source: Source, start: str) -> Tree:
 _FIRST = re.compile(r"(?:[ \t\f\r\n]|#[^\n]*(?:\n|$))*")
 
 
+def first_word(text: str) -> int:
+    """Where the first word of a plan begins, after comments."""
+    return _FIRST.match(text).end()  # type: ignore[union-attr]
+
+
 def _check_version(source: Source) -> None:
-    start = _FIRST.match(source.text).end()  # type: ignore[union-attr]
+    start = first_word(source.text)
     line = source.text[start:].split("\n", 1)[0].split("#")[0].rstrip()
     if found := re.fullmatch(r"shard[ \t]+([0-9]+)", line):
         if found[1].lstrip("0") == str(VERSION):
