@@ -100,11 +100,6 @@ Node = Any
 """A lark ``Tree`` or ``Token``; lark types their children as anything."""
 
 
-def read_spec(source: Source, tree: Node) -> ShardingSpec:
-    """Return the spec that the syntax tree of `source` means."""
-    return Reader(source).spec(tree)
-
-
 def span(node: Node) -> tuple[int, int]:
     """First character of a node, and the one after its last."""
     where: Any = node if isinstance(node, Token) else node.meta
