@@ -49,10 +49,12 @@ class Source:
     text: str
     file: str = "<spec>"
 
-    def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
+    def error(
+        self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "", kind: type = SpecError
+    ) -> SpecError:
         """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
         facts = tuple((key, value) for key, value in (("why", why), ("fix", fix)) if value)
-        return self._error(code, Fault(span, fault, facts), SpecError)
+        return self._error(code, Fault(span, fault, facts), kind)
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
         """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
