@@ -135,7 +135,7 @@ class Evaluator(Reader):
         switch = self.scope.names.get(self.text(condition))  # a parameter alone is the user's choice: no note
         if isinstance(value, ShardingSpec | Bundle) and not (switch is not None and switch.is_param):
             fault = f"the `else` side was taken: `{self.text(other)}`"
-            note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self, condition))
+            note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self.scope, condition))
             self.scope.notes.append((note, self.text(condition)))
         return value
 

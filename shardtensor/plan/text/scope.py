@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from lark import Token
 
-from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.spec.diagnostics import Source, listed, nearest, printable
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.reader import WORDS, Use, Word, as_in, example, words_for
-
-if TYPE_CHECKING:
-    from shardtensor.plan.text.evaluate import Evaluator
-
 
 Node = Any
 """A lark ``Tree`` or ``Token``."""
@@ -235,66 +230,44 @@ MOST = 8
 """Values that an error lists."""
 
 
-def known_values(evaluator: Evaluator, node: Node) -> str:
+def known_values(scope: Scope, node: Node) -> str:
     """The values of the names in a condition, and of those in the conditions that it names: ``heads=32, tp=6``."""
-    facts: dict[str, None] = {}
-    _collect(evaluator, node, facts, set())
-    return ", ".join(list(facts)[:MOST])
-
-
-def _collect(evaluator: Evaluator, node: Node, facts: dict[str, None], seen: set[str]) -> None:
-    for tree in _subtrees(node):
-        name = ".".join(map(str, tree.children)) if tree.data == "word" else ""
-        if name in seen or name in ("", "replicate"):
-            continue
-        seen.add(name)
-        text = _text_in(evaluator.scope.config, list(map(str, tree.children)))
-        if text:
-            facts[f"{name} is {text}"] = None
-            continue
-        try:
-            value = evaluator.named(tree)
-        except (SpecError, Poisoned):
-            continue
-        if isinstance(value, ShardingSpec | str):
-            continue
-        facts[f"{name}={shown(value)}"] = None
-        binding = evaluator.scope.names.get(name, Binding(None))
-        if isinstance(value, bool) and binding.source is not None and not binding.is_param:
-            _collect(type(evaluator)(binding.source, evaluator.scope), binding.node, facts, seen)
-
-
-def _text_in(config: Mapping[str, Any], words: list[str]) -> str:
-    """The text that config.json has under a key, or the texts of the list there; empty where it has none.
-
-    Example:
-        >>> _text_in({"architectures": ["A", "B"]}, ["config", "architectures"])
-        'A, B'
-    """
-    value: Any = {"config": config}
-    for word in words:
-        value = value.get(word) if isinstance(value, Mapping) else None
-    texts = value if isinstance(value, list) else [value]
-    return ", ".join(printable(text[:100]) for text in texts[:MOST] if isinstance(text, str))
+    facts = []
+    for name, binding in _names_in(scope, node, through=bool):
+        value: Any = {"config": scope.config, "world": scope.world} if binding is None else binding.value
+        for key in name.split(".") if binding is None else ():
+            value = value.get(key) if isinstance(value, Mapping) else None
+        texts = value if isinstance(value, list) and binding is None else [value]
+        if any(isinstance(text, str) for text in texts):
+            found = ", ".join(printable(text[:100]) for text in texts[:MOST] if isinstance(text, str))
+            facts += [f"{name} is {found}"] * (binding is None)
+        elif isinstance(value, int | AxisValue | Bundle):
+            facts.append(f"{name}={shown(value)}")
+    return ", ".join(facts[:MOST])
 
 
 def params_in(scope: Scope, node: Node) -> tuple[str, ...]:
     """The parameters that the value of an expression comes from, through the names in it."""
-    found: dict[str, None] = {}
+    named = _names_in(scope, node, through=object)
+    return tuple(name for name, binding in named if binding is not None and binding.is_param)
+
+
+def _names_in(scope: Scope, node: Node, through: type) -> Iterator[tuple[str, Binding | None]]:
+    """The names in an expression, and in those of names whose values are of the type `through`, each once."""
     seen: set[str] = set()
     todo = [node]
     while todo:
-        for tree in _subtrees(todo.pop()):
-            name = str(tree.children[0]) if tree.data in ("word", "axis") else ""
-            if not name or name in seen:
-                continue
+        tree = todo.pop()
+        if isinstance(tree, Token):
+            continue
+        name = ".".join(map(str, tree.children[: 1 if tree.data == "axis" else None]))
+        if tree.data in ("word", "axis") and name not in seen:
             seen.add(name)
-            binding = scope.names.get(name, Binding(None))
-            if binding.is_param:
-                found[name] = None
-            elif binding.node is not None:
-                todo.append(binding.node)
-    return tuple(found)
+            binding = scope.names.get(name)
+            yield name, binding
+            if binding is not None and binding.node is not None and not binding.is_param:
+                todo += [binding.node] * isinstance(binding.value, through)
+        todo += reversed(tree.children)
 
 
 def other_values(params: tuple[str, ...]) -> str:
@@ -309,12 +282,3 @@ def other_values(params: tuple[str, ...]) -> str:
     names = listed([f"`{name}`" for name in params])
     search = "without --set, `shardtensor plan --search` lists those that fit"
     return f"give {names} another value, as in --set {params[0]}=N; {search}"
-
-
-def _subtrees(node: Node) -> Iterator[Node]:
-    """A node and the trees below it, in the order of the text."""
-    stack = [] if isinstance(node, Token) else [node]
-    while stack:
-        tree = stack.pop()
-        yield tree
-        stack += [child for child in reversed(tree.children) if not isinstance(child, Token)]

@@ -231,7 +231,7 @@ class Statements:
         finding = finding_of(self.fault("E106", condition, f"requirement not met: {reason}"))
         names = params_in(self.scope, condition)
         given = [binding.given for name in names if (binding := self.scope.names[name]).given]
-        why = known_values(self.evaluator, condition)
+        why = known_values(self.scope, condition)
         self.find(attrs.evolve(finding, why=why, fix=other_values(names), notes=tuple(given)))
 
     # ---------- tensors ----------
