@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -90,7 +90,11 @@ def plan_text_from_hf(
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
-    entries = [*_entries(kept, TP_WORDS, model), *_entries(ep_plan, EP_WORDS, model)]
+    entries = [
+        _entry(pattern, word, plan, words, model)
+        for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS))
+        for pattern, word in plan.items()
+    ]
     refused = {entry.pattern: f'"{entry.word}": {entry.refused}' for entry in entries if entry.refused}
     if refused:
         verb = "has" if len(refused) == 1 else "have"
@@ -98,14 +102,14 @@ def plan_text_from_hf(
     heads = _whole_heads(kept, config or {})
     rules: dict[str, list[str]] = {}
     for entry in entries:
-        rule = _with_unit(entry.rule) if entry.pattern in heads else entry.rule
+        rule = entry.rule.replace("(tp)", "(tp, unit=hd)") if entry.pattern in heads else entry.rule
         rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
         rules.setdefault(entry.pattern, []).append(rule)
         if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
             owner = entry.pattern.rpartition(".")[0]
             rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
     lines = [*_header(count, heads, ep_plan, config or {}), ""]
-    return format_plan(Source("\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])))
+    return format_plan(Source("\n".join([*lines, *rule_blocks(rules), "unmatched: replicate", ""])))
 
 
 def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
@@ -126,19 +130,15 @@ class _Entry:
     refused: str = ""
 
 
-def _entries(plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None) -> list[_Entry]:
-    return [_entry(pattern, word, plan, words, model) for pattern, word in plan.items()]
-
-
 def _entry(
     pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
 ) -> _Entry:
     if word not in words:
         near = get_close_matches(str(word), words, 1)
-        other = "tp_plan" if word in TP_WORDS else "ep_plan"
-        where = f"it is a word of the {other}" if word in TP_WORDS or word in EP_WORDS else ""
-        known = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
-        return _Entry(pattern, str(word), refused=where or known)
+        refused = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
+        if word in TP_WORDS or word in EP_WORDS:
+            refused = f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
+        return _Entry(pattern, str(word), refused=refused)
     said = words[word]
     if said.refused is not None:
         return _Entry(pattern, word, refused="; ".join(said.refused))
@@ -215,10 +215,6 @@ def _key(config: Mapping[str, Any], name: str) -> str:
     return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
 
 
-def _with_unit(rule: str) -> str:
-    return rule.replace("(tp)", "(tp, unit=hd)")
-
-
 def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
     kind = "tensor- and expert-parallel" if ep_plan else "tensor-parallel"
     lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
@@ -233,67 +229,38 @@ def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config
     return lines
 
 
-INDENT = "    "
-_OPTIONAL = "optional "
+def rule_blocks(rules: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of a plan that give each pattern its rules, a block for each module that owns some.
 
-
-@attrs.define
-class _Node:
-    rules: tuple[str, ...] = ()
-    word: str = ""
-    below: dict[str, _Node] = attrs.field(factory=dict)
-
-
-def rule_tree(rules: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of a plan that give each pattern its rules.
-
-    A rule that starts with ``use`` is an entry of the pattern's block. Siblings of the same rules share a line. A
+    A rule that starts with ``use`` is an entry of the pattern's own block. Siblings of the same rule share a line. A
     pattern may have the word ``optional`` before it.
 
     Example:
         >>> rules = {"a.b.q_proj": ["x(tp)"], "a.b.k_proj": ["x(tp)"], "a.b.norm": ["replicate"], "c": ["use h()"]}
-        >>> print("\\n".join(rule_tree(rules)))
+        >>> print("\\n".join(rule_blocks(rules)))
         a.b {
-            {q,k}_proj: x(tp)
-            norm: replicate
+        {q,k}_proj: x(tp)
+        norm: replicate
         }
         c {
-            use h()
+        use h()
         }
     """
-    root = _Node()
+    blocks: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for pattern, said in rules.items():
-        node = root
-        is_optional = pattern.startswith(_OPTIONAL)
-        for segment in pattern.removeprefix(_OPTIONAL).split("."):
-            node = node.below.setdefault(segment, _Node())
-        node.rules, node.word = tuple(said), _OPTIONAL if is_optional else ""
-    return list(_lines(root, ""))
-
-
-def _lines(node: _Node, indent: str) -> Iterator[str]:
-    done: set[str] = set()
-    for name, child in node.below.items():
-        if name in done:
-            continue
-        if _is_plain_leaf(name, child):
-            alike = [other for other, its in node.below.items() if its == child and _is_plain_leaf(other, its)]
-            done |= set(alike)
-            name = _together(alike)
-        while not child.rules and len(child.below) == 1:
-            ((deeper, child),) = child.below.items()
-            name = f"{name}.{deeper}"
-        uses = [rule for rule in child.rules if rule.startswith("use ")]
-        yield from (f"{indent}{child.word}{name}: {rule}" for rule in child.rules if rule not in uses)
-        if child.below or uses:
-            yield f"{indent}{name} {{"
-            yield from (f"{indent}{INDENT}{rule}" for rule in uses)
-            yield from _lines(child, indent + INDENT)
-            yield f"{indent}}}"
-
-
-def _is_plain_leaf(name: str, node: _Node) -> bool:
-    return "*" not in name and not node.below and not any(rule.startswith("use ") for rule in node.rules)
+        word, _, path = pattern.rpartition(" ")
+        owner, _, name = path.rpartition(".")
+        for rule in said:
+            if rule.startswith("use "):
+                blocks.setdefault(path, {})[(rule,)] = []
+            else:
+                alone = (name,) if "*" in name else ()
+                blocks.setdefault(owner, {}).setdefault((word, rule, *alone), []).append(name)
+    lines: list[str] = []
+    for owner, entries in blocks.items():
+        inner = [f"{key[0]} {_together(names)}: {key[1]}" if names else key[0] for key, names in entries.items()]
+        lines += [f"{owner} {{", *inner, "}"] if owner else inner
+    return lines
 
 
 def _together(names: Sequence[str]) -> str:
