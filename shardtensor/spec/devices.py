@@ -14,8 +14,7 @@ from shardtensor.errors import SpecError
 from shardtensor.spec.boxes import find_overlap
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parts import optional_sizes, quoted, tuple_text, whole_numbers
-from shardtensor.spec.placement import Placement, parse_placement
-from shardtensor.spec.placements import Placements
+from shardtensor.spec.placement import Placement, Placements, parse_placement
 
 T = TypeVar("T", bound=type)
 

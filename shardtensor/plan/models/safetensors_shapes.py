@@ -105,7 +105,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     fields = entry if isinstance(entry, dict) else {}
     shape, dtype = fields.get("shape"), fields.get("dtype")
     is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-    if not is_shape or not isinstance(dtype, str):
+    if not is_shape or shape is None or not isinstance(dtype, str):
         raise _refused(path, f"its header does not tell what `{name[:100]}` is", {"found": json.dumps(entry)[:200]})
     if dtype not in DTYPES:
         facts = {"known": ", ".join(DTYPES)}
