@@ -167,7 +167,7 @@ class Spec(ShardingSpec):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.dims, self.named, self.flat_part, self.only_part, self.partial_parts)
+        return Spec.of, (self.dims, self.named, self.flat_part, self.only_part, self.partial_parts)
 
 
 class Replicate(Spec):
@@ -182,12 +182,6 @@ class Replicate(Spec):
 
     def __init__(self) -> None:
         self._fill(())
-
-
-def _restore(cls: type[Spec], *parts: Any) -> Spec:
-    spec = object.__new__(cls)
-    spec._fill(*parts)
-    return spec
 
 
 def _entry(dim: Dim) -> str:

@@ -96,7 +96,7 @@ def _queries_keys_values(width: int, counts: Mapping[str, int]) -> Blocks:
 
 
 _FUSED: dict[tuple[str, str], Callable[[int, Mapping[str, int]], Blocks]] = {
-    ("GPT2Attention", "c_attn"): lambda width, counts: (n := counts.get("split_size", 1),) * (width // max(n, 1)),
+    ("GPT2Attention", "c_attn"): lambda width, counts: (n := counts.get("split_size", 0),) * (width // max(n, 1)),
     ("Phi3Attention", "qkv_proj"): _queries_keys_values,
     ("Phi3MLP", "gate_up_proj"): lambda width, counts: (width // 2, width // 2),
 }
