@@ -11,8 +11,7 @@ from shardtensor import PlanError, parse_spec, plan_from_hf
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.interop.hf_words import EP_WORDS, TP_WORDS
-from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
+from shardtensor.plan.interop.hugging_face import EP_WORDS, TP_WORDS, plan_text_from_hf, with_prefix
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
