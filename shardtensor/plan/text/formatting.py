@@ -158,26 +158,10 @@ def _align_tails(rows: list[_Row]) -> None:
 
 
 def _lines(rows: list[_Row]) -> Iterator[str]:
-    texts = [_broken(INDENT * row.level + row.head, INDENT * row.level) for row in rows]
-    column, end = 0, 0
-    for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        if row.follows_gap:
-            yield "\n"
-        if row.comment and i >= end:  # comments of neighbours begin in one column
-            following = range(i + 1, len(rows))
-            end = next((j for j in following if not _is_neighbour(row, rows[j])), len(rows))
-            column = max(_width(text) for text in texts[i:end])
-        yield text + (" " * (column - _width(text) + 2) + row.comment if row.comment else "") + "\n"
-
-
-def _is_neighbour(row: _Row, other: _Row) -> bool:
-    """Whether comments of two rows are aligned, if those of all between are."""
-    return bool(other.comment) and not other.follows_gap and other.level == row.level and not row.opens
-
-
-def _width(text: str) -> int:
-    """Of the last line."""
-    return len(text) - text.rfind("\n") - 1
+    for row in rows:
+        indent = INDENT * row.level
+        text = _broken(indent + row.head, indent)
+        yield "\n" * row.follows_gap + text + (f"  {row.comment}" if row.comment else "") + "\n"
 
 
 def _between(text: str, one: _Row, other: _Row) -> str:
