@@ -57,8 +57,8 @@ class Body:
         except Poisoned:
             pass
         except SpecError as error:
-            finding, (source, fault) = finding_of(error), error.parts
-            is_of_style = finding.code in ("E102", "E103", "E201") and not fault.is_of_value
+            finding, (source, _, is_of_value) = finding_of(error), error.parts
+            is_of_style = finding.code in ("E102", "E103", "E201") and not is_of_value
             if self.above.calls and source is self.evaluator.source and not is_of_style:
                 entry = Origin(source, _entry_span(node))
                 notes = (*finding.notes, f"in `{entry.text}`, {source.file}:{entry.line}")

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from lark import Token
 
+from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.spec.diagnostics import Source, listed, nearest, printable
 from shardtensor.spec.nodes import ShardingSpec
@@ -217,13 +218,13 @@ def shown(value: Any) -> str:
     return str(value.size) if isinstance(value, AxisValue) else str(value)
 
 
-def finding_of(error: Exception) -> Finding:
+def finding_of(error: SpecError) -> Finding:
     """The finding that an error of a text is."""
-    source, fault = error.parts  # type: ignore[attr-defined]
-    facts = dict(fault.facts)
-    notes = [f"{key}: {value}" for key, value in fault.facts if key not in ("why", "fix")]
-    origin = Origin(source, fault.span)
-    return Finding(error.code, printable(fault.text), origin, facts.get("why", ""), facts.get("fix", ""), tuple(notes))  # type: ignore[attr-defined]
+    source, span, _ = error.parts
+    facts = dict(error.rows)
+    notes = [f"{key}: {value}" for key, value in error.rows if key not in ("why", "fix")]
+    told = printable(error.fault), Origin(source, span), facts.get("why", ""), facts.get("fix", "")
+    return Finding(error.code, *told, tuple(notes))
 
 
 MOST = 8
