@@ -35,7 +35,7 @@ def parse_spec(text: str, *, max_length: int = MAX_LENGTH) -> ShardingSpec:
 
     Example:
         >>> parse_spec("[ tp*dp , - ]  flat( fs )")
-        Spec(('tp', 'dp'), None).flat('fs')
+        parse_spec('[tp*dp, -] flat(fs)')
         >>> parse_spec("[tp unti(128), -]")
         Traceback (most recent call last):
         shardtensor.errors.SpecError: <spec>:1:5: error[E102]: no modifier is called `unti`
@@ -66,7 +66,7 @@ def as_spec(spec: Any) -> ShardingSpec:
 
     Example:
         >>> as_spec("replicate")
-        Replicate()
+        parse_spec('replicate')
     """
     if isinstance(spec, ShardingSpec):
         return _private(spec)

@@ -77,11 +77,6 @@ def axis_tuple(value: Any) -> tuple[str, ...]:
     return names
 
 
-def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    """The shortest Python spelling of some axes."""
-    return axes[0] if len(axes) == 1 else axes
-
-
 def tuple_text(numbers: Sequence[int]) -> str:
     """Numbers in round brackets, read as a tuple by the language and by Python alike."""
     return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
@@ -109,7 +104,7 @@ def _unit_or_row(value: Any) -> int | Literal["row"]:
     return "row" if value == "row" else whole_number(value, "unit", 1)
 
 
-@attrs.frozen(cache_hash=True, repr=False)
+@attrs.frozen(cache_hash=True)
 class Cut:
     """One dim cut over mesh axes.
 
@@ -146,11 +141,6 @@ class Cut:
         parts += [f"unit({self.unit})"] * (self.unit != 1)
         parts += [f"sizes({_joined(self.sizes)})"] if self.sizes is not None else ["balanced"] * self.balanced
         return " ".join(parts)
-
-    def __repr__(self) -> str:
-        shown = ((field.name, getattr(self, field.name), field.default) for field in attrs.fields(Cut)[1:])
-        rest = "".join(f", {key}={value!r}" for key, value, default in shown if value != default)
-        return f"Cut({one_or_all(self.axes)!r}{rest})"
 
 
 def _joined(numbers: int | tuple[int, ...] | None) -> str:
