@@ -47,18 +47,6 @@ def where(names: Iterable[str], form: str = "{numbers}, {words}") -> str:
     return form.format(**parts) if numbers and words else parts["numbers"] or parts["words"]
 
 
-def below_layer(name: str) -> str:
-    """A name from below its first number on: what is alike in all layers.
-
-    Example:
-        >>> below_layer("model.layers.0.mlp.gate_proj.weight"), below_layer("norm.weight")
-        ('mlp.gate_proj.weight', 'norm.weight')
-    """
-    segments = name.split(".")
-    at = next((i for i, segment in enumerate(segments) if segment.isdecimal()), -1)
-    return ".".join(segments[at + 1 :]) or name
-
-
 _Words = list[tuple[str, ...]]
 
 

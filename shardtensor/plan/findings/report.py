@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.plan.findings.brief import below_layer, where
+from shardtensor.plan.findings.brief import where
 from shardtensor.plan.findings.finding import Finding
 
 
@@ -60,6 +60,7 @@ def fields(finding: Finding) -> dict[str, Any]:
     return {"code": finding.code, "severity": finding.severity, **where, **said, **lists}
 
 
+_ABOVE_LAYERS = re.compile(r"^(?:.*?\.)?\d+\.")
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -95,7 +96,7 @@ def _one(group: Sequence[Finding]) -> Finding:
     count = f"{things} {verb}({where(names)})"
     fault = first.fault
     if f"`{first.tensor}`" in fault:  # the fault names one tensor: name the common part, and count
-        fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
+        fault = fault.replace(f"`{first.tensor}`", f"`{_ABOVE_LAYERS.sub('', first.tensor, count=1)}`")
         count = f"{things}: {where(names, '{words} of {numbers}')}"
     on_purpose = tuple(note for note in first.notes if note.startswith("to "))  # comes last
     notes = (*(note for note in first.notes if note not in on_purpose), count, *on_purpose)

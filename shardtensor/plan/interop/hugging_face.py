@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -70,12 +70,9 @@ TP_WORDS = {
         'take the rule out, and write "ep_dispatch_experts" for the experts and "grouped_gemm" for their tensors '
         "in the ep_plan",
     )),
-    "local_colwise": HFWord(refused=(
-        "a word of transformers 4.x, with which the layers around it do the sums", 'write "colwise"')),
-    "local_rowwise": HFWord(refused=(
-        "a word of transformers 4.x, with which the layers around it do the sums", 'write "rowwise"')),
-    "local_packed_rowwise": HFWord(refused=(
-        "a word of transformers 4.x, with which the layers around it do the sums", 'write "packed_rowwise"')),
+    **{f"local_{word}": HFWord(refused=(
+        "a word of transformers 4.x, with which the layers around it do the sums", f'write "{word}"'))
+       for word in ("colwise", "rowwise", "packed_rowwise")},
     "local": HFWord(refused=(
         "a word of transformers 4.x that cuts nothing and changes the gradient",
         'write "moe_tp_experts" for the experts as a whole',
@@ -164,10 +161,9 @@ def plan_text_from_hf(
         mesh (dp = world / tp, tp)
         data dp
         <BLANKLINE>
-        mlp {
-            {up,gate}_proj: hf_colwise(tp)
-            down_proj:      hf_rowwise(tp)
-        }
+        mlp.up_proj:   hf_colwise(tp)
+        mlp.gate_proj: hf_colwise(tp)
+        mlp.down_proj: hf_rowwise(tp)
         unmatched: replicate
         <BLANKLINE>
         >>> plan_text_from_hf({"mlp.up_proj": "columnwise"})
@@ -199,7 +195,9 @@ def plan_text_from_hf(
             owner = entry.pattern.rpartition(".")[0]
             rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
     lines = [*_header(count, heads, ep_plan, config or {}), ""]
-    return format_plan(Source("\n".join([*lines, *rule_blocks(rules), "unmatched: replicate", ""])))
+    for pattern, said in rules.items():
+        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in said]
+    return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
 def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
@@ -317,46 +315,3 @@ def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config
         else ["mesh (dp = world / tp, tp)", "data dp"]
     )
     return lines
-
-
-def rule_blocks(rules: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of a plan that give each pattern its rules, a block for each module that owns some.
-
-    A rule that starts with ``use`` is an entry of the pattern's own block. Siblings of the same rule share a line. A
-    pattern may have the word ``optional`` before it.
-
-    Example:
-        >>> rules = {"a.b.q_proj": ["x(tp)"], "a.b.k_proj": ["x(tp)"], "a.b.norm": ["replicate"], "c": ["use h()"]}
-        >>> print("\\n".join(rule_blocks(rules)))
-        a.b {
-        {q,k}_proj: x(tp)
-        norm: replicate
-        }
-        c {
-        use h()
-        }
-    """
-    blocks: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for pattern, said in rules.items():
-        word, _, path = pattern.rpartition(" ")
-        owner, _, name = path.rpartition(".")
-        for rule in said:
-            if rule.startswith("use "):
-                blocks.setdefault(path, {})[(rule,)] = []
-            else:
-                alone = (name,) if "*" in name else ()
-                blocks.setdefault(owner, {}).setdefault((word, rule, *alone), []).append(name)
-    lines: list[str] = []
-    for owner, entries in blocks.items():
-        inner = [f"{key[0]} {_together(names)}: {key[1]}" if names else key[0] for key, names in entries.items()]
-        lines += [f"{owner} {{", *inner, "}"] if owner else inner
-    return lines
-
-
-def _together(names: Sequence[str]) -> str:
-    """One pattern for several names: what they end in after the last ``_`` is written once."""
-    if len(names) == 1:
-        return names[0]
-    ends = {re.search(r"(_[A-Za-z0-9]+)?$", name)[0] for name in names}  # type: ignore[index]
-    end = ends.pop() if len(ends) == 1 else ""
-    return "{" + ",".join(name.removesuffix(end) for name in names) + "}" + end
