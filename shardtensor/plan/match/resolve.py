@@ -13,7 +13,7 @@ from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
-from shardtensor.plan.match.patterns import Number, pattern
+from shardtensor.plan.match.patterns import pattern
 from shardtensor.plan.match.stores import Ties, read_ties, untied, with_stores, with_tied_names
 from shardtensor.plan.match.unused import unplaced, unused
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
@@ -168,12 +168,10 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
     if "<" not in line.pattern:
         return {}, None
     read = pattern(line.pattern)
-    at = [i for i, part in enumerate(read.wildcards) if isinstance(part, Number)]
+    at = [i for i, part in enumerate(read.wildcards) if part.kind == "number"]
     if not at:
         return {}, None
-    number = read.wildcards[at[0]]
-    assert isinstance(number, Number)
-    axis, axes = number.axis, plan.axes
+    axis, axes = read.wildcards[at[0]].text[1:-1], plan.axes
     place = segment_place(line, f"<{axis}>")
     if len(at) > 1:
         return {}, Finding(

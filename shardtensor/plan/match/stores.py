@@ -11,7 +11,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Line, Store, Tie
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.match.name_tree import NameTree
-from shardtensor.plan.match.patterns import OneOf, Pattern, pattern
+from shardtensor.plan.match.patterns import Pattern, pattern
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed
@@ -183,9 +183,9 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
     missing = {}
     for tie in plan.ties:
         left, right = pattern(tie.pattern), pattern(tie.to)
-        if not all(isinstance(part, OneOf) for part in left.wildcards):
+        if not all(part.options for part in left.wildcards):
             continue
-        for values in product(*(part.options for part in left.wildcards if isinstance(part, OneOf))):
+        for values in product(*(part.options for part in left.wildcards)):
             name, to = left.filled(values), _partner(left, values, right)
             if to is not None and name not in model.by_name and to in model.by_name and name not in missing:
                 missing[name] = attrs.evolve(model.by_name[to], name=name)
@@ -243,11 +243,11 @@ def _partner(left: Pattern, values: tuple[str, ...], right: Pattern) -> str | No
     given = list(zip(left.wildcards, values, strict=True))
     chosen = []
     for part in right.wildcards:
-        at = next((i for i, (other, _) in enumerate(given) if type(other) is type(part)), None)
+        at = next((i for i, (other, _) in enumerate(given) if other.kind == part.kind), None)
         if at is None:
             return None
         other, value = given.pop(at)
-        if isinstance(part, OneOf) and isinstance(other, OneOf):
+        if part.options:
             if len(part.options) != len(other.options):
                 return None
             value = part.options[other.options.index(value)]
