@@ -1,4 +1,4 @@
-"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts, and steps of reshards."""
+"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import attrs
 
 from shardtensor.cli.picture import PARTS, Picture, Plane, picture_of, plane_of
 from shardtensor.layout.bind import bind
-from shardtensor.layout.explain import say_bytes, say_step
+from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import Layout
-from shardtensor.layout.route import route
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
@@ -87,14 +86,6 @@ class Shown:
 
 
 @attrs.frozen(eq=False)
-class Reshard:
-    """One tensor redistributed to other layouts, one after the other: ``A -> B``, and the lines of its steps."""
-
-    name: str
-    steps: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@attrs.frozen(eq=False)
 class Scene:
     """Everything that is shown.
 
@@ -108,7 +99,6 @@ class Scene:
     subject: str
     axes: Axes
     shown: tuple[Shown, ...]
-    reshards: tuple[Reshard, ...] = ()
     resolved: Resolved | None = None
 
     @property
@@ -126,12 +116,11 @@ class Scene:
         return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
 
 
-def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = ()) -> Scene:
+def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "") -> Scene:
     """The scene of a plan.
 
     Args:
         pattern: only tensors of these names, or below modules of these names.
-        to: specs to which each distinct layout is redistributed, one after the other.
     """
     alike: dict[object, list[Placed]] = {}
     for name, each in resolved.tensors.items():
@@ -140,15 +129,10 @@ def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequ
             alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
     axes, limit = resolved.plan.axes, max(8, min(PARTS, MAX_PARTS // max(len(alike), 1)))
     shown = tuple(_shown(group, axes, limit) for group in alike.values())
-    reshards = tuple(
-        _reshard(group[0].tensor.name, each, to, axes) for group, each in zip(alike.values(), shown, strict=True)
-    )
-    return Scene(title, resolved.model.source, axes, shown, reshards if to else (), resolved)
+    return Scene(title, resolved.model.source, axes, shown, resolved)
 
 
-def scene_of_spec(
-    text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32", to: Sequence[str] = ()
-) -> Scene:
+def scene_of_spec(text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32") -> Scene:
     """The scene of one tensor.
 
     Raises:
@@ -156,15 +140,14 @@ def scene_of_spec(
 
     Example:
         >>> from shardtensor.mesh import read_mesh
-        >>> scene = scene_of_spec("[tp, -]", (8, 8), read_mesh("tp=4"), to=["[-, tp]"])
-        >>> scene.reshards[0].steps[0]
-        ('[tp, -] -> [-, tp]', ('all_to_all over tp=4   48 B received by each rank',))
+        >>> scene_of_spec("[tp, -]", (8, 8), read_mesh("tp=4")).shown[0].held()
+        'a rank holds 2 × 8, 64 B'
     """
     spec, axes = parse_spec(text), Axes(mesh)
     shown = _drawn(
         {str(spec): (str(spec),)}, TensorInfo(str(spec), shape, None, dtype), spec, bind(spec, shape, mesh), axes
     )
-    return Scene(str(spec), size_text(shape), axes, (shown,), (_reshard("", shown, to, axes),) if to else ())
+    return Scene(str(spec), size_text(shape), axes, (shown,))
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
@@ -209,17 +192,6 @@ def _drawn(
     picture = picture_of(layout, limit, axes.mesh.names if isinstance(spec, Spec) else (), axes.made_of)
     plane = plane_of(layout.shape, (box for part in picture.parts for box in part.boxes))
     return Shown(folded, tensor, spec, picture, plane)
-
-
-def _reshard(name: str, shown: Shown, to: Sequence[str], axes: Axes) -> Reshard:
-    spec, layout, steps = str(shown.spec), shown.picture.layout, []
-    for text in to:
-        target = parse_spec(text)
-        goal = bind(axes.spelled(target) if isinstance(target, Spec) else target, layout.shape, axes.mesh)
-        lines = tuple(say_step(step, shown.item) for step in route(layout, goal))
-        steps.append((f"{spec} -> {target}", lines or ("nothing moves",)))
-        spec, layout = str(target), goal
-    return Reshard(name, tuple(steps))
 
 
 ACROSS, DOWN = 16, 8

@@ -24,9 +24,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "show",
         help="draw who holds what: a plan for a model, or one spec",
-        description="Draw which ranks hold what of every tensor of a plan, or of one spec with --shape and --mesh; "
-        "and the steps of a reshard to another layout. Needs no GPU and starts no process. Exit status "
-        "0, 1 when the plan or the spec has errors, 2 when the options are wrong.",
+        description="Draw which ranks hold what of every tensor of a plan, or of one spec with --shape and --mesh. "
+        "Needs no GPU and starts no process. Exit status 0, 1 when the plan or the spec has errors, 2 when the options "
+        "are wrong.",
     )
     parser.add_argument("what", metavar="PLAN|SPEC", help='a plan file or its name; or a spec such as "[tp, -]"')
     parser.add_argument("--shape", type=_shape, metavar="8x6", help="of the tensor, for a spec")
@@ -34,10 +34,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dtype", default="float32", help="of the elements, for a spec (default float32)")
     add_model_arguments(parser)
     parser.add_argument("--tensor", default="", metavar="PATTERN", help="only these tensors, as plans name them")
-    parser.add_argument(
-        "--to", "--reshard", action="append", default=[], metavar="SPEC",
-        help="also the steps of a reshard to this layout; again: and from there to the next",
-    )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
     parser.set_defaults(run=run)
 
@@ -83,14 +79,14 @@ def _scene_of_spec(options: argparse.Namespace) -> Scene:
     from shardtensor.mesh import read_mesh
 
     mesh = read_mesh(int(options.mesh) if options.mesh.strip().isdecimal() else options.mesh)
-    return scene_of_spec(options.what, options.shape, mesh, dtype=options.dtype, to=options.to)
+    return scene_of_spec(options.what, options.shape, mesh, dtype=options.dtype)
 
 
 def _scene_of_plan(options: argparse.Namespace) -> Scene:
     from shardtensor.cli.model_source import resolved_of
     from shardtensor.cli.scene import scene_of_plan
 
-    scene = scene_of_plan(resolved_of(options.what, options), str(options.what), pattern=options.tensor, to=options.to)
+    scene = scene_of_plan(resolved_of(options.what, options), str(options.what), pattern=options.tensor)
     return attrs.evolve(scene, subject=options.safetensors or options.module or options.model or "")
 
 

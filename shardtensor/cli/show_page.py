@@ -75,16 +75,13 @@ def page(scene: Scene) -> str:
         body += [_findings(resolved), _tensors(scene)]
     body.append(_section("layouts", "Layouts", *(_figure(each, i, scene) for i, each in enumerate(scene.shown))))
     body.append(_section("ranks", "Ranks", el("p", scene.mesh_text), _mesh(scene)))
-    for reshard in scene.reshards:
-        texts = (f"{title}\n  " + "\n  ".join(lines) for title, lines in reshard.steps)
-        body.append(_section(None, f"Resharding {reshard.name}", el("pre", "\n".join(texts))))
     if resolved is not None:
         body.append(_flows(resolved))
     body.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     return "<!doctype html>\n" + el("html", head, el("body", *body), lang="en") + "\n"
 
 
-def _section(identifier: str | None, title: str, *children: str) -> Markup:
+def _section(identifier: str, title: str, *children: str) -> Markup:
     return el("section", el("h2", title), *children, id=identifier)
 
 

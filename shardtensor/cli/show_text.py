@@ -122,11 +122,6 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
         more += [f"… and so on to {_where(others[-1])}"] if len(others) > _OTHERS else []
         for line in more:
             out.print(Text(" " * (WIDTH + 2) + line, style="dim"))
-    for reshard in scene.reshards:
-        out.print()
-        for title, steps in reshard.steps:
-            out.print(Text.assemble((title, "bold")).append(f"   {reshard.name}", style="dim"))
-            out.print(Text("\n".join(f"  {step}" for step in steps)))
 
 
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:

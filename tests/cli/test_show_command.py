@@ -44,20 +44,6 @@ def test_one_spec(capsys):
     )
 
 
-def test_the_way_to_another_layout(capsys):
-    status, said = show(capsys, "[tp, -]", "--shape", "4x4", "--mesh", "tp=2", "--to", "[-, tp]", "--to", "[-, tp]")
-    assert status == 0
-    assert (
-        said.out.partition("\n\n[tp, -] -> ")[2]
-        == """\
-[-, tp]
-  all_to_all over tp=2   16 B received by each rank
-[-, tp] -> [-, tp]
-  nothing moves
-"""
-    )
-
-
 def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys):
     _, said = show(capsys, "[tp*dp]", "--shape", "8", "--mesh", "dp=2, tp=2")
     assert "00221133  " in said.out
@@ -72,7 +58,6 @@ def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys):
         (["[tp, -]"], 2, "give --shape and --mesh, too"),
         (["[tp, -", "--shape", "8x6", "--mesh", "tp=2"], 1, "expected `,` or `]`"),
         (["[tp, -]", "--shape", "7x6", "--mesh", "tp=2"], 1, "7 elements of dim 0 cannot be cut evenly over tp=2"),
-        (["[tp, -]", "--shape", "8x6", "--mesh", "tp=2", "--to", "[ep, -]"], 1, "no mesh axis is called `ep`"),
         (["no_such_plan", "--world", "2"], 1, "there is no such plan"),
     ],
 )
