@@ -170,14 +170,6 @@ def _unused(store: Store, tree: NameTree) -> list[Finding]:
     return found
 
 
-@attrs.frozen(eq=False)
-class Ties:
-    """By each tied name, the name whose layout it takes, and the line that says so."""
-
-    to: Mapping[str, tuple[str, Tie]]
-    findings: tuple[Finding, ...] = ()
-
-
 def with_tied_names(plan: Plan, model: Model) -> Model:
     """`model` with the names that ties give its tensors, for files keep a tied tensor under one name."""
     missing = {}
@@ -194,8 +186,8 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
     return attrs.evolve(model, tensors=(*model.tensors, *missing.values()))
 
 
-def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
-    """Find the other name of every tied tensor; the model has the names of `with_tied_names`."""
+def read_ties(plan: Plan, model: Model, tree: NameTree) -> tuple[dict[str, str], list[Finding]]:
+    """By each tied name the name whose layout it takes, and what is wrong; `model` is that of `with_tied_names`."""
     found: dict[str, tuple[str, Tie]] = {}
     findings: list[Finding] = []
     group = {name: names for names in model.tied for name in names}
@@ -229,7 +221,7 @@ def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
             found = {each: tie for each, tie in found.items() if each not in seen}
             break
         found[name] = at, found[name][1]
-    return Ties(found, tuple(findings))
+    return {name: to for name, (to, _) in found.items()}, findings
 
 
 def _circle(names: Sequence[str], back: str, tie: Tie) -> Finding:
