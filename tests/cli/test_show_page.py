@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import attrs
 import pytest
 
-from shardtensor.cli.scene import scene_of_plan, scene_of_spec
+from shardtensor.cli.scene import scene_of_plan
 from shardtensor.cli.show_page import Markup, el, page
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
@@ -83,7 +83,7 @@ SPECS = [
     ("[tp blocks(3), -] flat(dp)", (12, 6), "dp=2, tp=2"),
     ("replicate partial(tp)", (8, 8), "tp=2"),
     ("[dp, ep, tp]", (4, 4, 4), "dp=2, ep=2, tp=2"),
-    ('enum([0:5] @ "rank:0/cuda:1", [5:9] @ "rank:1/cpu")', (9,), "*=2"),
+    ('enum([0:5] @ "rank:0/cuda:1", [5:9] @ "rank:1/cpu")', (9,), "tp=2"),
     ("replicate", (), "tp=2"),
     ("[tp, -]", (0, 6), "tp=2"),
     ("flat(dp)", (2, 4, 5, 8), "dp=3"),
@@ -91,7 +91,9 @@ SPECS = [
 
 
 def scene_of(text, shape, mesh):
-    return scene_of_spec(text, shape, read_mesh(int(mesh[2:]) if mesh.startswith("*") else mesh))
+    axes, info, spec = Axes(read_mesh(mesh)), TensorInfo("w", shape, dtype="float32"), parse_spec(text)
+    placed = Placed(info, spec, bind(spec, shape, axes.mesh))
+    return scene_of_plan(Resolved(Plan(axes, world=axes.mesh.size), Model((info,)), {"w": placed}, {}), "some.shard")
 
 
 @pytest.mark.parametrize(("text", "shape", "mesh"), SPECS)
