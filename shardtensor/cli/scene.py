@@ -197,7 +197,7 @@ def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
     columns = tuple("" if i is None else _label(axes, range(split, len(sizes)), i) for i in _picked(width, across))
     rows = []
     for row in _picked(height, down):
-        cells = (None if None in (row, i) else mesh.ranks[row * width + i] for i in _picked(width, across))
+        cells = (None if row is None or i is None else mesh.ranks[row * width + i] for i in _picked(width, across))
         rows.append(("" if row is None else _label(axes, range(split), row), tuple(cells)))
     return MeshRows(columns, tuple(rows))
 
@@ -209,7 +209,7 @@ def _picked(count: int, limit: int) -> list[int | None]:
 
 def _label(axes: Axes, along: Sequence[int], index: int) -> str:
     """The coordinates of a row or column along some axes; the names of the axes only in the first one."""
-    found = []
+    found: list[tuple[str, int]] = []
     for axis in reversed(along):
         name, size = axes.mesh.axes[axis]
         index, i = divmod(index, size)
