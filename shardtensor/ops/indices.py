@@ -20,8 +20,8 @@ from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import finish, prepare, write_out
 from shardtensor.ops.ids import check_ids, held
-from shardtensor.rules.advanced import first_of, reading, writing
 from shardtensor.rules.dims import one_dim
+from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, settled

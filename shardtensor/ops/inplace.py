@@ -13,8 +13,8 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout, replicated
+from shardtensor.ops.making import refuse_leaf
 from shardtensor.ops.pointwise import apart, refuse_expanded, written_through
-from shardtensor.ops.random import refuse_leaf
 from shardtensor.ops.views import order_of
 from shardtensor.rules.views import permuted
 from shardtensor.tensor.copied import refuse_lost_write

@@ -1,4 +1,10 @@
-"""New values: tensors like a sharded one, and torch.nn.init, with the dense numbers from the global fan.
+"""New values: random numbers, tensors like a sharded one, and torch.nn.init; bit for bit those of the dense call.
+
+Each rank draws its own part of the dense draw, in bounded scratch wherever torch's sampler can be cut into pieces, and
+leaves the generator where the dense draw leaves it. The ranks may have different generator states; the state of the
+group's first rank counts, for the default generator as for one passed as ``generator=``. What is not here
+(``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of sharded probabilities, ``alpha_dropout``) is gathered,
+with the same promise.
 
 Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` ask a tensor's
 class to do their work. Their own body is run here on a proxy that does not ask again, so that every rank computes
@@ -12,12 +18,214 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn import init
 
-from shardtensor.ops.random import assign, refuse_leaf
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.drawing import Sample, draw, memory_order
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+
+_UNUSED = torch.Generator()
+IN_PLACE = ("uniform_", "normal_", "exponential_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_")
+
+
+def draw_like(
+    x: ShardedTensor,
+    sample: Sample,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    """Return this rank's local tensor of what `sample` draws into ``empty_like(whole x)``. Collective."""
+    layout = x._layout.reduced()
+    keeps_order = memory_format == torch.preserve_format
+    return draw(
+        sample,
+        layout,
+        x._group,
+        dtype=x.dtype if dtype is None else dtype,
+        device=x.device if device is None else torch.device(device),
+        generator=generator,
+        order=memory_order(x._local, layout) if keeps_order else None,
+    )
+
+
+def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a method that overwrites a tensor with random numbers."""
+
+    def handler(x: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            return fall_back(method, (x, *args), {"generator": generator, **kwargs})
+        refuse_lost_write(x, method.__name__)
+        method(torch.empty(0, dtype=x.dtype, device="cpu"), *args, generator=_UNUSED, **kwargs)  # torch's own checks
+        refuse_leaf(x)
+        values = draw_like(x, lambda t, g: method(t, *args, generator=g, **kwargs), generator=generator)
+        return assign(x, values)
+
+    return handler
+
+
+for name in IN_PLACE:
+    method = getattr(torch.Tensor, name)
+    HANDLERS[method] = _fills(method)
+
+
+def refuse_leaf(x: ShardedTensor) -> None:
+    """Raise what torch raises when autograd follows a leaf that is to be overwritten, before anything is drawn."""
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+
+def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
+    """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one addend takes them."""
+    x._local.copy_(values if x._layout.brings_value(x._group.rank) else torch.zeros_like(values))
+    return x
+
+
+# -- new tensors -----------------------------------------------------------------------------------------------------
+
+
+def _makes_like(sampler: Callable[..., Sample]) -> Callable[..., Any]:
+    """The handler of a function such as ``rand_like``; `sampler` takes its numbers and returns what fills a tensor."""
+
+    def handler(
+        x: ShardedTensor,
+        *numbers: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: Any = None,
+        pin_memory: bool = False,
+        requires_grad: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        generator: torch.Generator | None = None,
+        **named: Any,
+    ) -> Any:
+        sample = sampler(*numbers, **named)
+        with torch.no_grad():
+            local = draw_like(x, sample, generator=generator, dtype=dtype, device=device, memory_format=memory_format)
+        if pin_memory:
+            local = local.pin_memory()
+        spec = x._spec if local.device == x.device else None
+        return wrap(local.requires_grad_(requires_grad), x._layout.reduced(), spec, x._group)
+
+    return handler
+
+
+def _uniform() -> Sample:
+    return lambda t, g: t.uniform_(generator=g)
+
+
+def _normal() -> Sample:
+    return lambda t, g: t.normal_(generator=g)
+
+
+def _integers(low: int, high: int | None = None) -> Sample:
+    start, stop = (0, low) if high is None else (low, high)
+    return lambda t, g: t.random_(start, stop, generator=g)
+
+
+HANDLERS[torch.rand_like] = _makes_like(_uniform)
+HANDLERS[torch.randn_like] = _makes_like(_normal)
+
+
+@implements(torch.randint_like)
+def randint_like(x: ShardedTensor, *numbers: Any, **options: Any) -> Any:
+    """Draw integers from ``[low, high)`` in the layout of `x`."""
+    bounds: dict[str, Any] = {name: options.pop(name) for name in ("low", "high") if name in options}
+    if any(isinstance(value, torch.Tensor) for value in (*numbers, *bounds.values())):
+        return fall_back(torch.randint_like, (x, *numbers), {**bounds, **options})
+    if len(numbers) == 2 or "low" in bounds:
+        low, high = bounds["low"] if "low" in bounds else numbers[0], bounds.get("high", numbers[-1] if numbers else 0)
+        return _ranged(x, low, high, **options)
+    return _ranged(x, bounds["high"] if "high" in bounds else numbers[0], **options)
+
+
+_ranged = _makes_like(_integers)
+
+
+@implements(torch.bernoulli, torch.Tensor.bernoulli)
+def bernoulli(x: ShardedTensor, p: Any = None, *, generator: torch.Generator | None = None, out: Any = None) -> Any:
+    """Draw 0 or 1: with probability `p` where it is a number, else with the elements of `x` as probabilities."""
+    if p is None or isinstance(p, torch.Tensor) or out is not None or not isinstance(x, ShardedTensor):
+        options = {"generator": generator} | ({} if out is None else {"out": out})
+        return fall_back(torch.bernoulli, (x,) if p is None else (x, p), options)
+    return _makes_like(lambda: lambda t, g: t.bernoulli_(p, generator=g))(x, generator=generator)
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@implements(F.dropout)
+def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Zero elements by the mask that dense dropout draws, and scale the others."""
+    F.dropout(torch.empty(0), p, training)  # torch's own checks
+    return (drop_ if inplace else drop)(input, p, training)
+
+
+@implements(torch.dropout)
+def drop(input: ShardedTensor, p: float, train: bool) -> Any:
+    """As torch.dropout; its gradient is that of the dense mask."""
+    torch.dropout(torch.empty(0), p, train)
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    x = settled(input)
+    if p == 1:
+        out = x._local * torch.zeros((), dtype=x.dtype, device=x.device)
+    elif x.is_cuda:  # one kernel there, with a mask and a rounding of its own
+        kept = draw_like(x, _fused_mask(p, x.dtype), dtype=torch.bool)
+        out = _Masked.apply(x._local, kept, 1 / (1 - p))
+    else:
+        out = x._local * draw_like(x, _noise(p))
+    return wrap(out, x._layout, x._spec, x._group)
+
+
+@implements(torch.dropout_)
+def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
+    """As torch.dropout_: in place."""
+    torch.dropout(torch.empty(0), p, train)
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    refuse_lost_write(input, "dropout_")
+    refuse_leaf(input)
+    if p == 1:
+        input._local.mul_(torch.zeros((), dtype=input.dtype, device=input.device))
+    else:
+        input._local.mul_(draw_like(input, _noise(p)))
+    return input
+
+
+class _Masked(torch.autograd.Function):
+    """CUDA's fused ``x * kept * scale``; the gradient goes the same way, rounded once as dense dropout rounds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, kept, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Masked.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+def _noise(p: float) -> Sample:
+    return lambda t, g: t.bernoulli_(1 - p, generator=g).div_(1 - p)
+
+
+def _fused_mask(p: float, dtype: torch.dtype) -> Sample:
+    """The mask of CUDA's fused kernel, which depends on the dtype and the memory order of what is dropped."""
+
+    def sample(t: torch.Tensor, generator: torch.Generator | None) -> None:
+        t.copy_(torch.native_dropout(torch.zeros_like(t, dtype=dtype), p, True)[1])
+
+    return sample
+
+
+# -- tensors like another ----------------------------------------------------------------------------------------------
 
 # -- tensors like another ----------------------------------------------------------------------------------------------
 

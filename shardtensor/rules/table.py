@@ -23,8 +23,7 @@ import attrs
 
 from shardtensor.layout.layout import Shape
 from shardtensor.rules.call import Signature, parse_call
-from shardtensor.rules.pattern import Pattern
-from shardtensor.rules.reading import parse_pattern
+from shardtensor.rules.pattern import Pattern, parse_pattern
 from shardtensor.rules.rule import Rule
 
 TABLE = """
@@ -83,7 +82,7 @@ scatter scatter_add scatter_reduce         | i... [d], i... [!at], i... [!at] ->
 index_add index_copy index_reduce          | i... [d], !at, i... [!at] -> i... [d]
                                            | d @write | input, dim=, index, source
 index_fill                                 | i... [d], !at, () -> i... [d]     | d @write | input, dim=, index, value
-index_put                                  | @advanced.writing
+index_put                                  | @indexing.writing
 cat concat concatenate                     | *(i... [!d]) -> i... [d']         |       | tensors, dim=0
 stack                                      | *(i...) -> i... [n']              |       | tensors, dim=0
 

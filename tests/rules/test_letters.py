@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardtensor.rules.advanced import first_of, reading, writing
 from shardtensor.rules.dims import one_dim, several_dims
 from shardtensor.rules.einsum import einsum_rule
+from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import Letters, Rule
 
 

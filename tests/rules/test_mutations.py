@@ -9,7 +9,7 @@ import attrs
 import pytest
 from test_table import check_row
 
-from shardtensor.rules.reading import parse_pattern
+from shardtensor.rules.pattern import parse_pattern
 from shardtensor.rules.table import ROWS, Row
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardtensor.ops import by_rule
 from shardtensor.rules.call import parse_call
-from shardtensor.rules.reading import parse_pattern
+from shardtensor.rules.pattern import parse_pattern
 from shardtensor.rules.table import ROWS, read_table, row_of, rows, rule_of
 from shardtensor.tensor.dispatch import HANDLERS, resolve
 

@@ -6,8 +6,7 @@ import pytest
 
 from shardtensor.errors import SpecError
 from shardtensor.rules.call import parse_call
-from shardtensor.rules.pattern import Term
-from shardtensor.rules.reading import parse_pattern
+from shardtensor.rules.pattern import Term, parse_pattern
 
 FAULTS = {
     "E601": [("{b k}", ""), ("{b k, n k}", "")],

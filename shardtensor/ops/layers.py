@@ -1,0 +1,238 @@
+"""Attention, normalization, convolutions and padding.
+
+``scaled_dot_product_attention``: batches and heads may be sharded, sequences and features may not. Grouped queries keep
+sharded heads where a rank's query heads belong to its key heads. Dropout gathers, so that the mask is the dense one.
+
+Norms: statistics are those of all elements, whichever rank has them. Over a sharded batch the mean and the variance are
+reduced over the ranks, as synchronized batch norm does; the running ones are what one process would have.
+
+Convolutions, ``n i !h !w, o i !k !l, + o -> n o h' w'``: where the input channels are sharded the products are summed,
+and the bias is added after. Grouped convolutions have rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardtensor.comm import collectives
+from shardtensor.layout.layout import CutLayout
+from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
+from shardtensor.ops.empty_parts import computed_alike
+from shardtensor.ops.engine import HALF, finish, group_of
+from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.rules.propagate import with_dims
+from shardtensor.rules.table import rule_of
+from shardtensor.rules.views import heads_fit
+from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.fallback import fall_back
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+# -- functions of torch that are Python all through --------------------------------------------------------------------
+
+
+ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def own_body(func: Any) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not ask its operands for a handler."""
+    names = {**func.__globals__, **dict.fromkeys(ASKS, lambda *_: False)}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+for _func in (F.multi_head_attention_forward, F.normalize):
+    HANDLERS[_func] = own_body(_func)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+attend = F.scaled_dot_product_attention
+_ALONE, _GROUPED = (by_rule(attend, name) for name in ("scaled_dot_product_attention", "grouped_query_attention"))
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention of query ``(..., h, l, e)``, key ``(..., h, s, e)`` and value ``(..., h, s, f)``."""
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    operands = (query, key, value, attn_mask)
+    if dropout_p or len({x.dim() for x in operands[:3]}) > 1 or query.dim() < 3:
+        return fall_back(attend, operands, {"dropout_p": dropout_p, **options})
+    groups = query.shape[-3] // max(key.shape[-3], 1) if enable_gqa else 1
+    if groups == 1:
+        return _ALONE(*operands, **options)
+    qkv = [x for x in operands[:3] if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout)]
+    layouts: Any = [x._layout for x in qkv]
+    if attn_mask is not None or len(qkv) < 3 or not heads_fit(layouts[0], layouts[1], layouts[2], groups):
+        return _GROUPED(*operands, **options)
+    group = group_of("scaled_dot_product_attention", qkv)
+    shapes = tuple(tuple(x.shape) for x in qkv)
+    rule = rule_of("grouped_query_attention", (*shapes, None))
+    local = computed_alike(lambda *xs: attend(*xs, **options), rule, layouts, [x._local for x in qkv])
+    return finish(local, with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims), group)
+
+
+def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+    """How to do a call on local tensors alone; grouped queries and dropout go the long way."""
+    if len(args) != 3 or kwargs.get("dropout_p") or kwargs.get("enable_gqa"):
+        return None
+    if args[0].dim() < 3 or len({x.dim() for x in args}) > 1:
+        return None
+    return decided(attend, "scaled_dot_product_attention", args, kwargs)
+
+
+HANDLERS[attend] = remembered(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
+
+
+# -- normalization -----------------------------------------------------------------------------------------------------
+
+# -- over the last dims ------------------------------------------------------------------------------------------------
+
+
+@joins("moments", blocks=True)
+def moments(cut: Cut) -> torch.Tensor:
+    """layer_norm: the mean, then the mean square of what is left, of all elements; each one all-reduce."""
+    x = _wide(cut.locals[0])
+    eps = cut.options.get("eps", 1e-5)
+    away = x - _mean(x, cut)
+    return _scaled(away * (_mean(away.square(), cut) + eps).rsqrt(), cut)
+
+
+@joins("mean_square", blocks=True)
+def mean_square(cut: Cut) -> torch.Tensor:
+    """rms_norm: one all-reduce."""
+    x = _wide(cut.locals[0])
+    eps = cut.options.get("eps")
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(x * (_mean(x.square(), cut) + eps).rsqrt(), cut)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in HALF else x
+
+
+def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The mean over the dims worked on, in all ranks, for use by each rank's part of the work."""
+    count = 1
+    for d in cut.dims:
+        count *= cut.layouts[0].shape[d]
+    total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.team)
+    return collectives.sum_gradient(total / count, cut.team)
+
+
+def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
+    given = dict(zip(cut.names, cut.locals, strict=True))
+    out = out * given["weight"] if "weight" in given else out
+    out = out + given["bias"] if "bias" in given else out
+    return out.to(cut.locals[0].dtype)
+
+
+# -- over channels -----------------------------------------------------------------------------------------------------
+
+
+@joins("statistics")  # so that the table can name it; the handler does not go by the row
+@implements(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> torch.Tensor:
+    """Normalize every channel of ``(n, c, ...)`` over all else, by the batch (`training`) or the running statistics."""
+    dims = (0, *range(2, input.dim()))
+    channels = input.shape[1]
+    count = input.numel() // max(channels, 1)
+    if training and count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    x = input.float() if input.dtype in HALF else input
+    if training:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        with torch.no_grad():
+            _follow(running_mean, mean, momentum)
+            _follow(running_var, var * (count / max(count - 1, 1)), momentum)
+    else:
+        if running_mean is None or running_var is None:
+            raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
+        mean, var = running_mean, running_var
+    out = (x - _column(mean, x)) * (_column(var, x) + eps).rsqrt()
+    return _affine(out, weight, bias).to(input.dtype)
+
+
+def _follow(running: torch.Tensor | None, new: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        running.copy_(running * (1 - momentum) + new.to(running.dtype) * momentum)
+
+
+def _column(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """One value for each channel, to meet ``(n, c, ...)``."""
+    return x[(slice(None), *(None,) * (like.dim() - 2))]
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * _column(weight, x)
+    return x if bias is None else x + _column(bias, x)
+
+
+@implements(F.group_norm)
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``F.group_norm``, which looks at the size of the whole batch first."""
+    F.group_norm(torch.empty(input.shape, device="meta"), num_groups)  # torch's errors
+    return torch.group_norm(input, num_groups, weight, bias, eps)
+
+
+# -- convolutions and padding ------------------------------------------------------------------------------------------
+
+
+def _convolution(name: str) -> Callable[..., torch.Tensor]:
+    func = getattr(F, name)
+    alone, grouped = by_rule(func, name), by_rule(func, f"grouped_{name}")
+
+    def handler(*args: Any, **kwargs: Any) -> torch.Tensor:
+        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
+        return (alone if groups == 1 else grouped)(*args, **kwargs)
+
+    return handler
+
+
+for _name in (f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)):
+    HANDLERS[getattr(F, _name)] = HANDLERS[getattr(torch, _name)] = _convolution(_name)
+
+
+@implements(F.pad)
+def pad(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    """Fill up, or cut off, the ends of the last dims; those must be whole."""
+    pads = list(pad)
+    F.pad(torch.empty(input.shape, device="meta"), pads, mode, value)  # torch's errors
+    dims = [input.dim() - 1 - i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
+    return _by_rule(input, tuple(dims), pads, mode, value) if dims else input.clone()
+
+
+def _pad(input: torch.Tensor, dim: Any, pads: list[int], mode: str, value: float | None) -> torch.Tensor:
+    return F.pad(input, pads, mode, value)
+
+
+_by_rule = by_rule(_pad, "padded")
