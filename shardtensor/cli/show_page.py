@@ -25,8 +25,7 @@ _TICKS = 9
 _WORDS = 4  # of one part, where it has several boxes
 _BOXES = 6  # of a part that are listed; the drawing shows all
 _HUES = 8
-_HATCHES = ("", "M-1,5 l6,-6 M0,8 l8,-8 M3,9 l6,-6", "M0,4 h8", "M4,0 v8")
-"""The colours of parts: eight hues that differ in lightness, too, then the same with a pattern over them."""
+"""The colours of parts, which differ in lightness, too; the number in a part tells those apart that share one."""
 
 
 class Markup(str):
@@ -65,15 +64,15 @@ def page(scene: Scene) -> str:
     """
     resolved = scene.resolved
     style = (files("shardtensor.cli") / "show_page.css").read_text(encoding="utf-8")
-    fills = [f".k{k}{{fill:var(--c{k})}}" if k < _HUES else f".k{k}{{fill:url(#k{k})}}" for k in range(_kinds())]
+    style += "".join(f".k{k}{{fill:var(--c{k})}}" for k in range(_HUES))
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("title", f"{scene.title} · shardtensor"),
-        el("style", Markup(style + "".join(fills))),
+        el("style", Markup(style)),
     )
-    body = [_hatches(), el("header", el("h1", scene.title), el("p", scene.subject), *_facts(scene))]
+    body = [el("header", el("h1", scene.title), el("p", scene.subject), *_facts(scene))]
     body += [_findings(resolved), _tensors(scene)]
     body.append(_section("layouts", "Layouts", *(_figure(each, i) for i, each in enumerate(scene.shown))))
     body.append(_section("ranks", "Ranks", el("p", scene.mesh_text), _mesh(scene)))
@@ -154,7 +153,7 @@ def _drawing(shown: Shown, plane: Plane) -> tuple[Markup, bool]:
         for x, y, w, h in sorted(places, key=lambda place: -place[2] * place[3])[:_WORDS]:
             if w >= 6.6 * len(word) + 6 and h >= 13:
                 drawn.append(el("text", word, x=_px(x + w / 2), y=_px(y + h / 2), class_="word"))
-        kind = f"k{shown.picture.number(i) % _kinds()}" if shown.picture.axes else "whole"
+        kind = f"k{shown.picture.number(i) % _HUES}" if shown.picture.axes else "whole"
         if part.most or len(shown.picture.parts) == 1:
             parts.append(el("g", *drawn, class_=f"part {kind}"))
     edges = []
@@ -210,20 +209,6 @@ def _dims(shape: Sequence[int], names: Sequence[str]) -> str:
 def _px(value: float) -> str:
     """A length in as few characters as a tenth of a pixel needs."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _kinds() -> int:
-    return _HUES * len(_HATCHES)
-
-
-def _hatches() -> Markup:
-    """The patterns, once for the page."""
-    found = []
-    for key in range(_HUES, _kinds()):
-        lines = el("path", d=_HATCHES[key // _HUES], class_="hatch")
-        ground = el("rect", width=8, height=8, class_=f"k{key % _HUES}")
-        found.append(el("pattern", ground, lines, id=f"k{key}", width=8, height=8, patternUnits="userSpaceOnUse"))
-    return el("svg", el("defs", *found), width=0, height=0, class_="defs", aria_hidden="true")
 
 
 def _mesh(scene: Scene) -> Markup:
