@@ -10,7 +10,6 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -201,8 +200,9 @@ def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: i
     torch.manual_seed(0)
     model = Decoder(corpus.vocabulary, LENGTH).to(device)
     dense = copy.deepcopy(model) if rank == 0 else None
-    for name, spec in _matched(model, SPECS):
-        shard_parameter(model, name, spec)
+    for name in dict(model.named_parameters()):
+        for spec in (spec for pattern, spec in SPECS.items() if matches(pattern, name)):
+            shard_parameter(model, name, spec)
     optimizer: torch.optim.Optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
     beside = None if dense is None else torch.optim.AdamW(dense.parameters(), lr=LEARNING_RATE)
     losses: tuple[list[float], list[float]] = ([], [])
@@ -245,12 +245,6 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...
     grads = [param.grad for param in params if param.grad is not None]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return tuple(sum(local_of(x).nbytes for x in tensors) for tensors in (params, grads, states))
-
-
-def _matched(model: nn.Module, specs: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Each parameter's name with the spec whose pattern it matches."""
-    for name, _ in list(model.named_parameters()):
-        yield from ((name, spec) for pattern, spec in specs.items() if matches(pattern, name))
 
 
 def _held(name: str, param: torch.Tensor, world: int) -> Held:

@@ -11,7 +11,7 @@ import attrs
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout
 
-PARTS = 64
+PARTS = 16
 """About as many are drawn of one tensor."""
 
 MAX_RUNS = 2000

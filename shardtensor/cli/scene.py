@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from shardtensor.cli.picture import PARTS, Picture, Plane, picture_of, plane_of
+from shardtensor.cli.picture import Picture, Plane, picture_of, plane_of
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
@@ -15,9 +15,6 @@ from shardtensor.plan.match.patterns import is_below, matches
 from shardtensor.plan.models.model import BYTES, TensorInfo
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import ShardingSpec, Spec
-
-MAX_PARTS = 4000
-"""Of all pictures together: what a page and a reader can bear."""
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +27,6 @@ class Shown:
         plane: None where the boxes are too fine to be drawn.
         stored: what `store` keeps of it on a rank, as the plan says it; empty where it is kept as it computes.
         storing: over how many ranks that is cut.
-        lines: for each pattern, where the plan says it and the text there; empty for rules made in Python.
         tied: for each pattern, the name whose tensor it is.
     """
 
@@ -41,7 +37,6 @@ class Shown:
     plane: Plane | None
     stored: str
     storing: int
-    lines: Mapping[str, tuple[str, str]]
     tied: Mapping[str, str]
 
     @property
@@ -126,8 +121,7 @@ def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern:
         if not pattern or matches(pattern, name) or is_below(pattern, name):
             stored = str(each.stored or "")
             alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
-    axes, limit = resolved.plan.axes, max(8, min(PARTS, MAX_PARTS // max(len(alike), 1)))
-    shown = tuple(_shown(group, axes, limit) for group in alike.values())
+    shown = tuple(_shown(group, resolved.plan.axes) for group in alike.values())
     return Scene(title, subject, resolved, shown)
 
 
@@ -146,22 +140,16 @@ def _ranks(before: str, count: int) -> str:
     return f"{before * (count > 1)}{count:,} rank{'s' * (count != 1)}"
 
 
-def _shown(group: Sequence[Placed], axes: Axes, limit: int) -> Shown:
+def _shown(group: Sequence[Placed], axes: Axes) -> Shown:
     first = group[0]
     by_name = {each.tensor.name: each for each in group}
     folded = brief_names(by_name)
-    lines, tied = {}, {}
-    for pattern, names in folded.items():
-        placed = by_name[names[0]]
-        if placed.line is not None and placed.line.origin is not None:
-            lines[pattern] = (str(placed.line.origin), placed.line.origin.text)
-        if placed.tied_to:
-            tied[pattern] = placed.tied_to
+    tied = {pattern: by_name[names[0]].tied_to for pattern, names in folded.items() if by_name[names[0]].tied_to}
     names = axes.mesh.names if isinstance(first.spec, Spec) else ()
-    picture = picture_of(first.layout, limit, names, axes.made_of)
+    picture = picture_of(first.layout, names=names, made_of=axes.made_of)
     plane = plane_of(first.layout.shape, (box for part in picture.parts for box in part.boxes))
     storing = 1 if first.stored is None else math.prod(map(axes.size, first.stored.axes))
-    return Shown(folded, first.tensor, first.spec, picture, plane, str(first.stored or ""), storing, lines, tied)
+    return Shown(folded, first.tensor, first.spec, picture, plane, str(first.stored or ""), storing, tied)
 
 
 ACROSS, DOWN = 16, 8

@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from shardtensor.cli.check_text import print_findings
     from shardtensor.cli.model_source import resolved_of
     from shardtensor.cli.scene import scene_of_plan
+    from shardtensor.cli.show_text import page, print_scene
     from shardtensor.plan.findings.report import folded
 
     began = time.perf_counter()
@@ -50,12 +51,8 @@ def run(options: argparse.Namespace) -> int:
     if not scene.shown and options.tensor:
         print(f"shardtensor show: no tensor is called `{options.tensor}`", file=sys.stderr)
     elif scene.shown and options.html is None:
-        from shardtensor.cli.show_text import print_scene
-
         print_scene(scene)
     elif scene.shown:
-        from shardtensor.cli.show_page import page
-
         text = page(scene)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(text.encode()) / 1024:.0f} KiB in {time.perf_counter() - began:.1f} s")

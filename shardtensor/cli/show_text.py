@@ -1,22 +1,23 @@
-"""What ``shardtensor show`` prints: the mesh, and a map of each distinct layout with the tensors that have it."""
+"""What ``shardtensor show`` prints, in the terminal or into a page: the mesh, and a map of each distinct layout."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.picture import Picture, picture_of, plane_of
+from shardtensor.cli.picture import PARTS, Picture
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import say_bytes
 from shardtensor.spec.nodes import Spec
 
-WIDTH, HEIGHT, LINES = 16, 4, 16
+WIDTH, HEIGHT = 16, 4
 _COLOURS = (
     "cornflower_blue",
     "sandy_brown",
@@ -124,6 +125,15 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
             out.print(Text(" " * (WIDTH + 2) + line, style="dim"))
 
 
+def page(scene: Scene) -> str:
+    """What is printed of a scene as one HTML page, which needs nothing else."""
+    out = Console(
+        file=StringIO(), record=True, force_terminal=True, color_system="truecolor", width=140, highlight=False
+    )
+    print_scene(scene, out)
+    return out.export_html(inline_styles=True)
+
+
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:
     """Layouts that differ only in the coordinate that holds them, together."""
     found: dict[object, list[Shown]] = {}
@@ -153,21 +163,14 @@ def _mesh_map(scene: Scene) -> RenderableType:
 
 def _map(shown: Shown) -> Text:
     """The map of a layout, each part in the colour and with the character of its number."""
-    picture, shape = _coarse(shown.picture), shown.tensor.shape
-    plane = plane_of(shape, (box for part in picture.parts for box in part.boxes))
+    picture, plane, shape = shown.picture, shown.plane, shown.tensor.shape
     if plane is None or not all(shape):
         return Text("too fine to draw" if plane is None else "no elements", style="dim")
     held = {picture.number(i): plane.rects(part.boxes) for i, part in enumerate(picture.parts)}
     rects = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
     tops = {rect.offsets[0] for each in rects for rect in each}
-    lines = min(plane.height, LINES, max(HEIGHT, len(tops)))
+    lines = min(plane.height, PARTS, max(HEIGHT, len(tops)))
     return draw_boxes((plane.height, plane.width), rects, whole="·", missing=" ", lines=lines)
-
-
-def _coarse(picture: Picture) -> Picture:
-    if len(picture.parts) <= LINES:
-        return picture
-    return picture_of(picture.layout, LINES, picture.names, picture.made_of)
 
 
 def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableType]:
@@ -194,17 +197,16 @@ def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableT
 
 def _legend(picture: Picture) -> Text:
     """What the characters of a map stand for: the first few, and the last."""
-    coarse = _coarse(picture)
     text = Text()
-    parts = coarse.parts
+    parts = picture.parts
     shown = range(len(parts)) if len(parts) <= 4 else (0, 1, len(parts) - 1)
     for i in shown:
         if text:
             text.append("  … " if i - 1 not in shown else "  ")
-        part, number = parts[i], coarse.number(i)
-        ranks, count = coarse.ranks(part, 2)
+        part, number = parts[i], picture.number(i)
+        ranks, count = picture.ranks(part, 2)
         text.append(_character(number), style=rank_style(number))
-        names = "" if picture.names == ("place",) else f" {coarse.place_text(part)},"
+        names = "" if picture.names == ("place",) else f" {picture.place_text(part)},"
         more = ", …" if count > len(ranks) else ""
         text.append(f"{names} rank{'s' * (count > 1)} {', '.join(map(str, ranks))}{more}")
         if not part.most:

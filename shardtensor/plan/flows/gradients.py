@@ -71,15 +71,11 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
     contradictions: dict[str, Contradiction] = {}
-    alike: dict[object, LayerWork] = {}
     for path, layer in modules.layers.items():
         if not layer.has_flow:
             continue
-        is_inside = modules.nearest_in(path) is not None
-        key = layer.likeness, is_inside
         try:
-            work = alike.get(key)
-            works[path] = alike[key] = layer_work(layer, is_inside) if work is None else work
+            works[path] = layer_work(layer, modules.nearest_in(path) is not None)
         except Contradiction as found:
             contradictions[path] = found
     return Flows(modules, works, contradictions, is_whole)

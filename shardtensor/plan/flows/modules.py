@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import CutLayout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
@@ -25,9 +25,6 @@ from shardtensor.spec.parts import Cut, Partial
 
 Names = tuple[str, ...]
 """Of axes of the mesh."""
-
-_LaidOut = tuple[tuple[str, Names | None, Layout], ...]
-"""The parameters of a layer: their names, the names of their dims, their layouts."""
 
 
 @attrs.frozen(eq=False)
@@ -92,13 +89,6 @@ class Layer:
         return cut is not None and isinstance(cut.pieces, Blocked)
 
     @property
-    def likeness(self) -> object:
-        """What is equal for layers that do the same with values: each layer of a deep model is like one before it."""
-        flows = (tuple(sides.items()) for sides in (self.stated.ins, self.stated.outs))
-        blocked = self.kind.name == "linear" and (self.is_blocked("in"), self.is_blocked("out"))
-        return self.kind.name, *flows, tuple(self.cuts.items()), self.loose, blocked, tuple(self.params)
-
-    @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of some parameter."""
         return any(self.cuts.values()) or bool(self.loose)
@@ -116,8 +106,6 @@ class Modules:
         self.resolved = resolved
         self.axes: Axes = resolved.plan.axes
         self._sizes = dict(self.axes.mesh.axes)
-        self._flows: dict[Flow, Flow] = {}
-        self._cuts: dict[_LaidOut, tuple[Mapping[tuple[str, str], Names], str]] = {}
         self.stated: dict[str, Stated] = {}
         known: dict[int, Stated] = {}  # modules of which the same is said share it
         for path, passing in resolved.modules.items():
@@ -135,10 +123,7 @@ class Modules:
 
     def flow(self, flow: Flow) -> Flow:
         """A flow in the axes of the mesh."""
-        if flow not in self._flows:
-            addends = self.leaves(flow.addends)
-            self._flows[flow] = Flow(self.spec(flow.before), self.spec(flow.after), addends, flow.says_grad)
-        return self._flows[flow]
+        return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.addends), flow.says_grad)
 
     def spec(self, spec: Spec) -> Spec:
         """The layout of a value in the axes of the mesh."""
@@ -190,18 +175,11 @@ class Modules:
         params = self.owned[path]
         if kind is None or kind.name == "conv" or "weight" not in params:
             return None
-        laid_out = tuple((name, kind.dims.get(name), placed.layout) for name, placed in params.items())
-        if laid_out not in self._cuts:
-            self._cuts[laid_out] = self._cuts_of(laid_out)
-        cuts, loose = self._cuts[laid_out]
-        return Layer(path, kind, self.stated.get(path, _SILENT), params, cuts, loose, self.named)
-
-    def _cuts_of(self, laid_out: _LaidOut) -> tuple[Mapping[tuple[str, str], Names], str]:
-        """The axes over which each dim of some parameters is cut, and one that lies otherwise."""
         cuts: dict[tuple[str, str], Names] = {}
         loose = ""
         names, sizes = self.axes.mesh.names, self.axes.mesh.sizes
-        for name, dims, layout in laid_out:
+        for name, placed in params.items():
+            dims, layout = kind.dims.get(name), placed.layout
             if dims is None or len(dims) != len(layout.shape):
                 continue
             if not isinstance(layout, CutLayout) or len(layout.grid) != len(sizes):
@@ -210,7 +188,7 @@ class Modules:
             for dim, cut in zip(dims, layout.dims, strict=True):
                 if cut is not None:
                     cuts[name, dim] = tuple(names[i] for i in cut.axes if layout.grid[i] > 1)
-        return cuts, loose
+        return Layer(path, kind, self.stated.get(path, _SILENT), params, cuts, loose, self.named)
 
     # -- modules around modules ---------------------------------------------------------------------------------------
 

@@ -149,37 +149,34 @@ MOST = 4
 def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
     """E301 for tensors without a rule, each at the pattern that nearly matches it; and those patterns.
 
-    Where no pattern is near, at the innermost block or style around the tensor.
+    Where no pattern is near, at the beginning of the plan.
     """
     nothing = list(nothing)
     slips: dict[str, tuple[Nothing, str] | None] = {}
-    around: dict[str, Origin | None] = {}
     groups: dict[object, list[str]] = {}
     for name in names:
         kind = skeleton(name)
         if kind not in slips:
-            slips[kind] = slip = _nearest(name, nothing)
-            around[kind] = _around(plan, name) if slip is None else None
-        slip, place = slips[kind], around[kind]
-        key = (id(slip[0]), slip[1]) if slip is not None else None if place is None else (place.source.file, place.span)
-        groups.setdefault(key, []).append(name)
+            slips[kind] = _nearest(name, nothing)
+        slip = slips[kind]
+        groups.setdefault((id(slip[0]), slip[1]) if slip is not None else None, []).append(name)
     findings, used = [], []
     for group in groups.values():
-        slip, place = slips[skeleton(group[0])], around[skeleton(group[0])]
+        slip = slips[skeleton(group[0])]
         notes = ["to accept copies on every rank: `unmatched: replicate`"]
         if slip is None:
+            place = Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
             fix = f"write a rule for {'it' if len(group) == 1 else 'them'}: `PATTERN: LAYOUT`"
         else:
             each, meant = slip
             used.append(each)
-            fix = f"the nearest pattern is this one: did you mean `{meant}`?"
+            place, note = each.place, "the pattern matches nothing (W301)"
             if each.finding.code == "W303":
                 place = pattern_place(each.line) or each.place
-                said = f"`{each.text}`" if each.text else "the empty alternative"
-                notes.insert(0, f"{said} in the braces matches nothing (W303)")
-            else:
-                place = each.place
-                notes.insert(0, "the pattern matches nothing (W301)")
+                note = f"`{each.text}`" if each.text else "the empty alternative"
+                note += " in the braces matches nothing (W303)"
+            notes.insert(0, note)
+            fix = f"the nearest pattern is this one: did you mean `{meant}`?"
         fault = f"no rule matches {_listed(group)}"
         findings.append(Finding("E301", fault, place, "every tensor needs a layout", fix, tuple(notes), group[0]))
     return findings, used
@@ -190,19 +187,6 @@ def _listed(names: Sequence[str]) -> str:
     brief = list(brief_names(names))
     more = f" and {len(brief) - MOST} patterns more" if len(brief) > MOST else ""
     return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
-
-
-def _around(plan: Plan, name: str) -> Origin | None:
-    """Where the innermost block or style that stands for a module around a tensor is written; else the first line."""
-    words = name.split(".")
-    modules = [(line, pattern(line.module).segments) for line in plan.lines if line.module]
-    for depth in range(len(words) - 1, 0, -1):
-        above = ".".join(words[:depth])
-        for line, segments in modules:
-            for end in range(len(segments), 0, -1):
-                if not segments[end - 1].is_deep and Pattern(segments[:end]).captures(above) is not None:
-                    return segment_place(line, str(segments[end - 1]))
-    return Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
 
 
 def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
