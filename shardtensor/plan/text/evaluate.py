@@ -53,7 +53,6 @@ class Evaluator(Reader):
     def __init__(self, source: Source, scope: Scope) -> None:
         super().__init__(source)
         self.scope = scope
-        self._by_leaf: dict[str, Use] = {}
         self._has_default = 0
 
     def inside(self, style: Style, given: Mapping[str, Any]) -> Evaluator:
@@ -221,12 +220,12 @@ class Evaluator(Reader):
     @contextmanager
     def apart(self, place: str) -> Iterator[None]:
         """Axes that are named inside have nothing to do with those named before."""
-        kept = self.uses, self._by_leaf, self.place
-        self.uses, self._by_leaf, self.place = [], {}, place
+        kept = self.used, self.place
+        self.used, self.place = {}, place
         try:
             yield
         finally:
-            self.uses, self._by_leaf, self.place = kept
+            self.used, self.place = kept
 
     def head(self, head: Node) -> Any:
         if head.data == "word":
@@ -377,10 +376,9 @@ class Evaluator(Reader):
             why = f"it is made of {', '.join(leaves)}"
             raise self.fault("E204", token, f"`{value}` names an axis twice", why, "keep one of the two")
         for leaf in leaves:
-            if leaf in self._by_leaf:
-                raise self._fault_at(token, self.scope.axis_twice(value.axes, self.place, self._by_leaf[leaf]))
-        self.uses.append(Use(token, value.axes, self.place))
-        self._by_leaf |= dict.fromkeys(leaves, self.uses[-1])
+            if leaf in self.used:
+                raise self._fault_at(token, self.scope.axis_twice(value.axes, self.place, self.used[leaf]))
+        self.used |= dict.fromkeys(leaves, Use(value.axes, self.place))
         return value.axes
 
 
