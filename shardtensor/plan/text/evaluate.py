@@ -40,10 +40,6 @@ _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operato
 _MISPLACED = {"tuple": "numbers in round brackets", "places": "a list of placements", "box": "a box"}
 
 
-class MissingKey(SpecError):
-    """A config key is missing or null; `??` gives another value."""
-
-
 class Evaluator(Reader):
     """Reads what stands in a plan where a value may stand, with the names of a scope.
 
@@ -144,8 +140,9 @@ class Evaluator(Reader):
             self._has_default += 1
             try:
                 return self.value(child)
-            except MissingKey:
-                continue
+            except SpecError as error:
+                if error.code != "E104":
+                    raise
             finally:
                 self._has_default -= 1
         return self.value(last)
@@ -315,7 +312,7 @@ class Evaluator(Reader):
 
     def _missing_key(self, node: Node, keys: list[str], found: Any) -> SpecError:
         if self._has_default:  # another value is taken: what is near is not looked for
-            return MissingKey("")
+            return SpecError("", code="E104")
         scope, key, text = self.scope, keys[-1], self.text(node)
         known = found if isinstance(found, Mapping) else {}
         names = [name for name, value in known.items() if isinstance(value, int) and max(len(name), len(key)) <= 100]
@@ -332,7 +329,7 @@ class Evaluator(Reader):
             value = shown(known[near])
             why += f"; the nearest is `{near}` ({value})"
             fix = f"use `{'.'.join(['config', *keys[:-1], near])}`, or give a default: `{text} ?? {value}`"
-        return self.source.error("E104", span(node), fault, why, fix, MissingKey)
+        return self.fault("E104", node, fault, why, fix)
 
     # ---------- arguments ----------
 
