@@ -105,15 +105,13 @@ def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
 
 def layout_text(placed: Placed, resolved: Resolved) -> str:
     """How a tensor lies: in the axes of the mesh, dims by position, with what `store` keeps of it and where."""
-    spec: ShardingSpec = placed.spec
+    spec, axes, stored = placed.spec, resolved.plan.axes, placed.stored
     if isinstance(spec, Spec):
-        spec = resolved.plan.axes.spelled(spec)
-        spec = Spec() if placed.layout.is_replicated else spec
-    text = str(spec) if not isinstance(spec, Spec) or spec != Spec() else "replicate"
-    if placed.stored is None:
-        return text
-    flat = resolved.plan.axes.spelled(Spec().flat(*placed.stored.axes, unit=placed.stored.unit)).flat_part
-    return f"{text} {flat} by {placed.unit or 'the root'}"
+        spec = Spec() if placed.layout.is_replicated else axes.spelled(spec)
+    if stored is None:
+        return str(spec)
+    flat = axes.spelled(Spec().flat(*stored.axes, unit=stored.unit)).flat_part
+    return f"{spec} {flat} by {placed.unit or 'the root'}"
 
 
 def _devices_text(placed: Placed) -> str:

@@ -32,11 +32,9 @@ class Source:
     text: str
     file: str = "<spec>"
 
-    def error(
-        self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "", kind: type = SpecError
-    ) -> SpecError:
+    def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
         """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
-        return self._at(span, kind(fault, {"why": why} if why else {}, fix, code=code), False)
+        return self._at(span, SpecError(fault, {"why": why} if why else {}, fix, code=code), False)
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
         """Return the error of a value as one of the text that made it, facts as rows below the caret."""

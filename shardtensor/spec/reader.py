@@ -13,7 +13,7 @@ from lark import Token, Tree
 from shardtensor.errors import SpecError
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.diagnostics import Source, listed, nearest
-from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec
+from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec, used_twice
 from shardtensor.spec.parts import MAX_NUMBER
 from shardtensor.spec.placement import Run, parse_run
 
@@ -97,9 +97,8 @@ def span(node: Node) -> tuple[int, int]:
 
 
 class Use(NamedTuple):
-    """One use of axes in a spec: the name that is written, the axes it means, and what they cut."""
+    """One use of axes in a spec: the axes that are meant, and what they cut."""
 
-    token: Token
     axes: tuple[str, ...]
     place: str
 
@@ -109,7 +108,7 @@ class Reader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.uses: list[Use] = []
+        self.used: dict[str, Use] = {}
         self.place = ""
 
     def fault(self, code: str, node: Node, fault: str, why: str = "", fix: str = "") -> SpecError:
@@ -123,18 +122,7 @@ class Reader:
         except SpecError as error:
             if error.line:
                 raise
-            if error.code == "E204":
-                node = self._second_use() or node
             raise self.source.locate(error, span(node)) from None
-
-    def _second_use(self) -> Token | None:
-        """The first name that means an axis again."""
-        seen: set[str] = set()
-        for use in self.uses:
-            if not seen.isdisjoint(use.axes):
-                return use.token
-            seen.update(use.axes)
-        return None
 
     # ---------- the spec and its parts ----------
 
@@ -306,8 +294,11 @@ class Reader:
 
     def axis(self, token: Token) -> tuple[str, ...]:
         """The axes that a name means, here."""
-        self.uses.append(Use(token, (str(token),), self.place))
-        return self.uses[-1].axes
+        name = str(token)
+        if name in self.used:
+            raise self.source.locate(SpecError(*used_twice(name), code="E204"), span(token))
+        self.used[name] = Use((name,), self.place)
+        return (name,)
 
     def string(self, token: Node) -> str:
         try:

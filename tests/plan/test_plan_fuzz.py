@@ -85,7 +85,7 @@ def test_includes_have_limits(tmp_path):
     with pytest.raises(SpecError, match="E003") as caught:
         read_plan(tmp_path / "0.shard", world=1)
     assert time.process_time() - began < 1
-    assert caught.value.findings[0].fault == "includes are nested too deep"
+    assert caught.value.findings[0].fault == "a plan includes at most 64 files"
 
 
 def test_what_is_no_text_is_not_included(tmp_path):

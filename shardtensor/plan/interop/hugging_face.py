@@ -176,24 +176,24 @@ def plan_text_from_hf(
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
-    entries = [
-        _entry(pattern, word, plan, words, model)
-        for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS))
-        for pattern, word in plan.items()
-    ]
-    refused = {entry.pattern: f'"{entry.word}": {entry.refused}' for entry in entries if entry.refused}
+    rules: dict[str, list[str]] = {}
+    refused: dict[str, str] = {}
+    heads = _whole_heads(kept, config or {})
+    for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS)):
+        for pattern, word in plan.items():
+            rule, why = _rule(pattern, word, plan, words, model)
+            if why:
+                refused[pattern] = f'"{word}": {why}'
+            rule = rule.replace("(tp)", "(tp, unit=hd)") if pattern in heads else rule
+            rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
+            rules.setdefault(pattern, []).append(rule)
+            if word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
+                owner = pattern.rpartition(".")[0]
+                beside = (name for name in _LATENT if f"{owner}.{name}" not in kept)
+                rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in beside}
     if refused:
         verb = "has" if len(refused) == 1 else "have"
         raise PlanError(f"{len(refused)} of {count} rules {verb} no translation", refused)
-    heads = _whole_heads(kept, config or {})
-    rules: dict[str, list[str]] = {}
-    for entry in entries:
-        rule = entry.rule.replace("(tp)", "(tp, unit=hd)") if entry.pattern in heads else entry.rule
-        rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
-        rules.setdefault(entry.pattern, []).append(rule)
-        if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
-            owner = entry.pattern.rpartition(".")[0]
-            rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
     lines = [*_header(count, heads, ep_plan, config or {}), ""]
     for pattern, said in rules.items():
         lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in said]
@@ -210,36 +210,28 @@ def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
     return {f"{prefix}.{pattern}" if prefix else pattern: word for pattern, word in (plan or {}).items()}
 
 
-@attrs.frozen
-class _Entry:
-    pattern: str
-    word: str
-    rule: str = ""
-    refused: str = ""
-
-
-def _entry(
+def _rule(
     pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
-) -> _Entry:
-    if word not in words:
-        near = get_close_matches(str(word), words, 1)
-        refused = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
-        if word in TP_WORDS or word in EP_WORDS:
-            refused = f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
-        return _Entry(pattern, str(word), refused=refused)
-    said = words[word]
-    if said.refused is not None:
-        return _Entry(pattern, word, refused="; ".join(said.refused))
-    ndim = _ndim(pattern, plan, model)
-    if ndim is not None:
-        if said.tensor is None:
-            return _Entry(pattern, word, refused="it is a word for modules, and this is a tensor")
-        return _Entry(pattern, word, said.tensor(ndim))
-    if not said.module and said.tensor is not None:
-        return _Entry(pattern, word, refused="it is a word for tensors, and this is a module")
-    if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
-        return _Entry(pattern, word, "hf_moe_tp_experts_without_weights(tp)")
-    return _Entry(pattern, word, said.module)
+) -> tuple[str, str]:
+    """The rule that a word is for a pattern; or nothing, and why it has no translation."""
+    if word in words:
+        said = words[word]
+        if said.refused is not None:
+            return "", "; ".join(said.refused)
+        ndim = _ndim(pattern, plan, model)
+        if ndim is not None:
+            if said.tensor is None:
+                return "", "it is a word for modules, and this is a tensor"
+            return said.tensor(ndim), ""
+        if not said.module and said.tensor is not None:
+            return "", "it is a word for tensors, and this is a module"
+        if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
+            return "hf_moe_tp_experts_without_weights(tp)", ""
+        return said.module, ""
+    if word in TP_WORDS or word in EP_WORDS:
+        return "", f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
+    near = get_close_matches(str(word), words, 1)
+    return "", "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
 
 
 def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | None:

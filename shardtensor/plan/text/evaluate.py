@@ -40,10 +40,6 @@ _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operato
 _MISPLACED = {"tuple": "numbers in round brackets", "places": "a list of placements", "box": "a box"}
 
 
-class MissingKey(SpecError):
-    """A config key is missing or null; `??` gives another value."""
-
-
 class Evaluator(Reader):
     """Reads what stands in a plan where a value may stand, with the names of a scope.
 
@@ -53,7 +49,6 @@ class Evaluator(Reader):
     def __init__(self, source: Source, scope: Scope) -> None:
         super().__init__(source)
         self.scope = scope
-        self._by_leaf: dict[str, Use] = {}
         self._has_default = 0
 
     def inside(self, style: Style, given: Mapping[str, Any]) -> Evaluator:
@@ -145,8 +140,9 @@ class Evaluator(Reader):
             self._has_default += 1
             try:
                 return self.value(child)
-            except MissingKey:
-                continue
+            except SpecError as error:
+                if error.code != "E104":
+                    raise
             finally:
                 self._has_default -= 1
         return self.value(last)
@@ -221,12 +217,12 @@ class Evaluator(Reader):
     @contextmanager
     def apart(self, place: str) -> Iterator[None]:
         """Axes that are named inside have nothing to do with those named before."""
-        kept = self.uses, self._by_leaf, self.place
-        self.uses, self._by_leaf, self.place = [], {}, place
+        kept = self.used, self.place
+        self.used, self.place = {}, place
         try:
             yield
         finally:
-            self.uses, self._by_leaf, self.place = kept
+            self.used, self.place = kept
 
     def head(self, head: Node) -> Any:
         if head.data == "word":
@@ -316,7 +312,7 @@ class Evaluator(Reader):
 
     def _missing_key(self, node: Node, keys: list[str], found: Any) -> SpecError:
         if self._has_default:  # another value is taken: what is near is not looked for
-            return MissingKey("")
+            return SpecError("", code="E104")
         scope, key, text = self.scope, keys[-1], self.text(node)
         known = found if isinstance(found, Mapping) else {}
         names = [name for name, value in known.items() if isinstance(value, int) and max(len(name), len(key)) <= 100]
@@ -333,7 +329,7 @@ class Evaluator(Reader):
             value = shown(known[near])
             why += f"; the nearest is `{near}` ({value})"
             fix = f"use `{'.'.join(['config', *keys[:-1], near])}`, or give a default: `{text} ?? {value}`"
-        return self.source.error("E104", span(node), fault, why, fix, MissingKey)
+        return self.fault("E104", node, fault, why, fix)
 
     # ---------- arguments ----------
 
@@ -377,10 +373,9 @@ class Evaluator(Reader):
             why = f"it is made of {', '.join(leaves)}"
             raise self.fault("E204", token, f"`{value}` names an axis twice", why, "keep one of the two")
         for leaf in leaves:
-            if leaf in self._by_leaf:
-                raise self._fault_at(token, self.scope.axis_twice(value.axes, self.place, self._by_leaf[leaf]))
-        self.uses.append(Use(token, value.axes, self.place))
-        self._by_leaf |= dict.fromkeys(leaves, self.uses[-1])
+            if leaf in self.used:
+                raise self._fault_at(token, self.scope.axis_twice(value.axes, self.place, self.used[leaf]))
+        self.used |= dict.fromkeys(leaves, Use(value.axes, self.place))
         return value.axes
 
 

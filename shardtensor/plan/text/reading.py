@@ -34,8 +34,6 @@ from shardtensor.plan.text.statements import Statements, Stop
 from shardtensor.spec.diagnostics import Source
 
 MAX_WORLD = 2**31
-MAX_INCLUDES = 16
-"""Files that include one another, one in the other."""
 
 
 def read_plan(
@@ -163,12 +161,9 @@ class PlanReader(Statements):
         name = self.evaluator.string(token)
         try:
             file = self.files.include(name, self._open[-1], refused)
-            chain = [*self._open, file]
-            if file in self._open or len(chain) > MAX_INCLUDES:
-                is_circle = file in self._open
-                names = " -> ".join(file.source.file for file in chain[-MAX_INCLUDES:])
-                fault = "these files include one another in a circle" if is_circle else "includes are nested too deep"
-                raise refused(fault, names, "take this line out")
+            if file in self._open:
+                names = " -> ".join(each.source.file for each in [*self._open, file])
+                raise refused("these files include one another in a circle", names, "take this line out")
         except SpecError as error:
             self.find(finding_of(error))
             raise Stop from None
