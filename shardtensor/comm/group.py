@@ -145,8 +145,8 @@ class Group(ABC):
     def twin(self) -> Group:
         """Return a group of the same ranks with a communicator of its own; all its members call it.
 
-        Collectives of the two groups can run at the same time, and each group has its own order of calls. On cuda the
-        members must still call the collectives of both groups in one order if one waits for another.
+        Each group has its own order of calls. On cuda the members must still call the collectives of both groups in one
+        order if one waits for another.
         """
         return self  # in one process there is no communicator to separate
 

@@ -130,12 +130,10 @@ class Rendezvous:
         self._keys: list[str] = []  # of the last collective, in the store
 
     def wait(self, operation: str, call: str, pairs: int | None = None, own: str = "") -> None:
-        """Return when all ranks have arrived with the same `call`.
+        """Return when all ranks have arrived with the same `call`; `operation` is its short name.
 
-        Args:
-            operation: its short name, for the first line of messages.
-            pairs: a number whose sum over the ranks is zero when each receives as many elements as are sent to it.
-            own: the call of this rank, for messages, if it is not the same on every rank.
+        The sum of `pairs` over the ranks is zero when each receives as many elements as are sent to it; `own` is
+        the call of this rank, for messages, if it is not the same on every rank.
 
         Raises:
             CallMismatchError: on every rank, with one text: some ranks make another call.

@@ -19,10 +19,9 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
 class TorchGroup(Group):
-    """A torch process group of two or more ranks; make one with `as_group`.
+    """A torch process group of two or more ranks, in its order; make one with `as_group`.
 
-    Group order is that of the process group. Tensors whose device, dtype or strides the backend does not support are
-    converted as `support` says; the usual tensor costs one look-up in a set.
+    Tensors that the backend does not support are converted as `support` says; the usual tensor costs one look-up.
     """
 
     def __init__(self, process_group: Any) -> None:

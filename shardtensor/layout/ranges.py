@@ -87,11 +87,8 @@ def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = No
     not longer than its grain is in one range. None: ranges may end anywhere.
 
     Example:
-        >>> ranges = lay_out([40, 8], 2)
-        >>> ranges.starts, ranges.chunk, ranges.sizes(0), ranges.sizes(1)
-        ((0, 48), 32, (32, 8), (0, 8))
-        >>> lay_out([96, 40], 2, [24, 1]).sizes(0), lay_out([96, 40], 2, [96, 1]).sizes(0)
-        ((72, 24), (96, 0))
+        >>> lay_out([40, 8], 2).starts, lay_out([96, 40], 2, [24, 1]).sizes(0), lay_out([96, 40], 2, [96, 1]).sizes(0)
+        ((0, 48), (72, 24), (96, 0))
     """
     return _lay_out(tuple(lengths), ranks, tuple(units) if units is not None else (1,) * len(lengths))
 
@@ -208,10 +205,6 @@ def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | N
     """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
 
     Those are of one kind; those that a rank holds whole are in the order of owners.
-
-    Example:
-        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [None, None, 1, 0])
-        [[0], [1], [3, 2]]
     """
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}

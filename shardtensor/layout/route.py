@@ -46,27 +46,13 @@ class Region:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """The regions that one rank keeps, sends and receives, those of one peer in the order of the receiver's boxes.
-
-    Attributes:
-        keeps: pairs of regions of the old and the new local tensor.
-        sends: for each member of the group, in its order, the regions of the old local tensor sent to it.
-        receives: for each member, the regions of the new local tensor received from it.
+    """What one rank keeps, as pairs of regions of its old and new local tensor, and the regions that it sends to and
+    receives from each member of the group, in its order; those of one peer in the order of the receiver's boxes.
     """
 
     keeps: tuple[tuple[Region, Region], ...]
     sends: tuple[tuple[Region, ...], ...]
     receives: tuple[tuple[Region, ...], ...]
-
-    @property
-    def received(self) -> int:
-        """The number of elements received from other ranks."""
-        return sum(region.numel for regions in self.receives for region in regions)
-
-    @property
-    def sent(self) -> int:
-        """The number of elements sent to other ranks."""
-        return sum(region.numel for regions in self.sends for region in regions)
 
 
 @lru_cache(maxsize=1024)
@@ -148,10 +134,6 @@ class Step:
         mesh = Mesh(tuple((f"axis{i}", n) for i, n in enumerate(self.source.grid)), self.source.ranks)
         return as_ranks(sorted(mesh.ranks_along(rank, self.axes)))
 
-    def transfer(self, rank: int) -> Transfer:
-        """Return what `rank` keeps, sends and receives in a step that does not reduce."""
-        return transfer(self.source, self.target, rank, self.members(rank))
-
     @property
     def group_size(self) -> int:
         """The number of ranks of each group."""
@@ -187,18 +169,7 @@ Partial = tuple[tuple[int, str], ...]
 
 
 def route(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the steps between two layouts of one shape, of any kinds, on any ranks; none if they are the same.
-
-    Raises:
-        LayoutError: the shapes differ.
-
-    Example:
-        >>> from shardtensor.layout.layout import DimCut, replicated
-        >>> from shardtensor.layout.pieces import chunked
-        >>> rows = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(DimCut((0,), chunked(8, 4)), None))
-        >>> [(step.kind, step.received(0)) for step in route(rows, replicated((8, 8), range(4)))]
-        [('all_gather', 48)]
-    """
+    """Return the steps between two layouts of one shape, of any kinds, on any ranks; none if they are the same."""
     return _route(source, target, source.names, target.names)
 
 

@@ -71,45 +71,35 @@ def _example(value: Any) -> Any:
     return value
 
 
-def cpu(tensor: ShardedTensor, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:
-    """``Tensor.cpu``, and ``process_group=``: itself when it is there already."""
-    _check_memory_format(memory_format)
-    group = tensor._group if process_group is None else as_group(process_group)
-    return converted(tensor, lambda local: local.cpu(), group)
-
-
-def cuda(
-    tensor: ShardedTensor,
-    device: Any = None,
-    non_blocking: bool = False,
-    memory_format: Any = None,
-    process_group: Any = None,
-) -> ShardedTensor:
-    """``Tensor.cuda``, and ``process_group=``. As from torch's ShardedTensor a new object, over the same leaf when
-    that is on the device already."""
-    _check_memory_format(memory_format)
-    group = tensor._group if process_group is None else as_group(process_group)
-    found = converted(tensor, lambda local: local.cuda(device, non_blocking=non_blocking), group)
-    return wrap(found._local, found._layout, found._spec, group) if found is tensor else found
-
-
 def _check_memory_format(memory_format: Any) -> None:
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
 
 
-for name, handler in (("to", to), ("cpu", cpu), ("cuda", cuda)):
-    HANDLERS[getattr(torch.Tensor, name)] = handler
-    setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
-
-
 def _short_form(function: Any) -> Callable[..., ShardedTensor]:
-    def handler(tensor: ShardedTensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> ShardedTensor:
+    def handler(
+        tensor: ShardedTensor, *args: Any, memory_format: Any = None, process_group: Any = None, **kwargs: Any
+    ) -> ShardedTensor:
         _check_memory_format(memory_format)
-        return converted(tensor, lambda local: function(local, *args, **kwargs), tensor._group)
+        group = tensor._group if process_group is None else as_group(process_group)
+        return converted(tensor, lambda local: function(local, *args, **kwargs), group)
 
     return handler
 
+
+_on_gpu = _short_form(torch.Tensor.cuda)
+
+
+def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """``Tensor.cuda``, and ``process_group=``. As from torch's ShardedTensor a new object, over the same leaf when
+    that is on the device already."""
+    found = _on_gpu(tensor, *args, **kwargs)
+    return wrap(found._local, found._layout, found._spec, found._group) if found is tensor else found
+
+
+for name, handler in (("to", to), ("cpu", _short_form(torch.Tensor.cpu)), ("cuda", cuda)):
+    HANDLERS[getattr(torch.Tensor, name)] = handler
+    setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
 
 SHORT_FORMS = """
 half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory
@@ -175,8 +165,7 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
 def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
     """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these.
 
-    It makes them anew in its next forward. It no longer moves its parameters into one piece of memory, which cuDNN
-    wants and sharded parameters cannot have.
+    It makes them anew in its next forward, and no longer moves its parameters into one piece of memory, as cuDNN wants.
     """
     ids = set(map(id, params))
     for owner in module.modules():

@@ -288,11 +288,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 
 
 def _leaf_of(x: Any) -> Any:
-    """The tensor whose gradient is asked for.
-
-    A parameter of a fully sharded module is in no graph: modules compute with what was gathered, and its gradient is
-    summed over the ranks into ``.grad``.
-    """
+    """The tensor whose gradient is asked for; a parameter of a fully sharded module is in no graph."""
     if getattr(x, "_flat", None) is not None:
         raise RuleError(
             "autograd cannot be asked for the gradients of some parameters of a fully sharded module",

@@ -89,11 +89,8 @@ def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torc
 def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part under `target` of the tensor of which `local` is the part under `source`.
 
-    Differentiable. `local` itself, or a view of it, where nothing has to be sent or joined. All ranks of the group call
-    it, and as many run its backward.
-
-    Raises:
-        RuleError: a partial max or min, which has no gradient, is joined while autograd records.
+    Differentiable, but for a partial max or min. `local` itself, or a view of it, where nothing has to be sent or
+    joined. All ranks of the group call it, and as many run its backward.
     """
     if not route(source, target):
         return local if local.numel() else as_nothing(local, target, group.rank)

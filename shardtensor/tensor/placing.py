@@ -122,8 +122,7 @@ def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> Sh
 def mesh_of(group: Group) -> Mesh:
     """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name.
 
-    Torch does not tell a process which ranks are in a group that it is not a member of; all ranks stand for them, so
-    that specs which name their ranks can be told there too.
+    Torch does not tell which ranks are in a group that this process is no member of; all ranks stand for them.
     """
     if group.mesh is not None:
         return group.mesh
