@@ -168,9 +168,7 @@ def _non_member_group(rank: int) -> Group:
 
 def forget_destroyed() -> None:
     """Drop the references to groups that torch has destroyed, which ends their threads and closes their sockets.
-
-    `as_group` calls it whenever it makes a group.
-    """
+    `as_group` calls it whenever it makes a group."""
     for process_group in [known for known in _groups if known not in _world.pg_map]:
         del _groups[process_group]
     for key, (mesh, group) in list(_mesh_groups.items()):

@@ -209,10 +209,8 @@ class Rendezvous:
             self._withdraw(here, digest, error)
 
     def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait.
-
-        A rank with one thread, whose last rendezvous is still open, waits there.
-        """
+        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait. A
+        rank with one thread, whose last rendezvous is still open, waits there."""
         path = {self.statuses.rank: here}
         while True:
             at = path[next(reversed(path))]

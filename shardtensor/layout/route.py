@@ -34,9 +34,7 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks, coordinate
 @attrs.frozen(eq=False)
 class Region:
     """The place of a box in a rank's local tensor: `held`, slices of it, and there `within` of the view in `shape`.
-
-    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None.
-    """
+    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None."""
 
     held: tuple[slice, ...]
     shape: Shape | None
@@ -116,10 +114,8 @@ def _region(part: Box, box: Box, local: Box, packed: bool) -> Region:
 
 @attrs.frozen(cache_hash=True)
 class Step:
-    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after.
-
-    `axes` are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty.
-    """
+    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after. `axes`
+    are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty."""
 
     kind: str
     source: Layout
@@ -157,12 +153,6 @@ class Step:
         if self.axes is None:
             return f"{self.group_size} ranks"
         return " * ".join(f"{self.source.axis_name(axis)}={self.source.grid[axis]}" for axis in self.axes)
-
-
-def is_even(layout: CutLayout, axes: tuple[int, ...]) -> bool:
-    """Whether all ranks along `axes` hold the same number of elements: dims cut along them have shards of one size."""
-    cuts = [cut.pieces for cut in layout.dims if cut is not None and not set(axes).isdisjoint(cut.axes)]
-    return all(len({pieces.size(i) for i in range(pieces.count)}) == 1 for pieces in cuts)
 
 
 Partial = tuple[tuple[int, str], ...]
@@ -233,7 +223,10 @@ def _move(source: Layout, target: Layout, shared: bool) -> Step:
         return Step("slice", source, target, axes)
     if axes is None:
         return Step("all_to_all", source, target)
-    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even(source, axes):
+    cuts = source.dims if isinstance(source, CutLayout) else ()
+    pieces = [cut.pieces for cut in cuts if cut is not None and not set(axes).isdisjoint(cut.axes)]
+    is_even = all(len({each.size(i) for i in range(each.count)}) == 1 for each in pieces)
+    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even:
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 

@@ -25,10 +25,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 
 def converted(tensor: ShardedTensor, change: Callable[[torch.Tensor], torch.Tensor], group: Group) -> ShardedTensor:
-    """Return `tensor` with ``change(leaf)`` as its leaf, on `group`; itself when neither differs.
-
-    A move to another kind of device rewrites the placements of the spec; `change` must keep the leaf's shape.
-    """
+    """Return `tensor` with ``change(leaf)`` as its leaf, on `group`; itself when neither differs. A move to another
+    kind of device rewrites the placements of the spec; `change` must keep the leaf's shape."""
     local = change(tensor._local)
     if tensor._layout.partial and local.dtype != tensor.dtype:
         tensor = settled(tensor)
@@ -124,10 +122,8 @@ def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
-    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay.
-
-    Any other source, a storage or a plain tensor, would be one shard's.
-    """
+    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay. Any other
+    source, a storage or a plain tensor, would be one shard's."""
     if (
         not isinstance(tensor, ShardedTensor)
         or not isinstance(source, ShardedTensor)
@@ -163,10 +159,8 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
-    """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these.
-
-    It makes them anew in its next forward, and no longer moves its parameters into one piece of memory, as cuDNN wants.
-    """
+    """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these. It
+    makes them anew in its next forward, and no longer moves its parameters into one piece of memory, as cuDNN wants."""
     ids = set(map(id, params))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
@@ -181,10 +175,8 @@ def _stay_apart() -> None:
 
 
 def flatten_again(module: nn.Module) -> None:
-    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back.
-
-    In its next forward it notices that its weak references are gone, makes them anew, and flattens.
-    """
+    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back. In its
+    next forward it notices that its weak references are gone, makes them anew, and flattens."""
     for owner in module.modules():
         is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
         if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:

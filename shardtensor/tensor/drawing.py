@@ -40,10 +40,8 @@ PIECE = 65536
 def serial_pieces(
     sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
 ) -> Iterator[tuple[int, Tensor]] | None:
-    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small scratch.
-
-    Used up, it leaves the generator where the whole call does. None if `sample` is not exact in pieces.
-    """
+    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small
+    scratch. Used up, it leaves the generator where the whole call does. None if `sample` is not exact in pieces."""
     return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
 
 
@@ -196,10 +194,8 @@ def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) ->
 def agree_on_state(
     group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast.
-
-    All ranks of the group call it; without a generator the device's default one is meant. `note` are numbers to 255.
-    """
+    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast. All
+    ranks of the group call it; without a generator the device's default one is meant. `note` are numbers to 255."""
     if group.size == 1:
         return tuple(note)
     if generator is None:
@@ -256,10 +252,8 @@ def draw(
 
 
 def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them.
-
-    Of two dims of one stride the longer is the outer; a rank on which both are of length one or less cannot know.
-    """
+    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them. Of two dims of
+    one stride the longer is the outer; a rank on which both are of length one or less cannot know."""
     dims = tuple(range(len(layout.shape)))
     if layout.packed:
         return dims

@@ -154,9 +154,7 @@ MOST = 1024
 
 class Side(NamedTuple):
     """What leaves, or what comes: the elements for each member that there is a part of its own for, and `total`.
-
-    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so.
-    """
+    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so."""
 
     counts: list[int]
     total: int

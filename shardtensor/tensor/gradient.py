@@ -86,10 +86,8 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
 
 
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
-    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
-
-    A tensor that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's.
-    """
+    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce. A tensor
+    that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's."""
     layout = tensor._layout
     if not layout.partial:
         return shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to

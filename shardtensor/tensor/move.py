@@ -58,10 +58,8 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
 
 
 def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split.
-
-    It has no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one.
-    """
+    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split. It has
+    no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one."""
     if step.kind == "all_reduce":
         return team.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
     if step.kind == "split":
@@ -107,9 +105,7 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """Return an empty local tensor in the shape that the layout gives it, with the strides that are usual for it.
-
-    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor.
-    """
+    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor."""
     shape = layout.local_shape(rank)
     if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):
         return local
