@@ -41,7 +41,7 @@ _HOME = {
     "Mesh": "mesh",
     "MissingParameterError": "errors",
     "MixedPrecisionPolicy": "fsdp.policy",
-    "MoE": "parallel.moe",
+    "MoE": "parallel.experts",
     "ModuleWrapPolicy": "fsdp.policy",
     "OffloadPolicy": "fsdp.policy",
     "ParallelCrossEntropy": "parallel.cross_entropy",

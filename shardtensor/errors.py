@@ -85,7 +85,8 @@ class SpecError(ShardTensorError, ValueError):
         code: the check that failed, such as ``E001``; empty where no check has a code.
         file: where the text stands; ``<spec>`` for a string in Python.
         line, col: position of the fault, counted from 1; 0 for values made in Python.
-        parts: the text and what is wrong with it, where a text is wrong; the source of the message.
+        parts: where a text is wrong: the text, the characters that are, and whether a value refused what it was given,
+            so that the text that gave it may stand elsewhere.
         findings: of a plan, every error that was found; `sources`, the files that were read.
     """
 

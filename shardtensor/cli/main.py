@@ -34,7 +34,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "ops":
         from shardtensor.cli import ops
 
-        print(ops.page(), end="") if options.markdown else ops.print_table()
+        print(ops.page(), end="")
         return 0
     from shardtensor.cli.demo import run_demo  # after parsing, so that --help need not wait for torch
 
@@ -48,12 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_parser(commands)
     plan.add_parser(commands)
     show.add_parser(commands)
-    ops = commands.add_parser(
+    commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
-        description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results.",
+        description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results; "
+        "in Markdown, as the page specs/ops.md.",
     )
-    ops.add_argument("--markdown", action="store_true", help="as the page that is in specs/ops.md")
     import_plan.add_parser(commands)
     fmt.add_parser(commands)
     demo = commands.add_parser(

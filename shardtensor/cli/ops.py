@@ -1,19 +1,15 @@
-"""``shardtensor ops``: the rule table for readers, as a page in Markdown or in the terminal. Imports no torch."""
+"""``shardtensor ops``: the rule table for readers, as a page in Markdown. Imports no torch."""
 
 from __future__ import annotations
 
 from itertools import groupby
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from shardtensor.rules.table import Row, rows
 
 HEAD = """\
 # Operations and their rules
 
-Made by `shardtensor ops --markdown` from `shardtensor/rules/table.py`; do not edit.
+Made by `shardtensor ops` from `shardtensor/rules/table.py`; do not edit.
 
 Each word of a rule is a dim. Operands that share a letter are cut alike along it, and so is the output. Where a letter
 is cut that the output lacks, the ranks' results are joined as the third column says. An operation not listed gathers
@@ -65,21 +61,3 @@ def _names(row: Row) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text and ("->" in text or len(text.split()) < 5) else text
-
-
-def print_table(console: Console | None = None) -> None:
-    """Print the table to a terminal."""
-    console = console or Console()
-    for section, group in groupby(rows(), key=lambda row: row.section):
-        table = Table(title=section, title_justify="left", box=SIMPLE, expand=True)
-        table.add_column("operations", ratio=4)
-        table.add_column("rule", ratio=3, no_wrap=False)
-        table.add_column("along a cut dim", ratio=2)
-        for row in group:
-            table.add_row(" ".join(row.names), _plain(rule_text(row)), _plain(join_text(row)))
-        console.print(table)
-
-
-def _plain(text: str) -> str:
-    """`text` with brackets that rich shall not take for its own marks."""
-    return text.replace("[", "\\[")

@@ -1,4 +1,4 @@
-"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts, and steps of reshards."""
+"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from shardtensor.cli.picture import PARTS, Picture, Plane, picture_of, plane_of
-from shardtensor.layout.bind import bind
-from shardtensor.layout.explain import say_bytes, say_step
-from shardtensor.layout.layout import Layout
-from shardtensor.layout.route import route
-from shardtensor.mesh import Mesh
+from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import is_below, matches
 from shardtensor.plan.models.model import BYTES, TensorInfo
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.spec.parse import parse_spec
 
 MAX_PARTS = 4000
 """Of all pictures together: what a page and a reader can bear."""
@@ -44,10 +39,10 @@ class Shown:
     spec: ShardingSpec
     picture: Picture
     plane: Plane | None
-    stored: str = ""
-    storing: int = 1
-    lines: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
-    tied: Mapping[str, str] = attrs.field(factory=dict)
+    stored: str
+    storing: int
+    lines: Mapping[str, tuple[str, str]]
+    tied: Mapping[str, str]
 
     @property
     def count(self) -> int:
@@ -87,29 +82,23 @@ class Shown:
 
 
 @attrs.frozen(eq=False)
-class Reshard:
-    """One tensor redistributed to other layouts, one after the other: ``A -> B``, and the lines of its steps."""
-
-    name: str
-    steps: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@attrs.frozen(eq=False)
 class Scene:
     """Everything that is shown.
 
     Attributes:
-        title: the name of the plan, or the spec.
-        subject: of what: the model, or the shape.
-        resolved: None where one spec is shown.
+        title: the name of the plan.
+        subject: the model that it is for.
     """
 
     title: str
     subject: str
-    axes: Axes
+    resolved: Resolved
     shown: tuple[Shown, ...]
-    reshards: tuple[Reshard, ...] = ()
-    resolved: Resolved | None = None
+
+    @property
+    def axes(self) -> Axes:
+        """Of the mesh."""
+        return self.resolved.plan.axes
 
     @property
     def mesh_text(self) -> str:
@@ -122,16 +111,15 @@ class Scene:
             parts = " × ".join(f"{factor} {n}" for factor, n in rest[:count])
             words.append(parts if whole is None else f"{whole} {self.axes.size(whole)} ({parts})")
             rest = rest[count:]
-        text = _ranks("", mesh.size) + ("" if mesh.is_unnamed else f" = {' × '.join(words)}")
+        text = f"{_ranks('', mesh.size)} = {' × '.join(words)}"
         return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
 
 
-def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequence[str] = ()) -> Scene:
+def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern: str = "") -> Scene:
     """The scene of a plan.
 
     Args:
         pattern: only tensors of these names, or below modules of these names.
-        to: specs to which each distinct layout is redistributed, one after the other.
     """
     alike: dict[object, list[Placed]] = {}
     for name, each in resolved.tensors.items():
@@ -140,31 +128,7 @@ def scene_of_plan(resolved: Resolved, title: str, *, pattern: str = "", to: Sequ
             alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
     axes, limit = resolved.plan.axes, max(8, min(PARTS, MAX_PARTS // max(len(alike), 1)))
     shown = tuple(_shown(group, axes, limit) for group in alike.values())
-    reshards = tuple(
-        _reshard(group[0].tensor.name, each, to, axes) for group, each in zip(alike.values(), shown, strict=True)
-    )
-    return Scene(title, resolved.model.source, axes, shown, reshards if to else (), resolved)
-
-
-def scene_of_spec(
-    text: str, shape: tuple[int, ...], mesh: Mesh, *, dtype: str = "float32", to: Sequence[str] = ()
-) -> Scene:
-    """The scene of one tensor.
-
-    Raises:
-        SpecError, LayoutError: the text is no spec, or does not fit.
-
-    Example:
-        >>> from shardtensor.mesh import read_mesh
-        >>> scene = scene_of_spec("[tp, -]", (8, 8), read_mesh("tp=4"), to=["[-, tp]"])
-        >>> scene.reshards[0].steps[0]
-        ('[tp, -] -> [-, tp]', ('all_to_all over tp=4   48 B received by each rank',))
-    """
-    spec, axes = parse_spec(text), Axes(mesh)
-    shown = _drawn(
-        {str(spec): (str(spec),)}, TensorInfo(str(spec), shape, None, dtype), spec, bind(spec, shape, mesh), axes
-    )
-    return Scene(str(spec), size_text(shape), axes, (shown,), (_reshard("", shown, to, axes),) if to else ())
+    return Scene(title, subject, resolved, shown)
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
@@ -193,33 +157,11 @@ def _shown(group: Sequence[Placed], axes: Axes, limit: int) -> Shown:
             lines[pattern] = (str(placed.line.origin), placed.line.origin.text)
         if placed.tied_to:
             tied[pattern] = placed.tied_to
-    shown = _drawn(folded, first.tensor, first.spec, first.layout, axes, limit)
+    names = axes.mesh.names if isinstance(first.spec, Spec) else ()
+    picture = picture_of(first.layout, limit, names, axes.made_of)
+    plane = plane_of(first.layout.shape, (box for part in picture.parts for box in part.boxes))
     storing = 1 if first.stored is None else math.prod(map(axes.size, first.stored.axes))
-    return attrs.evolve(shown, stored=str(first.stored or ""), storing=storing, lines=lines, tied=tied)
-
-
-def _drawn(
-    folded: Mapping[str, tuple[str, ...]],
-    tensor: TensorInfo,
-    spec: ShardingSpec,
-    layout: Layout,
-    axes: Axes,
-    limit: int = PARTS,
-) -> Shown:
-    picture = picture_of(layout, limit, axes.mesh.names if isinstance(spec, Spec) else (), axes.made_of)
-    plane = plane_of(layout.shape, (box for part in picture.parts for box in part.boxes))
-    return Shown(folded, tensor, spec, picture, plane)
-
-
-def _reshard(name: str, shown: Shown, to: Sequence[str], axes: Axes) -> Reshard:
-    spec, layout, steps = str(shown.spec), shown.picture.layout, []
-    for text in to:
-        target = parse_spec(text)
-        goal = bind(axes.spelled(target) if isinstance(target, Spec) else target, layout.shape, axes.mesh)
-        lines = tuple(say_step(step, shown.item) for step in route(layout, goal))
-        steps.append((f"{spec} -> {target}", lines or ("nothing moves",)))
-        spec, layout = str(target), goal
-    return Reshard(name, tuple(steps))
+    return Shown(folded, first.tensor, first.spec, picture, plane, str(first.stored or ""), storing, lines, tied)
 
 
 ACROSS, DOWN = 16, 8
@@ -255,7 +197,7 @@ def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
     columns = tuple("" if i is None else _label(axes, range(split, len(sizes)), i) for i in _picked(width, across))
     rows = []
     for row in _picked(height, down):
-        cells = (None if None in (row, i) else mesh.ranks[row * width + i] for i in _picked(width, across))
+        cells = (None if row is None or i is None else mesh.ranks[row * width + i] for i in _picked(width, across))
         rows.append(("" if row is None else _label(axes, range(split), row), tuple(cells)))
     return MeshRows(columns, tuple(rows))
 
@@ -267,13 +209,13 @@ def _picked(count: int, limit: int) -> list[int | None]:
 
 def _label(axes: Axes, along: Sequence[int], index: int) -> str:
     """The coordinates of a row or column along some axes; the names of the axes only in the first one."""
-    found = []
+    found: list[tuple[str, int]] = []
     for axis in reversed(along):
         name, size = axes.mesh.axes[axis]
         index, i = divmod(index, size)
         if size > 1 or len(along) == 1:
             alone = (whole for whole, factors in axes.made_of.items() if name in factors and axes.size(whole) == size)
             found.insert(0, (next(alone, name), i))
-    if axes.mesh.is_unnamed or any(i for _, i in found):
+    if any(i for _, i in found):
         return ",".join(str(i) for _, i in found)
     return ", ".join(f"{name} {i}" for name, i in found)

@@ -54,9 +54,12 @@ def page(scene: Scene) -> str:
     """The whole page as HTML.
 
     Example:
-        >>> from shardtensor.cli.scene import scene_of_spec
-        >>> from shardtensor.mesh import read_mesh
-        >>> text = page(scene_of_spec("[tp, -]", (8, 6), read_mesh("tp=4")))
+        >>> from shardtensor.cli.scene import scene_of_plan
+        >>> from shardtensor.plan.loading import load_plan
+        >>> from shardtensor.plan.match.resolve import resolve
+        >>> from shardtensor.plan.models.dims import model_from_dims
+        >>> plan = load_plan("mlp", world=4)
+        >>> text = page(scene_of_plan(resolve(plan, model_from_dims(plan)), "mlp"))
         >>> text.startswith("<!doctype html>"), "http" in text
         (True, False)
     """
@@ -71,28 +74,21 @@ def page(scene: Scene) -> str:
         el("style", Markup(style + "".join(fills))),
     )
     body = [_hatches(), el("header", el("h1", scene.title), el("p", scene.subject), *_facts(scene))]
-    if resolved is not None:
-        body += [_findings(resolved), _tensors(scene)]
-    body.append(_section("layouts", "Layouts", *(_figure(each, i, scene) for i, each in enumerate(scene.shown))))
+    body += [_findings(resolved), _tensors(scene)]
+    body.append(_section("layouts", "Layouts", *(_figure(each, i) for i, each in enumerate(scene.shown))))
     body.append(_section("ranks", "Ranks", el("p", scene.mesh_text), _mesh(scene)))
-    for reshard in scene.reshards:
-        texts = (f"{title}\n  " + "\n  ".join(lines) for title, lines in reshard.steps)
-        body.append(_section(None, f"Resharding {reshard.name}", el("pre", "\n".join(texts))))
-    if resolved is not None:
-        body.append(_flows(resolved))
+    body.append(_flows(resolved))
     body.append(el("footer", "Drawn by shardtensor show, from the text alone: nothing ran."))
     return "<!doctype html>\n" + el("html", head, el("body", *body), lang="en") + "\n"
 
 
-def _section(identifier: str | None, title: str, *children: str) -> Markup:
+def _section(identifier: str, title: str, *children: str) -> Markup:
     return el("section", el("h2", title), *children, id=identifier)
 
 
 def _facts(scene: Scene) -> Iterator[Markup]:
     yield el("p", scene.mesh_text)
     resolved = scene.resolved
-    if resolved is None:
-        return
     own = own_tensors(resolved)
     count = sum(placed.tensor.numel for placed in own if not placed.tensor.is_buffer)
     text = f"{count:,} parameters, {len(own):,} tensors"
@@ -103,7 +99,6 @@ def _facts(scene: Scene) -> Iterator[Markup]:
 
 def _tensors(scene: Scene) -> Markup:
     """A row for each pattern of names, in the order of the model, with its layout and what it takes on a rank."""
-    assert scene.resolved is not None
     order = {name: i for i, name in enumerate(scene.resolved.tensors)}
     found = [(names, pattern, i) for i, each in enumerate(scene.shown) for pattern, names in each.folded.items()]
     most = max((scene.shown[i].rank_bytes(len(names)) for names, _, i in found), default=0)
@@ -124,7 +119,7 @@ def _tensors(scene: Scene) -> Markup:
     return _section("tensors", "Tensors", el("table", el("tr", *titles), *rows))
 
 
-def _figure(shown: Shown, number: int, scene: Scene) -> Markup:
+def _figure(shown: Shown, number: int) -> Markup:
     """The drawing of a layout, with what one rank holds."""
     notes = [shown.size, shown.held()]
     if shown.picture.merged > 1:
@@ -135,8 +130,8 @@ def _figure(shown: Shown, number: int, scene: Scene) -> Markup:
         body, is_to_scale = _drawing(shown, shown.plane)
         notes += [] if is_to_scale else ["sides not to one scale"]
     stored = f" stored {shown.stored}" if shown.stored else ""
-    title = [el("h3", el("code", str(shown.spec)), stored)] if scene.resolved is not None else []
-    return el("figure", *title, body, el("p", "; ".join(notes), class_="note"), id=f"f{number}")
+    title = el("h3", el("code", str(shown.spec)), stored)
+    return el("figure", title, body, el("p", "; ".join(notes), class_="note"), id=f"f{number}")
 
 
 def _drawing(shown: Shown, plane: Plane) -> tuple[Markup, bool]:
@@ -234,12 +229,12 @@ def _hatches() -> Markup:
 def _mesh(scene: Scene) -> Markup:
     """The ranks of the mesh, long axes with their middle left out."""
     found = mesh_rows(scene.axes)
-    top = [] if scene.axes.mesh.is_unnamed else [el("tr", el("th"), *(el("th", word) for word in found.columns))]
+    top = el("tr", el("th"), *(el("th", word) for word in found.columns))
     lines = [
         el("tr", el("th", label), *(el("td", "…" if rank is None else str(rank)) for rank in ranks))
         for label, ranks in found.rows
     ]
-    return el("table", *top, *lines, class_="mesh")
+    return el("table", top, *lines, class_="mesh")
 
 
 def _flows(resolved: Resolved) -> Markup:

@@ -114,7 +114,7 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
         grid.add_column(width=WIDTH)
         grid.add_column()
         is_new = bool(shown.picture.axes) and legend.plain not in told
-        about = _about(shown, most, legend if is_new else None, is_plan=scene.resolved is not None)
+        about = _about(shown, most, legend if is_new else None)
         grid.add_row(_map(shown), Group(*about))
         out.print(grid)
         told.add(legend.plain)
@@ -122,11 +122,6 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
         more += [f"… and so on to {_where(others[-1])}"] if len(others) > _OTHERS else []
         for line in more:
             out.print(Text(" " * (WIDTH + 2) + line, style="dim"))
-    for reshard in scene.reshards:
-        out.print()
-        for title, steps in reshard.steps:
-            out.print(Text.assemble((title, "bold")).append(f"   {reshard.name}", style="dim"))
-            out.print(Text("\n".join(f"  {step}" for step in steps)))
 
 
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:
@@ -150,8 +145,7 @@ def _mesh_map(scene: Scene) -> RenderableType:
     table.add_column(style="dim")
     for _ in rows.columns:
         table.add_column(justify="right")
-    if not scene.axes.mesh.is_unnamed:
-        table.add_row("", *(Text(label, style="dim") for label in rows.columns))
+    table.add_row("", *(Text(label, style="dim") for label in rows.columns))
     for label, cells in rows.rows:
         table.add_row(label, *("…" if rank is None else f"{rank}" for rank in cells))
     return Padding(table, (0, 0, 0, 2), expand=False)
@@ -176,12 +170,12 @@ def _coarse(picture: Picture) -> Picture:
     return picture_of(picture.layout, LINES, picture.names, picture.made_of)
 
 
-def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Iterator[RenderableType]:
+def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableType]:
     head = Text.assemble((str(shown.spec), "bold"))
     if shown.stored:
         head.append(f"   stored {shown.stored}")
     yield head.append(f"   {shown.size}", style="dim")
-    for pattern, names in shown.folded.items() if is_plan else ():
+    for pattern, names in shown.folded.items():
         line = Text(pattern, overflow="fold")
         if len(names) > 1:
             line.append(f"  {len(names)} tensors", style="dim")
@@ -191,12 +185,11 @@ def _about(shown: Shown, most: int, legend: Text | None, is_plan: bool) -> Itera
     yield Text(shown.held())
     if legend is not None:
         yield legend
-    if is_plan:
-        size = shown.rank_bytes(shown.count)
-        eighths = round(8 * _BAR * size / most) if most else 0
-        bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
-        of = f", of {shown.count} tensors" * (shown.count > 1)
-        yield Text.assemble((bar or "▏", "cornflower_blue"), f" {say_bytes(size)} a rank{of}")
+    size = shown.rank_bytes(shown.count)
+    eighths = round(8 * _BAR * size / most) if most else 0
+    bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+    of = f", of {shown.count} tensors" * (shown.count > 1)
+    yield Text.assemble((bar or "▏", "cornflower_blue"), f" {say_bytes(size)} a rank{of}")
 
 
 def _legend(picture: Picture) -> Text:

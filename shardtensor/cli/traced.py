@@ -66,16 +66,13 @@ def _not_run(error: Exception, seq: int) -> NotTraced:
 
 def _made(options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The module on the meta device, and its step where one is given."""
-    if options.module is not None:
-        from shardtensor.cli.model_source import builder_of
+    from shardtensor.cli.model_source import builder_of, transformers_model
 
+    if options.module is not None:
         made = builder_of(options.module)()
-        module, step = made if isinstance(made, tuple) else (made, None)
-        return module, step
+        return made if isinstance(made, tuple) else (made, None)
     if not _is_installed("transformers"):
         raise NotTraced(f"{_GIVE}; or install transformers, which makes it of a config.json")
-    from shardtensor.cli.model_source import transformers_model
-
     try:
         return transformers_model(config), None
     except ValueError as error:

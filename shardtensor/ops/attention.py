@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
         return _ALONE(*operands, **options)
     qkv = [x for x in operands[:3] if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout)]
     layouts: Any = [x._layout for x in qkv]
-    if attn_mask is not None or len(qkv) < 3 or not heads_fit(*layouts, groups):
+    if attn_mask is not None or len(qkv) < 3 or not heads_fit(layouts[0], layouts[1], layouts[2], groups):
         return _GROUPED(*operands, **options)
     group = group_of("scaled_dot_product_attention", qkv)
     shapes = tuple(tuple(x.shape) for x in qkv)

@@ -208,7 +208,9 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
         without = call.without(added)
         inner = pattern.bind(without.shapes, without.dims, without.keepdim)
         out = None if inner is None else _computed(without, inner, row)
-        for i in added if out is not None else ():
+        if out is None:
+            return None
+        for i in added:
             k = sum(x is not None for x in call.operands[:i])
             x, letters = present[k], rule.inputs[k]
             after = rule.output[::-1].index(letters[-1]) if letters and letters[-1] is not None else 0
@@ -224,8 +226,8 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     if ready is None:
         return None
     if letter is None:
-        layouts = tuple(need.layout for need in ready.recipe.needs)
-        found = computed_alike(call.compute, None if row.takes_empty else rule, layouts, ready.locals)
+        needed = [need.layout for need in ready.recipe.needs]
+        found = computed_alike(call.compute, None if row.takes_empty else rule, needed, ready.locals)
         return _given(found, ready.recipe.output, ready.group, pattern)
     result = join(_cut(call, rule, ready, letter[0]))
     if result is NotImplemented:

@@ -219,7 +219,9 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
         out = local + brought.sum().to(local.dtype) * 0 if brought.requires_grad else local.clone()
     else:
         d, count = cut[0], local.shape[cut[0]]
-        places[d] = torch.where(mine, places[d], count)
+        here = places[d]
+        assert here is not None, "indices of a sharded dim"
+        places[d] = torch.where(mine, here, count)
         out = torch.ops.aten.index_put(_with_spare(local, d), places, brought, accumulate).narrow(d, 0, count)
     return finish(out, recipe.output, group)
 

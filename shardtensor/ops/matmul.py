@@ -113,7 +113,8 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
     left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
     if out is not None or isinstance(dims, torch.Tensor) or a.dim() + b.dim() > 52:
         return fall_back(torch.tensordot, (a, b), {"dims": dims} | ({} if out is None else {"out": out}))
-    torch.tensordot(*(torch.empty(x.shape, device="meta") for x in (a, b)), (left, right))  # torch's errors
+    shapes = [torch.empty(x.shape, device="meta") for x in (a, b)]
+    torch.tensordot(shapes[0], shapes[1], (left, right))  # torch's errors
     letters = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(26)]
     mine, yours = letters[: a.dim()], letters[a.dim() : a.dim() + b.dim()]
     for i, j in zip(left, right, strict=True):

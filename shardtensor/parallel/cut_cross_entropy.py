@@ -70,12 +70,7 @@ class Classes:
 def classes_of(
     num_classes: int, spec: ShardingSpec | str, group: Group, data_axes: str | tuple[str, ...] = ()
 ) -> Classes:
-    """Bind the cut of the last dim of `spec`. Sends nothing (the first use of some axes together makes their group).
-
-    Raises:
-        SpecError, LayoutError: the spec does not fit the classes or the ranks.
-        RuleError: nothing of the last dim is cut, or other dims are, or the cut is one in blocks.
-    """
+    """Bind the cut of the last dim of `spec`. Sends nothing (the first use of some axes together makes their group)."""
     cut = _last_cut(as_spec(spec))
     mesh = mesh_of(group)
     start, held, padded = _columns(cut, num_classes, mesh, group.rank)

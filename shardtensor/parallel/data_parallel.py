@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -29,7 +29,7 @@ from shardtensor.parallel.gradient_buckets import (
     make_buckets,
     named_tensors,
 )
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+from shardtensor.tensor.sharded_tensor import local_of
 
 
 def data_parallel(
@@ -196,10 +196,14 @@ class Reducer:
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"
-        facts = {"axes": ", ".join(self.axes.names), "parameters": _lines(map(_text, gradients))}
+        found = [
+            f"{g.name} {tuple(g.param.shape)} {g.param.dtype} {getattr(g.param, '_layout', '')}" for g in gradients
+        ]
+        facts = {"axes": ", ".join(self.axes.names), "parameters": "\n".join(found) or "(none)"}
         agree(self.axes.whole, call, facts, fault)
-        parts = (f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0)
-        agree(self.axes.data, call, {"parts": _lines(parts)})
+        layouts = [(g.name, g.param, getattr(g.param, "_layout", "plain")) for g in gradients]
+        found = [f"{name} {tuple(param.shape)} {param.dtype} {layout}" for name, param, layout in layouts]
+        agree(self.axes.data, call, {"parts": "\n".join(found) or "(none)"})
         known = {id(leaf) for *_, leaf, _ in self._leaves}
         self._take_off_leaves()
         self.gradients, self.buckets = gradients, make_buckets(gradients, self.bucket_bytes)
@@ -221,7 +225,7 @@ class Reducer:
     def _refuse_second(self, gradients: list[Gradient], instead_of: Reducer | None) -> None:
         for gradient in gradients:
             for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
-                if getattr(hook, "func", None) is _arrived and hook.args[0]() not in (None, self, instead_of):
+                if getattr(hook, "func", None) is _if_alive and hook.args[0]() not in (None, self, instead_of):
                     raise LayoutError(
                         f"the gradient of `{gradient.name}` is averaged by another data_parallel already",
                         fix="call data_parallel once, on the whole model",
@@ -230,7 +234,7 @@ class Reducer:
     def _hook(self, index: int, gradient: Gradient) -> None:
         leaf = gradient.leaf
         if self.buckets:
-            hook = partial(_arrived, weakref.ref(self), index)
+            hook = partial(_if_alive, weakref.ref(self), Reducer.arrived, index)
             self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(hook))
         if gradient.share != 1.0:  # before it is added to what is there: that has been divided
             with torch.enable_grad():
@@ -271,7 +275,7 @@ class Reducer:
         if output:
             for value in map(local_of, tree_leaves(output) if self.buckets else ()):
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    value.register_hook(partial(_begin, weakref.ref(self)))
+                    value.register_hook(partial(_if_alive, weakref.ref(self), Reducer.begin))
         elif torch._C._current_graph_task_id() < 0:
             if self._tasks:  # the last backward was broken off by an error
                 self._start_round()
@@ -352,16 +356,11 @@ def reducer_of(module: nn.Module) -> Reducer | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Reducer)), None)
 
 
-def _arrived(find: weakref.ref[Reducer], index: int, leaf: torch.Tensor) -> None:
+def _if_alive(find: weakref.ref[Reducer], method: Callable[..., None], *args: Any) -> None:
+    """A hook on a tensor, which is the last argument."""
     reducer = find()
     if reducer is not None:
-        reducer.arrived(index)
-
-
-def _begin(find: weakref.ref[Reducer], grad: torch.Tensor) -> None:
-    reducer = find()
-    if reducer is not None:
-        reducer.begin()
+        method(reducer, *args[:-1])
 
 
 def _scaled(share: float, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -370,13 +369,3 @@ def _scaled(share: float, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor
 
 def _state(leaf: torch.Tensor) -> tuple[Any, ...]:
     return leaf.requires_grad, leaf.dtype, getattr(leaf, "grad_dtype", None)
-
-
-def _text(gradient: Gradient) -> str:
-    param = gradient.param
-    layout = str(param._layout) if isinstance(param, ShardedTensor) else "plain"
-    return f"{gradient.name} {tuple(param.shape)} {param.dtype} {layout}"
-
-
-def _lines(texts: Iterable[str]) -> str:
-    return "\n".join(texts) or "(none)"

@@ -34,11 +34,7 @@ class DataAxes:
 
     @classmethod
     def of(cls, axes: str | Sequence[str], process_group: Any) -> DataAxes:
-        """Find the axes in a mesh; a group without a mesh is one axis, of any name.
-
-        Raises:
-            LayoutError: the mesh has no such axis.
-        """
+        """Find the axes in a mesh; a group without a mesh is one axis, of any name."""
         names = tuple(name.strip() for name in axes.split("*")) if isinstance(axes, str) else tuple(axes)
         whole = as_group(process_group)
         mesh = whole.mesh
@@ -59,9 +55,6 @@ class DataAxes:
         """Return the data ranks that hold copies of what this rank holds of a tensor, and their share of all of them.
 
         A plain tensor, and a sharded one of a group that holds no other data rank, is copied on all: share 1.
-
-        Raises:
-            LayoutError: the tensor is neither whole nor cut along a data axis.
         """
         if not isinstance(tensor, ShardedTensor):
             return self.data, 1.0

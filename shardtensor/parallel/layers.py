@@ -56,6 +56,7 @@ def step_of(kind: str, team: Group, stretches: DimSizes | None = None, sums: boo
     if kind in ("sum_gradient", "sum"):
         function: Any = collectives.sum_gradient if kind == "sum_gradient" else collectives.all_reduce_fresh
         return Step(kind, team, partial(function, group=team))
+    assert stretches is not None
     if kind == "gather":
         run = partial(along_dim.all_gather, sizes=stretches, group=team, sum_gradient=sums)
         return Step(kind, team, run, stretches, sums)
@@ -74,26 +75,22 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 """Of input, weight and bias: a product fused with its collective, or None where step by step costs the host less."""
 
 
-def _column_product(team: Group, start: int | None) -> Product:
+def _column_product(
+    team: Group, start: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
     """The input's gradient is summed beside the weight's; `start` as of `LayerFlow`."""
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        if x.requires_grad or start is not None:  # else there is nothing to sum in backward
-            return column_linear(x, weight, bias, team, start)
-        return None
-
-    return product
+    if x.requires_grad or start is not None:  # else there is nothing to sum in backward
+        return column_linear(x, weight, bias, team, start)
+    return None
 
 
-def _stream_product(team: Group, stretches: DimSizes) -> Product:
+def _stream_product(
+    team: Group, stretches: DimSizes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
     """The slices of the input are gathered; its gradient is reduce-scattered beside the weight's gradient."""
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
-            return gathered_linear(x, weight, bias, team, stretches)
-        return None
-
-    return product
+    if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
+        return gathered_linear(x, weight, bias, team, stretches)
+    return None
 
 
 @attrs.frozen(eq=False)
@@ -140,9 +137,9 @@ def fused(flow: LayerFlow) -> LayerFlow:
         return flow
     step = flow.enter[0]
     if step.kind == "sum_gradient":
-        return attrs.evolve(flow, product=_column_product(step.team, flow.start))
+        return attrs.evolve(flow, product=partial(_column_product, step.team, flow.start))
     if step.sums and flow.start is None and step.stretches is not None:
-        return attrs.evolve(flow, product=_stream_product(step.team, step.stretches))
+        return attrs.evolve(flow, product=partial(_stream_product, step.team, step.stretches))
     return flow
 
 
@@ -163,11 +160,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
 
 
 def refuse_shell(module: object, x: Any) -> None:
-    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product.
-
-    Raises:
-        RuleError: `x` is one.
-    """
+    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product."""
     if isinstance(x, ShardedTensor):
         raise RuleError(
             f"{type(module).__name__}: a ShardedTensor came where the plan says that plain local values pass",
@@ -264,19 +257,20 @@ class ParallelLayerNorm(Flowing, nn.LayerNorm):
     """`nn.LayerNorm` of a stream that is sharded along tokens: replicated parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        refuse_shell(self, input)
-        weight, bias = _summed(self, "weight"), _summed(self, "bias")
-        x = moved(input, self.flow.enter)
-        return moved(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), self.flow.leave)
+        return _normed(self, input, F.layer_norm, _summed(self, "weight"), _summed(self, "bias"))
 
 
 class ParallelRMSNorm(Flowing, nn.RMSNorm):
     """`nn.RMSNorm` of a stream that is sharded along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        refuse_shell(self, x)
-        weight = _summed(self, "weight")
-        return moved(F.rms_norm(moved(x, self.flow.enter), self.normalized_shape, weight, self.eps), self.flow.leave)
+        return _normed(self, x, F.rms_norm, _summed(self, "weight"))
+
+
+def _normed(module: Any, x: torch.Tensor, norm: Callable[..., torch.Tensor], *params: Any) -> torch.Tensor:
+    refuse_shell(module, x)
+    flow = module.flow
+    return moved(norm(moved(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
 
 
 class ParallelNorm(Flowing):

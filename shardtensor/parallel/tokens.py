@@ -23,36 +23,28 @@ from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.pieces import balanced
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
+Order = tuple[torch.Tensor, torch.Tensor]
+"""Rows in another order: row i of the result is row ``indices[i]``; and the inverse, which leads back."""
 
-@attrs.frozen(eq=False)
-class Order:
-    """Rows in another order: row i of the result is row ``indices[i]``; ``inverse`` leads back."""
 
-    indices: torch.Tensor
-    inverse: torch.Tensor
-
-    @classmethod
-    def sorting(cls, keys: torch.Tensor) -> Order:
-        """By key; rows of one key stay as they stand."""
-        indices = keys.argsort(stable=True)
-        places = torch.arange(len(indices), device=indices.device)
-        return cls(indices, torch.empty_like(indices).scatter_(0, indices, places))
-
-    def back(self) -> Order:
-        return Order(self.inverse, self.indices)
+def _sorting(keys: torch.Tensor) -> Order:
+    """The order by key; rows of one key stay as they stand."""
+    indices = keys.argsort(stable=True)
+    places = torch.arange(len(indices), device=indices.device)
+    return indices, torch.empty_like(indices).scatter_(0, indices, places)
 
 
 class Reorder(Function):
     """Rows in another order; backward restores the order."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: Order) -> torch.Tensor:
-        ctx.order = order
-        return x.index_select(0, order.indices)
+    def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.back = inverse, indices
+        return x.index_select(0, indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return Reorder.apply(grad, ctx.order.back()), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Reorder.apply(grad, *ctx.back), None, None
 
 
 _FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
@@ -157,9 +149,9 @@ class DispatchedTokens:
         outputs = _asking(outputs.to(self.tokens.dtype))
         width = outputs.shape[1]
         if self._landing is not None:
-            outputs = Reorder.apply(outputs, self._landing.back())
+            outputs = Reorder.apply(outputs, *self._landing[::-1])
         rows = _moved(outputs, self._received, self._sent, self._group)
-        rows = Reorder.apply(rows, self._sorting.back()).view(*self._shape, width)
+        rows = Reorder.apply(rows, *self._sorting[::-1]).view(*self._shape, width)
         return (rows * weights.unsqueeze(-1)).sum(1).to(self.tokens.dtype)
 
 
@@ -172,7 +164,10 @@ def dispatch(
 ) -> DispatchedTokens:
     """As `dispatch_tokens`, where each rank holds as many experts as `held` says; `fault` is one found before."""
     fault = fault or find_fault(tokens, experts)
-    facts = _facts(tokens, sum(held)) if fault is None else {}
+    facts = {}
+    if fault is None:
+        facts = {"number of experts": str(sum(held)), "width of tokens": str(tokens.shape[1])}
+        facts |= {"dtype": str(tokens.dtype), "gradients": "enabled" if torch.is_grad_enabled() else "disabled"}
     slots, message = _counted(tokens, experts, held, fault, facts)
     came = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
     came = came.view(message.shape)
@@ -193,18 +188,18 @@ def dispatch(
     sent = [sum(row[_HEAD:]) for row in goes]
     received = [sum(row[_HEAD:]) for row in comes]
     here = held[group.index]
-    sorting = Order.sorting(slots)
+    sorting = _sorting(slots)
     if any(row[1] & _ASKS_GRADIENT for row in comes):
         tokens = _asking(tokens)
     copies = tokens.unsqueeze(1).expand(-1, experts.shape[1], -1).flatten(0, 1)  # one for each expert of a token
-    rows = _moved(Reorder.apply(copies, sorting), sent, received, group)
+    rows = _moved(Reorder.apply(copies, *sorting), sent, received, group)
     by_rank = came[:, _HEAD : _HEAD + here]
     landing = None
     if group.size > 1 and here > 1:
         numbers = torch.arange(here, device=came.device).repeat(group.size)
         numbers = numbers.repeat_interleave(by_rank.flatten(), output_size=sum(received))
-        landing = Order.sorting(numbers)
-        rows = Reorder.apply(rows, landing)
+        landing = _sorting(numbers)
+        rows = Reorder.apply(rows, *landing)
     counts = tuple(sum(row[_HEAD + i] for row in comes) for i in range(here))
     ends = by_rank.sum(0).cumsum(0).to(torch.int32)
     return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, landing)
@@ -237,13 +232,12 @@ def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorErr
             "experts take each rank's own tokens as plain tensors, and this is a ShardedTensor",
             fix="pass local_tensor() where its rows are cut over the ranks of the experts",
         )
-    brought = (tokens, experts) if weights is None else (tokens, experts, weights)
-    kinds = [type(value).__name__ for value in brought if not isinstance(value, torch.Tensor)]
-    if kinds:
-        return LayoutError("tokens, experts and weights must be tensors", {"found": ", ".join(kinds)})
-    fits = tokens.dim() == 2 and experts.dim() == 2 and len(tokens) == len(experts)
-    is_whole = experts.dtype != torch.bool and not experts.is_floating_point() and not experts.is_complex()
-    if fits and is_whole and tokens.device == experts.device:
+    values = [tokens, experts, *(() if weights is None else (weights,))]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        found = ", ".join(type(value).__name__ for value in values)
+        return LayoutError("tokens, experts and weights must be tensors", {"found": found})
+    fits = tokens.dim() == 2 and experts.dim() == 2 and len(tokens) == len(experts) and tokens.device == experts.device
+    if fits and experts.dtype != torch.bool and not experts.is_floating_point() and not experts.is_complex():
         if weights is None or weights.shape == experts.shape:
             return None
         shapes = {"experts": tuple(experts.shape), "weights": tuple(weights.shape)}
@@ -256,16 +250,6 @@ def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorErr
         },
         "give tokens of (n, d) and experts of (n, k), on one device",
     )
-
-
-def _facts(tokens: torch.Tensor, num_experts: int) -> dict[str, str]:
-    """Return what must be equal on all ranks, as text."""
-    return {
-        "number of experts": str(num_experts),
-        "width of tokens": str(tokens.shape[1]),
-        "dtype": str(tokens.dtype),
-        "gradients": "enabled" if torch.is_grad_enabled() else "disabled",
-    }
 
 
 def _counted(

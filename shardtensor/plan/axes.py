@@ -47,6 +47,22 @@ class Axes:
             total *= sizes[leaf]
         return total
 
+    def named(self, leaves: Iterable[str]) -> tuple[str, ...]:
+        """Some axes of `mesh` as the plan calls them: ``tp`` where all of its factors of more than one rank are there.
+
+        Example:
+            >>> axes = Axes(Mesh((("dp", 2), ("kvg", 2), ("kvr", 2))), {"tp": ("kvg", "kvr")})
+            >>> axes.named(["kvg", "kvr"]), axes.named(["kvr"])
+            (('tp',), ('kvr',))
+        """
+        rest, found = list(dict.fromkeys(leaves)), []
+        for name, factors in self.made_of.items():
+            factors = tuple(leaf for leaf in factors if self.size(leaf) > 1)
+            if factors and set(factors) <= set(rest):
+                found.append(name)
+                rest = [leaf for leaf in rest if leaf not in factors]
+        return (*found, *rest)
+
     def spelled(self, spec: Spec) -> Spec:
         """`spec` with axes that are made of factors spelled out, as the mesh knows them."""
         if not spec.axis_names & set(self.made_of):

@@ -69,6 +69,5 @@ class Plan:
             >>> plan.world, [f"{line.pattern} {line.kind}: {line.value}" for line in plan.lines]
             (8, ['mlp.up.weight tensor: [tp, -]', 'mlp.up out: [..., tp]'])
         """
-        said, axes = statements(rules), read_axes(mesh, data)
-        values = said.lines, said.stores, said.ties
-        return cls(axes, *values, unmatched=said.unmatched, config=config or {}, world=axes.mesh.size)
+        axes = read_axes(mesh, data)
+        return cls(axes, **statements(rules), config=config or {}, world=axes.mesh.size)

@@ -11,7 +11,7 @@ import attrs
 from shardtensor.errors import PlanError
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.flows.flow import Flow, read_flow
+from shardtensor.plan.flows.flow import read_flow
 from shardtensor.plan.line import Hook, Line, Store, Tie, Unmatched
 from shardtensor.spec.nodes import Replicate, Spec
 from shardtensor.spec.parse import as_spec
@@ -37,26 +37,19 @@ def read_call(text: str) -> Hook:
         raise PlanError("`use` stands before a call", {"found": repr(text)}, "write such as `dispatch(ep, top_k=2)`")
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in found[2].split(","))):
+    for part in filter(None, map(str.strip, found[2].split(","))):
         argument = _ARGUMENT.fullmatch(part)
         if argument is None or (kwargs and not argument[1]):
-            raise PlanError(
-                f"`{part}` is no argument of a hook",
-                {"found": text},
-                "write axes, numbers, `true` or `false`; those with a name last",
-            )
+            fix = "write axes, numbers, `true` or `false`; those with a name last"
+            raise PlanError(f"`{part}` is no argument of a hook", {"found": text}, fix)
         name, number, truth, axes = argument.groups()
-        value: Any = int(number) if number else truth == "true" if truth else _axes(axes)
+        names = tuple(axis.strip() for axis in axes.split("*")) if axes else ()
+        value = int(number) if number else truth == "true" if truth else names[0] if len(names) == 1 else names
         if name:
             kwargs[name] = value
         else:
             args.append(value)
     return Hook(found[1], tuple(args), kwargs)
-
-
-def _axes(text: str) -> str | tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split("*"))
-    return names[0] if len(names) == 1 else names
 
 
 def read_store(text: Any) -> tuple[Flat | None, tuple[str, ...]]:
@@ -108,22 +101,12 @@ _SIDES = {"in": 2, "out": 2, "local": 2, "use": 1}
 """Words that begin a key which is no pattern, and how many words the key has at most."""
 
 
-@attrs.frozen(eq=False)
-class Statements:
-    """What rules say, each kind in the order in which it was written."""
-
-    lines: tuple[Line, ...]
-    stores: tuple[Store, ...]
-    ties: tuple[Tie, ...]
-    unmatched: Unmatched | None
-
-
-def statements(rules: Mapping[str, Any]) -> Statements:
-    """Read the rules of a whole plan: lines, and ``"store **"``, ``"tie A"`` and ``"unmatched"`` beside them.
+def statements(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the rules of a whole plan: its lines, and ``"store **"``, ``"tie A"`` and ``"unmatched"`` beside them.
 
     Example:
         >>> found = statements({"store **": "flat(dp) by layers.*", "tie head.weight": "embed.weight"})
-        >>> found.stores[0].by, found.ties[0].to
+        >>> found["stores"][0].by, found["ties"][0].to
         (('layers.*',), 'embed.weight')
     """
     rest: dict[str, Any] = {}
@@ -131,15 +114,14 @@ def statements(rules: Mapping[str, Any]) -> Statements:
     for key, value in rules.items():
         words = key.split() if isinstance(key, str) and not isinstance(value, Mapping) else []
         if words[:1] == ["store"] and len(words) == 2:
-            flat, by = read_store(value)
-            stores.append(Store(words[1], flat, by))
+            stores.append(Store(words[1], *read_store(value)))
         elif words[:1] == ["tie"] and len(words) == 2:
             ties.append(Tie(words[1], value))
         elif words == ["unmatched"]:
             unmatched = Unmatched(_in_axes(as_spec(value)))
         else:
             rest[key] = value
-    return Statements(tuple(lines(rest)), tuple(stores), tuple(ties), unmatched)
+    return {"lines": tuple(lines(rest)), "stores": tuple(stores), "ties": tuple(ties), "unmatched": unmatched}
 
 
 def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) -> Iterator[Line]:
@@ -157,15 +139,13 @@ def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) 
             raise PlanError("a rule starts with a pattern", {"found": repr(key)}, "write text: `layers.*.weight`")
         words = key.split()
         optional = is_optional or words[:1] == ["optional"]
-        if words[:1] == ["optional"]:
-            words.pop(0)
+        words = words[words[:1] == ["optional"] :]
         if words and words[0] in _SIDES and not isinstance(value, Mapping):
             yield from _side(key, words, value, Line(above, module=above, is_optional=optional))
             continue
         if len(words) > 1:
-            raise PlanError(
-                f"`{key}` is no pattern", fix="write dotted names, after `optional` where they may be missing"
-            )
+            fix = "write dotted names, after `optional` where they may be missing"
+            raise PlanError(f"`{key}` is no pattern", fix=fix)
         pattern = ".".join(filter(None, (above, *words)))
         if isinstance(value, Mapping):
             yield from lines(value, pattern, optional)
@@ -187,18 +167,13 @@ def _side(key: str, words: list[str], value: Any, line: Line) -> Iterator[Line]:
     elif kind == "local":
         yield attrs.evolve(line, kind=kind, name=name, value=_in_axes(as_spec(value)))
     else:
-        where = f"{line.pattern}.{key}" if line.pattern else key
-        yield attrs.evolve(line, kind=kind, name=name, value=_flow(value, where))
+        try:
+            yield attrs.evolve(line, kind=kind, name=name, value=read_flow(value))
+        except PlanError as error:
+            raise error.of(f"{line.pattern}.{key}" if line.pattern else key) from None
 
 
 def _in_axes(spec: Any) -> Spec:
     if not isinstance(spec, Spec):
         raise PlanError("this is said in mesh axes", {"found": str(spec)}, "write such as `[tp]` or `replicate`")
     return spec
-
-
-def _flow(value: Any, where: str) -> Flow:
-    try:
-        return read_flow(value)
-    except PlanError as error:
-        raise error.of(where) from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import PlanError
 
@@ -17,19 +18,11 @@ _IMAGES = ("pixel_values", "images", "image")
 
 
 def example_step(module: nn.Module, sample: int, length: int, samples: int = 2) -> torch.Tensor:
-    """Return the loss of a few samples; equal for equal numbers, on every rank.
+    """Return the loss of a few samples, those of the number `sample`, of `length` tokens; equal on every rank.
 
     A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
     that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
     The loss is the one that the module gives, else a mean of what it gives, squared and weighed.
-
-    Args:
-        sample: which samples: others for other numbers.
-        length: of sequences.
-        samples: how many there are.
-
-    Raises:
-        PlanError: the module cannot be called so.
 
     Example:
         >>> example_step(nn.Linear(3, 2), 0, 4).shape
@@ -66,7 +59,8 @@ def _loss(output: Any) -> torch.Tensor:
     named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     if isinstance(named.get("loss"), torch.Tensor):
         return named["loss"]
-    terms = [_weighed(y) for y in _floats(output)]
+    parts = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    terms = [_weighed(y) for y in parts if isinstance(y, torch.Tensor) and y.is_floating_point()]
     return torch.stack([term for term in terms if term.requires_grad] or terms).sum()
 
 
@@ -74,10 +68,3 @@ def _weighed(y: torch.Tensor) -> torch.Tensor:
     """A mean to which every element adds by another weight, so that no mistake hides in a sum."""
     weights = torch.linspace(0.5, 1.5, max(y.shape[-1], 1), dtype=y.dtype, device=y.device) if y.dim() else 1.0
     return (y.square() * weights).sum() / max(math.prod(y.shape), 1)
-
-
-def _floats(output: Any) -> Iterable[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return (output,) if output.is_floating_point() else ()
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return (y for part in parts for y in _floats(part))

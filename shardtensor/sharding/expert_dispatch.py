@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
-from shardtensor.parallel.experts import UNCOMPILED, combined, place, stacked
-from shardtensor.parallel.moe import chosen
+from shardtensor.parallel.experts import UNCOMPILED, chosen, combined, place, stacked
 from shardtensor.parallel.tokens import dealt, dispatch, find_fault
 from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of
@@ -186,14 +185,7 @@ def _refuse_another_forward(
 ) -> None:
     """Raise unless a module's own forward gives what the dispatch gives that is asked for, in training and evaluation.
 
-    Args:
-        site: where the hook stands.
-        twin, inputs: what stands for the module, and what both are called with.
-        asked: the key of `ways` that the plan asks for.
-        ways: from how a dispatch is written to its forward.
-
-    Raises:
-        PlanError: it gives something else, the same on every rank; the fix is another of the ways, if one gives it.
+    `ways` are the forwards by how a dispatch is written: the fix names the one that gives what the module's own gives.
     """
     with torch.no_grad(), torch.device("cpu"):
         for is_training in (True, False):

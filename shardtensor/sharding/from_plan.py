@@ -19,29 +19,23 @@ from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.flows.flow import cuts
-from shardtensor.plan.flows.gradients import flows_of
+from shardtensor.plan.flows.gradients import Flows, flows_of
 from shardtensor.plan.flows.modules import Stated
-from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
-from shardtensor.sharding.counts import Count, count
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import ShardingPlan
-from shardtensor.sharding.rules import axes_of_flows, read_rules, with_the_rest
-from shardtensor.sharding.stores import Keeping, gather_units
-from shardtensor.sharding.work import Target, Work
+from shardtensor.sharding.rules import Rules, axes_of_flows, read_rules, with_the_rest
+from shardtensor.sharding.stores import Keeping
+from shardtensor.sharding.work import Count, Target, Work
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 
 
-def group_of(plan: Plan, group: Group) -> Group:
-    """The ranks of a group seen as the mesh of a plan, axes that are made of others spelled out.
-
-    Raises:
-        PlanError: there are more or fewer ranks, or they have axes of their own that are others.
-    """
+def _group_of(plan: Plan, group: Group) -> Group:
+    """The ranks of a group seen as the mesh of a plan, axes that are made of others spelled out."""
     mesh = plan.axes.mesh
     if mesh.size != group.size:
         raise PlanError(
@@ -62,64 +56,37 @@ def group_of(plan: Plan, group: Group) -> Group:
     return group if group.mesh.axes == mesh.axes else group_on_mesh(group, Mesh(mesh.axes, group.mesh.ranks))
 
 
-def from_plan(module: nn.Module, plan: Plan, group: Group, src_rank: int) -> Work:
-    """Match a plan to a module. Pure: reads the module, changes nothing, sends nothing.
-
-    Args:
-        group: all ranks, seen as the plan's mesh.
-
-    Raises:
-        PlanError: the plan has errors; its text is theirs. LayoutError: a spec does not fit these ranks.
-    """
-    resolved = resolve(plan, model_info(module))
-    _raise(resolved.errors, PlanError)
-    flows = flows_of(resolved)
-    _raise(check_plan(resolved, flows), PlanError)
-    modules = _modules(module)
-    passings = {modules[path]: passing for path, passing in resolved.modules.items()}
-    targets, wholes, ties = _tensors(module, resolved, group, src_rank, flows.modules.stated)
-    lone = _where_only(module, targets, flows.modules.stated)
-    keeping = _keeping(module, resolved, modules)
-    said = {"mesh": str(plan.axes.mesh)} | dict(canonical_lines(resolved)) | keeping.facts()
-    counts = _counts(module, passings, group, plan.axes)
-    return Work(module, group, targets, flows, counts, _hooks(passings), wholes, ties, keeping, lone, said=said)
-
-
-def from_rules(module: nn.Module, given: ShardingPlan | Mapping[str, Any], group: Group, src_rank: int) -> Work:
-    """Match rules of a part of a module: tensors without a rule stay as they are. As `from_plan` otherwise.
-
-    Raises:
-        PlanError, MissingParameterError: see `read_rules`; flows contradict tensors or one another, or a value would
-            reach a module that does not expect it.
-        LayoutError, RuleError: a spec does not fit its tensor; names the tensor.
-    """
-    rules = read_rules(module, given, group)
-    resolved = resolve(rules.plan, rules.model)
-    fits = all(finding.code[:2] in ("E2", "E5") or finding.code == "E404" for finding in resolved.errors)
+def work_of(module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], group: Group, src_rank: int) -> Work:
+    """Match a plan, or rules of a part, to a module. Pure: reads the module, changes nothing, sends nothing."""
+    if isinstance(given, Plan):
+        group, rules = _group_of(given, group), Rules(given, model_info(module))
+    else:
+        rules = read_rules(module, given, group)
+    plan, resolved = rules.plan, resolve(rules.plan, rules.model)
+    fits = plan.is_part and all(x.code[:2] in ("E2", "E5") or x.code == "E404" for x in resolved.errors)
     _raise(resolved.errors, LayoutError if fits else PlanError)
-    rules.plan.axes.mesh.refuse_unknown(sorted(axes_of_flows(rules.plan.lines)), PlanError)
-    names, found = _names(module), dict[int, Target]()
-    for info in rules.model.tensors:
-        placed = resolved.tensors.get(info.name)
-        if placed is None and info.name not in rules.opaque:
-            continue
-        spec = rules.opaque[info.name] if placed is None or placed.line is None else placed.line.value
-        _add(found, module, names.get(info.name, info.name), spec, group, src_rank)
-    targets = tuple(found.values())
-    modules = _modules(module)
-    passings = {modules[path]: passing for path, passing in resolved.modules.items()}
-    flows = flows_of(with_the_rest(module, resolved, targets), is_whole=False) if passings else None
-    _raise(flows.findings() if flows is not None else (), PlanError)
+    plan.axes.mesh.refuse_unknown(sorted(axes_of_flows(plan.lines)) if plan.is_part else (), PlanError)
+    flows = None if plan.is_part else flows_of(resolved)
+    _raise(() if flows is None else check_plan(resolved, flows), PlanError)
+    targets, wholes, ties = _tensors(module, rules, resolved, group, src_rank, flows)
+    if plan.is_part and resolved.modules:
+        flows = flows_of(with_the_rest(module, resolved, targets), is_whole=False)
+        _raise(flows.findings(), PlanError)
+    paths = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    passings = {paths[path]: passing for path, passing in resolved.modules.items()}
     return Work(
         module,
         group,
         targets,
+        rules,
         flows,
-        _counts(module, passings, group, rules.plan.axes),
-        _hooks(passings),
-        sharders=rules.sharders,
-        outputs=rules.outputs,
-        local_outputs=rules.local_outputs,
+        _counts(module, passings, group, plan.axes),
+        tuple((path, hook) for path, passing in passings.items() for hook, _ in passing.uses),
+        wholes,
+        ties,
+        None if plan.is_part else Keeping.of(module, resolved),
+        () if plan.is_part or flows is None else _where_only(module, targets, flows.modules.stated),
+        dict(canonical_lines(resolved)) | {name: str(spec) for name, spec in rules.opaque.items()},
     )
 
 
@@ -130,53 +97,45 @@ def _raise(findings: Iterable[Finding], kind: type[ShardTensorError]) -> None:
         raise kind(text_report(folded(errors)))
 
 
-def _modules(module: nn.Module) -> dict[str, str]:
-    """Of all modules: paths as plans see them, and as the module has them."""
-    return {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
-
-
 def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes: Axes) -> tuple[Count, ...]:
-    """The attributes that become this rank's share; of a module under two names once.
-
-    Raises:
-        PlanError, LayoutError: an attribute is missing, or cannot be cut so.
-    """
+    """The attributes that become this rank's share; of a module under two names once."""
     found: dict[tuple[int, str], Count] = {}
     for path, passing in passings.items():
         owner = root.get_submodule(path)
         for name, (spec, _) in passing.locals.items():
-            found.setdefault((id(owner), name), count(path, owner, name, axes.spelled(spec), group))
+            value, spelled = getattr(owner, name), axes.spelled(spec)
+            try:
+                (share,) = bind_named(spelled, (value,), mesh_of(group)).local_shape(group.rank)
+            except LayoutError as error:
+                raise error.of(f"`{name}` of {path or 'the module'}") from None
+            found.setdefault((id(owner), name), Count(path, owner, name, value, spelled, share))
     return tuple(found.values())
 
 
-def _hooks(passings: Mapping[str, Passing]) -> tuple[tuple[str, Hook], ...]:
-    """The calls of hooks, with the path of the module they stand in."""
-    return tuple((path, hook) for path, passing in passings.items() for hook, _ in passing.uses)
-
-
-def _names(module: nn.Module) -> dict[str, str]:
-    """Of all tensors: names as plans see them, and as the module has them."""
-    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    return {unwrapped(name): name for each in named for name, _ in each}
-
-
 def _tensors(
-    module: nn.Module, resolved: Resolved, group: Group, src_rank: int, flows: Mapping[str, Stated]
+    module: nn.Module, rules: Rules, resolved: Resolved, group: Group, src_rank: int, flows: Flows | None
 ) -> tuple[tuple[Target, ...], tuple[tuple[str, torch.Tensor], ...], tuple[tuple[str, str], ...]]:
     """The tensors that become ShardedTensors, those that stay plain, and those that others take the place of."""
-    names = _names(module)
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    names = {unwrapped(name): name for each in named for name, _ in each}
     found: dict[int, Target] = {}
     wholes: dict[int, tuple[str, torch.Tensor]] = {}
     ties = []
-    for placed in resolved.tensors.values():
-        name = names[placed.tensor.name]
+    for seen in (info.name for info in rules.model.tensors) if rules.plan.is_part else resolved.tensors:
+        name, placed = names.get(seen, seen), resolved.tensors.get(seen)
+        if flows is None:  # rules of a part: what has none stays as it is
+            spec = rules.opaque.get(seen) if placed is None or placed.line is None else placed.line.value
+            if spec is not None:
+                _add(found, module, name, spec, group, src_rank)
+            continue
+        assert placed is not None
         tensor = find(module, name)[1]
         if placed.tied_to:
             other = names[placed.tied_to]
             if find(module, other)[1] is not tensor:
                 ties.append((name, other))
                 continue
-        if placed.layout.is_replicated and not _works_on_sharded(module, name, flows):
+        if placed.layout.is_replicated and not _works_on_sharded(module, name, flows.modules.stated):
             wholes.setdefault(id(tensor), (name, tensor))
             continue
         spec = resolved.plan.axes.spelled(placed.spec) if isinstance(placed.spec, Spec) else placed.spec
@@ -187,11 +146,7 @@ def _tensors(
 def _add(
     found: dict[int, Target], module: nn.Module, name: str, spec: ShardingSpec, group: Group, src_rank: int
 ) -> None:
-    """Add a tensor, or one more name of it, to those that become ShardedTensors.
-
-    Raises:
-        LayoutError, RuleError: the spec does not fit, or the tensor cannot be sharded; names it.
-    """
+    """Add a tensor, or one more name of it, to those that become ShardedTensors."""
     try:
         dims, tensor = find(module, name)
         if id(tensor) in found:
@@ -225,19 +180,3 @@ def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[s
                 if not (stated.ins or stated.outs) and layer_class(type(module.get_submodule(path))) is not None:
                     found[unwrapped(path)] = None
     return tuple(found)
-
-
-def _keeping(module: nn.Module, resolved: Resolved, modules: dict[str, str]) -> Keeping:
-    axes, names = resolved.plan.axes, _names(module)
-    data = tuple(axis for axis in axes.mesh.names if axis in axes.leaves(axes.data))
-    params = dict(module.named_parameters(remove_duplicate=False))
-    stored, met = [], set()
-    for placed in resolved.tensors.values():
-        name = names[placed.tensor.name]
-        if placed.stored is None or name not in params or id(params[name]) in met:
-            continue
-        met.add(id(params[name]))
-        flat = axes.spelled(Spec().flat(*placed.stored.axes, unit=placed.stored.unit)).flat_part
-        assert flat is not None
-        stored.append((name, modules[placed.unit or ""], flat))
-    return Keeping(data, gather_units(module, stored))

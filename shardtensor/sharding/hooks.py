@@ -1,19 +1,33 @@
-"""Hooks that a plan names: ``use cross_entropy()``. Python that does to a module what no layout can say."""
+"""Hooks that a plan names: Python that does to a module what no layout can say; and the library's own.
+
+These are ``use cross_entropy()`` and those of std/hugging_face.shard; `expert_dispatch` has ``use dispatch()``.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
+from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.group import Group, group_along
+from shardtensor.comm.untraced import untraced
 from shardtensor.errors import PlanError
+from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import Flows
+from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.line import Hook
+from shardtensor.plan.match.patterns import unwrapped
+from shardtensor.sharding.settle import stretches_of
+from shardtensor.spec.nodes import Cut, Spec
+from shardtensor.tensor.placing import bind_named, mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 _HOOKS: dict[str, Callable[..., Any]] = {}
 
@@ -92,11 +106,7 @@ def register_hook(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def called(hook: Hook, site: Site) -> Use:
-    """Ask a hook what it is going to do.
-
-    Raises:
-        PlanError: there is no such hook, its arguments are others, or it cannot be used there.
-    """
+    """Ask a hook what it is going to do; raises PlanError where it cannot be used."""
     function = _HOOKS.get(hook.name)
     if function is None:
         near = get_close_matches(hook.name, _HOOKS, 1)
@@ -125,3 +135,113 @@ class NewForward:
 
     def remove(self) -> None:
         self.module.__class__ = self.kind
+
+
+# -- the library's own -----------------------------------------------------------------------------------------------
+
+UNCOMPILED = (
+    "`use cross_entropy()` makes one ShardedTensor of the logits, which no graph takes: compile what stands before the "
+    "head, as in `model.model.compile(fullgraph=True)`"
+)
+
+
+@register_hook("cross_entropy")
+def cross_entropy(site: Site) -> Use:
+    """Make one ShardedTensor of the logits, of which each rank holds the columns that its head computed.
+
+    So whatever computes the loss sees logits of the dense shape, in the model's own forward or outside of it: views,
+    slices and casts of them stay cut, and `F.cross_entropy` and `nn.CrossEntropyLoss` give the dense loss and gradient.
+    They cost two all-reduces of the size of the losses; logits are never gathered (``logits.full_tensor()`` would).
+
+    The head is the layer in whose block the hook stands; else those linear layers below that leave their results cut
+    along the last dim, where no other module takes such.
+    """
+    here = unwrapped(site.path)
+    heads = [path for path in site.flows.takers.logits if path == here or is_inside(path, here)]
+
+    def apply() -> list[Any]:
+        return [site.modules[path].register_forward_hook(_logits(site, path)) for path in heads]
+
+    return Use(apply, tuple(heads))
+
+
+@attrs.frozen(eq=False)
+class Logits:
+    """A forward hook: makes one tensor of the columns that the ranks of a team have."""
+
+    team: Group
+    spec: Spec
+    classes: int
+
+    @untraced(UNCOMPILED)
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        layout = bind_named(self.spec, (*output.shape[:-1], self.classes), mesh_of(self.team))
+        return wrap(output, layout, self.spec, self.team)
+
+    def __deepcopy__(self, memo: Any) -> Logits:
+        return self
+
+
+def _logits(site: Site, path: str) -> Logits:
+    out = site.flows.modules.stated[path].out
+    assert out is not None, "it leaves logits"
+    axes = cuts(out.after)[-1].axes
+    sizes = stretches_of(site.flows.modules.layers[path], "out")
+    even = len(set(sizes)) == 1
+    return Logits(site.team(axes), Spec(..., Cut(axes[0]) if even else Cut(axes[0], sizes=sizes)), sum(sizes))
+
+
+@register_hook("hf_sum_rope_gradient")
+def sum_rope_gradient(site: Site, ax: Any, rope: int) -> Any:
+    """Sum the gradient of the last `rope` features of what the module gives, over the ranks along `ax`.
+
+    In latent attention one product makes what is cut into heads later, by a product that sums the gradient of its
+    input itself, and beside it `rope` features that all heads use as they are: of those the gradient is one rank's
+    addend. Costs one all_reduce of their size in backward.
+    """
+
+    def apply() -> Any:
+        team = site.team(ax)
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            latent, shared = output.split([output.shape[-1] - rope, rope], dim=-1)
+            return torch.cat([latent, sum_gradient(shared, team)], dim=-1)
+
+        return site.module.register_forward_hook(hook)
+
+    return apply
+
+
+@register_hook("hf_share_of")
+def share_of(site: Site, ax: Any) -> Any:
+    """Divide what enters the module by the number of ranks along `ax`: its result is summed over them further up."""
+
+    def apply() -> Any:
+        team: Group = site.team(ax)
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (args[0] / team.size, *args[1:])
+
+        return site.module.register_forward_pre_hook(hook)
+
+    return apply
+
+
+@register_hook("hf_local_params")
+def local_params(site: Site) -> Any:
+    """Let the module's own forward compute with its rank's slices of its own parameters, as plain tensors.
+
+    For code that multiplies by its parameters itself: stacked experts, the sinks of attention.
+    """
+    kind = type(site.module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = self._parameters
+        own = {name: p for name, p in parameters.items() if isinstance(p, ShardedTensor)}
+        parameters.update({name: p._local for name, p in own.items()})
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            parameters.update(own)
+
+    return lambda: NewForward(site.module, functools.wraps(kind.forward)(forward))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
-from shardtensor.layout.layout import replicated
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.parameter import find
 from shardtensor.plan.axes import Axes
@@ -26,7 +25,6 @@ from shardtensor.plan.python_rules import lines
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.work import Target
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
@@ -45,7 +43,7 @@ class Opaque:
 
 @attrs.frozen(eq=False)
 class Rules:
-    """Rules of a part of a module, read.
+    """A plan of a module, or rules of a part of it, read.
 
     Attributes:
         plan: its lines, for the axes of the group; an `Opaque` where a spec cannot be bound without torch.
@@ -56,19 +54,14 @@ class Rules:
 
     plan: Plan
     model: Model
-    opaque: Mapping[str, ShardingSpec]
-    sharders: tuple[tuple[str, Sharder], ...]
-    outputs: tuple[tuple[str, ShardingSpec], ...]
-    local_outputs: tuple[str, ...]
+    opaque: Mapping[str, ShardingSpec] = attrs.field(factory=dict)
+    sharders: tuple[tuple[str, Sharder], ...] = ()
+    outputs: tuple[tuple[str, ShardingSpec], ...] = ()
+    local_outputs: tuple[str, ...] = ()
 
 
 def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group: Group) -> Rules:
-    """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing.
-
-    Raises:
-        PlanError: an entry is no spec, rules contradict a sharder, a module has no place, axes have several names.
-        MissingParameterError: a pattern matches nothing.
-    """
+    """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing."""
     if isinstance(rules, ShardingPlan):
         torchs, found = rules, [Line(text, value=value) for text, value in rules.plan.items()]
     else:
@@ -120,11 +113,7 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
 
 
 def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
-    """The model with the plain tensors that rules name.
-
-    Raises:
-        LayoutError: an attribute of that name is no tensor.
-    """
+    """The model with the plain tensors that rules name."""
     tree, more = NameTree(model.by_name, model.paths), []
     for line in said:
         is_rule = line.kind == "tensor" and not line.is_optional and not isinstance(line.value, Sharder)
@@ -206,19 +195,23 @@ def axes_of_flows(said: Iterable[Line]) -> set[str]:
     return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.addends)}
 
 
-def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Target]) -> Resolved:
+def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any]) -> Resolved:
     """Resolved rules with the tensors that no rule names: whole, or in the layout that they have."""
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}
-    for name, tensor in _tensors(module):
-        info, target = resolved.model.by_name[name], known.get(id(tensor))
-        if target is not None and target.layout is not None:  # under whatever name it was sharded: it may be tied
-            placed[name] = Placed(info, target.spec, target.layout)
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        info = resolved.model.by_name[unwrapped(name)]
+        spec: ShardingSpec = Replicate()
+        layout: Layout = replicated(info.shape, mesh.ranks, mesh.sizes)
+        if id(tensor) in known:  # under whatever name it was sharded: it may be tied
+            spec, layout = known[id(tensor)].spec, known[id(tensor)].layout
         elif isinstance(tensor, ShardedTensor):
-            placed[name] = Placed(info, tensor.sharding_spec(), tensor._layout)
-        else:
-            placed[name] = Placed(info, Replicate(), replicated(info.shape, mesh.ranks, mesh.sizes))
+            spec, layout = tensor.sharding_spec(), tensor._layout
+        placed[info.name] = Placed(info, spec, layout)
     names: dict[int, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         names.setdefault(id(part), []).append(unwrapped(path))
@@ -227,9 +220,3 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Targe
         for name in names[id(module.get_submodule(path))]:
             modules.setdefault(name, attrs.evolve(passing, uses=(), locals={}))
     return attrs.evolve(resolved, tensors=placed, modules=modules)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            yield unwrapped(name), tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,12 @@ from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch, library_hooks  # noqa: F401  (their hooks register themselves)
-from shardtensor.sharding.counts import count_as_before
-from shardtensor.sharding.flows import Binder
-from shardtensor.sharding.from_plan import from_plan, from_rules, group_of
+from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
+from shardtensor.sharding.from_plan import work_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.settle import unsettle
-from shardtensor.sharding.stores import keep_as_before
-from shardtensor.sharding.work import Target, Work
+from shardtensor.sharding.settle import Binder, unsettle
+from shardtensor.sharding.stores import is_called, keep_as_before
+from shardtensor.sharding.work import Target, Work, count_as_before
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device
@@ -85,7 +83,7 @@ def shard_module(
     try:
         if isinstance(plan, str | Path):
             plan = load_plan(plan, config=_config(module), world=group.size)
-        found = _work(module, plan, group, src_rank)
+        found = work_of(module, plan, group, src_rank)
         found.settled(Binder(found.group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:
@@ -93,7 +91,7 @@ def shard_module(
     agree(group, f"shard_module({type(module).__name__})", facts, fault)
     assert found is not None
     group = found.group
-    for path, sharder in found.sharders:
+    for path, sharder in found.rules.sharders:
         _replace(module, path, sharder)
     shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
@@ -101,9 +99,12 @@ def shard_module(
     _become_all([target.tensor for target in found.targets], shells)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
-    _take_wholes(found.wholes, group, src_rank)
+    for _, tensor in found.wholes:
+        if not tensor.is_meta:
+            group.broadcast(tensor.data, src_rank)
     for name, other in found.ties:
-        _tie(module, name, other)
+        (owner, last), (source, of_source) = (_place(module, each) for each in (name, other))
+        owner._parameters[last] = source._parameters[of_source]
     for each in settled:
         each.apply(_HANDLES)
     for each_count in found.counts:
@@ -119,13 +120,6 @@ def _config(module: nn.Module) -> Any:
     """The configuration that a module keeps, as those of Hugging Face do; None where it keeps none."""
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
-
-
-def _work(module: nn.Module, plan: Any, group: Group, src_rank: int) -> Work:
-    """What a plan of any kind comes to."""
-    if isinstance(plan, Plan):
-        return from_plan(module, plan, group_of(plan, group), src_rank)
-    return from_rules(module, plan, group, src_rank)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
@@ -170,7 +164,7 @@ _HANDLES = "_sharding_hooks"
 
 
 def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
-    parent, _, name = path.rpartition(".")
+    parent, name = _place(module, path)
     old = module.get_submodule(path)
     made = sharder.shard(old)
     if not isinstance(made, nn.Module):
@@ -179,12 +173,14 @@ def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
             {"found": type(made).__name__},
             "return the module that takes its place",
         )
-    if _has_forward(made) or not _has_forward(old):
-        setattr(module.get_submodule(parent), name, made)
+    if is_called(made) or not is_called(old):
+        setattr(parent, name, made)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds what has a dotted name, and the last part of it."""
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
 
 
 def _shell(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
@@ -213,28 +209,14 @@ def _become_all(tensors: list[Any], others: list[Any]) -> None:
 
 def _hook(module: nn.Module, found: Work) -> None:
     """Set the hooks of a plan; each module keeps the handles of its own."""
-    hooks = [(path, resharding(spec)) for path, spec in found.outputs]
-    for path, hook in [*hooks, *((path, collecting) for path in found.local_outputs)]:
+    hooks = [(path, resharding(spec)) for path, spec in found.rules.outputs]
+    for path, hook in [*hooks, *((path, collecting) for path in found.rules.local_outputs)]:
         owner = module.get_submodule(path)
         owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))
     for (path, _), use in zip(found.hooks, found.uses, strict=True):
         made = use.apply()
         kept = module.get_submodule(path).__dict__.setdefault(_HANDLES, [])
         kept += made if isinstance(made, list | tuple) else [made] if hasattr(made, "remove") else []
-
-
-def _take_wholes(wholes: Iterable[tuple[str, torch.Tensor]], group: Group, src_rank: int) -> None:
-    """Take the source's values of tensors that every rank keeps whole."""
-    for _, tensor in wholes:
-        if not tensor.is_meta:
-            group.broadcast(tensor.data, src_rank)
-
-
-def _tie(module: nn.Module, name: str, other: str) -> None:
-    """Put the parameter of one name in the place of another's."""
-    path, _, last = name.rpartition(".")
-    source, _, source_last = other.rpartition(".")
-    module.get_submodule(path)._parameters[last] = module.get_submodule(source)._parameters[source_last]
 
 
 def _fill_on_load(module: nn.Module, group: Group) -> None:

@@ -16,11 +16,9 @@ from shardtensor.plan.findings.report import text_report
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.counts import Count
-from shardtensor.sharding.flows import Binder
 from shardtensor.sharding.hooks import Site, Use, called
-from shardtensor.sharding.plan import Sharder
-from shardtensor.sharding.settle import Settled, settle
+from shardtensor.sharding.rules import Rules
+from shardtensor.sharding.settle import Binder, Settled, settle
 from shardtensor.sharding.stores import Keeping
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -36,11 +34,31 @@ class Target:
     layout: Layout | None
     device: torch.device
 
-    def __str__(self) -> str:
-        tensor = self.tensor
-        frozen = "" if tensor.requires_grad else ", frozen"
-        without_memory = " on meta" if tensor.is_meta else ""
-        return f"{self.spec} of {tuple(tensor.shape)} {tensor.dtype}{without_memory}{frozen}"
+
+_BEFORE = "_sharding_counts"
+"""Where a module keeps what it counted before."""
+
+
+@attrs.frozen(eq=False)
+class Count:
+    """An attribute that becomes this rank's share: a module that splits by ``num_heads`` counts its rank's heads."""
+
+    path: str
+    module: nn.Module
+    name: str
+    value: int
+    spec: ShardingSpec
+    share: int
+
+    def apply(self) -> None:
+        vars(self.module).setdefault(_BEFORE, {}).setdefault(self.name, self.value)
+        setattr(self.module, self.name, self.share)
+
+
+def count_as_before(module: nn.Module) -> None:
+    """Give a module the numbers back that it had."""
+    for name, value in module.__dict__.pop(_BEFORE, {}).items():
+        setattr(module, name, value)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -56,19 +74,20 @@ class Work:
         group: all ranks, with the axes of the plan.
         targets: tensors that become ShardedTensors.
         wholes: tensors that stay plain; the source sends its values to all ranks.
+        rules: as they were read, with the other entries of torch's own plans.
         flows: how values pass modules, free of errors; None where the plan has no rules for modules.
         counts: attributes that become the rank's share.
         hooks: calls of hooks, with the module each stands in.
         ties: names, each with the name of the tensor that takes its place.
         lone: layers without flows that compute with plain values: they exist on some ranks only.
         keeping: which parameters are stored in shards, and the axes along which samples differ.
-        sharders, outputs, local_outputs: the other entries of torch's own plans.
-        said: facts that must be equal on all ranks, beside those that follow from the above.
+        said: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
     module: nn.Module
     group: Group
     targets: tuple[Target, ...]
+    rules: Rules
     flows: Flows | None = None
     counts: tuple[Count, ...] = ()
     hooks: tuple[tuple[str, Hook], ...] = ()
@@ -76,33 +95,23 @@ class Work:
     ties: tuple[tuple[str, str], ...] = ()
     keeping: Keeping | None = None
     lone: tuple[str, ...] = ()
-    sharders: tuple[tuple[str, Sharder], ...] = ()
-    outputs: tuple[tuple[str, ShardingSpec], ...] = ()
-    local_outputs: tuple[str, ...] = ()
     said: Mapping[str, str] = attrs.field(factory=dict)
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, as text."""
-        found = {", ".join(target.names): str(target) for target in self.targets}
-        found |= {name: f"whole, {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.wholes}
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
-        found |= {"frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
+        found = {**self.said, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
-        found = {**self.said, **found, **self.said}  # which begins with what all else follows from
-        found |= {path: type(sharder).__qualname__ for path, sharder in self.sharders}
+        found |= {path: type(sharder).__qualname__ for path, sharder in self.rules.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
             found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
-        found |= {f"local {count.name} of {count.path or 'the module'}": str(count) for count in self.counts}
+        found |= {f"local {c.name} of {c.path or 'the module'}": f"{c.spec} of {c.value}" for c in self.counts}
         found |= {f"use {i} of {path or 'the module'}": str(hook) for i, (path, hook) in enumerate(self.hooks)}
-        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.outputs}
-        return found | {f"local output of {path or 'the module'}": "yes" for path in self.local_outputs}
+        found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.rules.outputs}
+        return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
     def settled(self, binder: Binder) -> list[Settled]:
-        """What each module with a flow does.
-
-        Raises:
-            PlanError: a module cannot do it, or a value that only a hook could take is taken by none.
-        """
+        """What each module with a flow does; raises PlanError where it cannot, or where no hook takes a value."""
         if self.flows is None:
             return []
         taken = {unwrapped(path) for use in self.uses for path in use.takes}

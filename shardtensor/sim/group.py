@@ -208,16 +208,16 @@ class SimGroup(Group):
 class _Started(Pending):
     """A started collective; `finish` makes this rank's result from the common one."""
 
-    __slots__ = ("finish", "group", "result", "slot")
+    __slots__ = ("finish", "found", "group", "slot")
 
     def __init__(self, group: SimGroup, slot: Slot, finish: Callable[[Any], torch.Tensor]) -> None:
         self.group, self.slot, self.finish = group, slot, finish
-        self.result: torch.Tensor | None = None
+        self.found: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        if self.result is None:
-            self.result = self.finish(self.group.world.wait(self.group.member, self.slot))
-        return self.result
+        if self.found is None:
+            self.found = self.finish(self.group.world.wait(self.group.member, self.slot))
+        return self.found
 
 
 class _Into(Pending):

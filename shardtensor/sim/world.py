@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from typing import Any
 
@@ -193,12 +193,15 @@ class World:
         if slot.fault is not None:
             return slot
         if other is not None and slot.calls[other].signature != call.signature:  # type: ignore[union-attr]
-            pair = sorted([ranks[other], member.rank])
-            self._fail(slot, _different_calls(self.name(ranks), self._calls_of(slot, pair)))
+            first, second = sorted([ranks[other], member.rank])
+            one, two = (slot.calls[ranks.index(rank)] for rank in (first, second))
+            assert one is not None and two is not None
+            what = "collectives" if one.name != two.name else f"calls of {one.name}"
+            self._disagree(slot, f"ranks {first} and {second} are in different {what}", [first, second])
         elif not slot.left:
             fault = call.check(slot.all_calls()) if call.check is not None else ""
             if fault:
-                self._fail(slot, _unmatched_counts(fault, self.name(ranks), self._calls_of(slot, list(ranks))))
+                self._disagree(slot, fault, ranks)
             else:
                 slot.combine()
         else:
@@ -231,21 +234,27 @@ class World:
         if any(member.ended != "returned" for member in ended):
             slot.fault = RankStopped
             return
-        waits = {rank: self._wait_text(rank, slot) for rank in slot.channel.ranks if slot.has(rank)}
-        self._fail(slot, _deadlock(waits, [member.rank for member in ended]))
+        self._deadlock([rank for rank in slot.channel.ranks if slot.has(rank)], [slot], [m.rank for m in ended])
 
     def _break_deadlock(self) -> None:
         waiting = {member.rank: member.waits for member in self.members if member.waits is not None}
-        text = _deadlock({rank: self._wait_text(rank, slot) for rank, slot in waiting.items()}, [])
-        for slot in waiting.values():
-            self._fail(slot, text)
+        self._deadlock(list(waiting), list(waiting.values()), [])
 
-    def _fail(self, slot: Slot, text: str) -> None:
-        slot.fault = lambda: DisagreementError(text)
+    def _deadlock(self, ranks: Sequence[int], slots: Sequence[Slot], finished: Sequence[int]) -> None:
+        """Fail slots in which ranks wait for each other, or for ranks that have returned."""
+        slot_of = {rank: slot for slot in slots for rank in slot.channel.ranks if slot.has(rank)}
+        facts = {f"rank {rank}": self._wait_text(rank, slot_of[rank]) for rank in ranks}
+        if finished:
+            facts[name_ranks(finished)] = "returned" if len(finished) == 1 else "have returned"
+        whom = "a rank that has returned" if finished else "each other"
+        fault = f"deadlock: {name_ranks(ranks)} would wait for {whom} for ever"
+        for slot in slots:
+            slot.fault = lambda: DisagreementError(fault, facts, _ORDER)
 
-    def _calls_of(self, slot: Slot, ranks: list[int]) -> dict[int, tuple[Call, str]]:
-        calls = ((rank, slot.calls[slot.channel.ranks.index(rank)]) for rank in ranks)
-        return {rank: (call, self._site(rank)) for rank, call in calls if call is not None}
+    def _disagree(self, slot: Slot, fault: str, ranks: Sequence[int]) -> None:
+        """Fail a slot in which the calls of some ranks do not match."""
+        facts = {f"rank {rank}": self._wait_text(rank, slot) for rank in ranks if slot.has(rank)}
+        slot.fault = lambda: DisagreementError(f"{fault}; nothing was moved", facts, _ORDER)
 
     def _wait_text(self, rank: int, slot: Slot) -> str:
         call = slot.calls[slot.channel.ranks.index(rank)]
@@ -261,33 +270,3 @@ class World:
         if ranks not in self._names:
             self._names[ranks] = name_group(self.mesh, ranks)
         return self._names[ranks]
-
-
-def _describe_call(call: Call, group: str, site: str) -> str:
-    """Return a call with its group, and on a second line the place in the user's code."""
-    return f"{call} over {group}\n  {site}"
-
-
-def _different_calls(group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
-    """Return the error text for two ranks whose calls do not match."""
-    (first, (one, _)), (second, (other, _)) = calls.items()
-    what = "collectives" if one.name != other.name else f"calls of {one.name}"
-    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
-    return str(
-        DisagreementError(f"ranks {first} and {second} are in different {what}; nothing was moved", facts, _ORDER)
-    )
-
-
-def _unmatched_counts(fault: str, group: str, calls: Mapping[int, tuple[Call, str]]) -> str:
-    """Return the error text for calls of one collective whose counts do not match."""
-    facts = {f"rank {rank}": _describe_call(call, group, site) for rank, (call, site) in calls.items()}
-    return str(DisagreementError(f"{fault}; nothing was moved", facts, _ORDER))
-
-
-def _deadlock(waits: Mapping[int, str], finished: Sequence[int]) -> str:
-    """Return the error text for ranks that wait for each other, or for ranks that have returned."""
-    facts = {f"rank {rank}": text for rank, text in waits.items()}
-    if finished:
-        facts[name_ranks(finished)] = "returned" if len(finished) == 1 else "have returned"
-    whom = "a rank that has returned" if finished else "each other"
-    return str(DisagreementError(f"deadlock: {name_ranks(list(waits))} would wait for {whom} for ever", facts, _ORDER))

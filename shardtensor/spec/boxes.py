@@ -49,21 +49,18 @@ def _split(boxes: Sequence[Extent], part: list[int], dim: int) -> list[list[int]
 
 
 def _sweep(boxes: Sequence[Extent], part: list[int]) -> tuple[int, int] | None:
-    """Compare each box with those that began before it and still go on."""
+    """Compare each box with those that begin before it ends."""
     ndim = len(boxes[part[0]][0])
     dim = max(range(ndim), key=lambda d: len({boxes[i][0][d] for i in part}), default=None)
     if dim is None:  # boxes without dims are all the one element
         return min(part), max(part)
-    active: list[int] = []
-    for i in sorted(part, key=lambda i: boxes[i][0][dim]):
-        start = boxes[i][0][dim]
-        active = [j for j in active if boxes[j][0][dim] + boxes[j][1][dim] > start]
-        for j in active:
-            if _share(boxes[i], boxes[j]):
+    order = sorted(part, key=lambda i: boxes[i][0][dim])
+    for at, i in enumerate(order):
+        end = boxes[i][0][dim] + boxes[i][1][dim]
+        for later in range(at + 1, len(order)):
+            j = order[later]
+            if boxes[j][0][dim] >= end:
+                break
+            if all(a < b + m and b < a + n for a, n, b, m in zip(*boxes[i], *boxes[j], strict=True)):
                 return min(i, j), max(i, j)
-        active.append(i)
     return None
-
-
-def _share(one: Extent, other: Extent) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))

@@ -14,8 +14,7 @@ from shardtensor.errors import SpecError
 from shardtensor.spec.boxes import find_overlap
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parts import optional_sizes, quoted, tuple_text, whole_numbers
-from shardtensor.spec.placement import Placement, parse_placement
-from shardtensor.spec.placements import Placements
+from shardtensor.spec.placement import Placement, Placements, parse_placement
 
 T = TypeVar("T", bound=type)
 
@@ -65,14 +64,6 @@ class DevicePlacementSpec(PlacementSpec):
         return str(self.device)
 
 
-def _offsets(values: Any) -> list[int]:
-    return _extent(values, "shard_offsets should be >=0")
-
-
-def _sizes(values: Any) -> list[int]:
-    return _extent(values, "shard_sizes should be >= 0")
-
-
 def _extent(values: Any, rule: str) -> list[int]:
     try:
         numbers = [index(value) for value in values]
@@ -81,10 +72,6 @@ def _extent(values: Any, rule: str) -> list[int]:
     if any(number < 0 for number in numbers):
         raise SpecError(f"{rule}, found {numbers}", code="E102")
     return numbers
-
-
-def _place(place: Any) -> Placement | None:
-    return None if place is None else parse_placement(place)
 
 
 @with_dataclass_fields()
@@ -105,9 +92,11 @@ class ShardMetadata:
         ShardMetadata(shard_offsets=[0, 5], shard_sizes=[2, 5], placement=rank:0/cpu)
     """
 
-    shard_offsets: list[int] = attrs.field(converter=_offsets)
-    shard_sizes: list[int] = attrs.field(converter=_sizes)
-    placement: Placement | None = attrs.field(default=None, converter=_place)
+    shard_offsets: list[int] = attrs.field(converter=lambda values: _extent(values, "shard_offsets should be >=0"))
+    shard_sizes: list[int] = attrs.field(converter=lambda values: _extent(values, "shard_sizes should be >= 0"))
+    placement: Placement | None = attrs.field(
+        default=None, converter=lambda place: None if place is None else parse_placement(place)
+    )
 
     def __attrs_post_init__(self) -> None:
         if len(self.shard_offsets) != len(self.shard_sizes):
@@ -156,10 +145,6 @@ def _places(value: Any) -> Placements:
     return places
 
 
-def _splits(values: Any) -> tuple[int, ...]:
-    return whole_numbers(values, "splits", 1)
-
-
 def _sharding_dim(dim: Any) -> int:
     if isinstance(dim, str):
         raise NamedDimError(
@@ -204,11 +189,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __attrs_post_init__(self) -> None:
         if self.sizes is not None and len(self.sizes) != len(self.placements):
-            raise SpecError(
-                f"{len(self.sizes)} sizes are given for {len(self.placements)} placements",
-                fix="give one size for each placement",
-                code="E208",
-            )
+            fault = f"{len(self.sizes)} sizes are given for {len(self.placements)} placements"
+            raise SpecError(fault, fix="give one size for each placement", code="E208")
 
     def __str__(self) -> str:
         sizes = "" if self.sizes is None else f", sizes={tuple_text(self.sizes)}"
@@ -229,18 +211,15 @@ class GridShardingSpec(ShardingSpec):
         'grid(splits=(2, 2), placements=["rank:0-3/cuda:0-3"])'
     """
 
-    splits: tuple[int, ...] = attrs.field(converter=_splits)
+    splits: tuple[int, ...] = attrs.field(converter=lambda values: whole_numbers(values, "splits", 1))
     placements: Placements = attrs.field(converter=_places)
 
     def __attrs_post_init__(self) -> None:
         pieces = math.prod(self.splits)
         if pieces != len(self.placements):
-            raise SpecError(
-                f"the grid has {pieces} pieces for {len(self.placements)} placements",
-                {"splits": tuple_text(self.splits)},
-                "name one placement for each piece",
-                code="E208",
-            )
+            fault = f"the grid has {pieces} pieces for {len(self.placements)} placements"
+            fix = "name one placement for each piece"
+            raise SpecError(fault, {"splits": tuple_text(self.splits)}, fix, code="E208")
 
     def __str__(self) -> str:
         return f"grid(splits={tuple_text(self.splits)}, placements={self.placements!r})"
@@ -276,19 +255,13 @@ class EnumerableShardingSpec(ShardingSpec):
         ranks = [len(box.offsets) for box in boxes]
         if len(set(ranks)) > 1:
             other = next(rank for rank in ranks if rank != ranks[0])
-            raise SpecError(
-                f"Found inconsistent ranks for shards: {ranks[0]} and {other}",
-                {"why": "every shard of a tensor has one offset and one size for each dim of it"},
-                code="E202",
-            )
+            why = "every shard of a tensor has one offset and one size for each dim of it"
+            fault = f"Found inconsistent ranks for shards: {ranks[0]} and {other}"
+            raise SpecError(fault, {"why": why}, code="E202")
         if (pair := find_overlap([box[:2] for box in boxes])) is not None:
             first, second = (boxes[i] for i in pair)
-            raise SpecError(
-                f"Shards {first} and {second} overlap",
-                {"why": "every element of a tensor lies in one shard"},
-                "give each element to one shard",
-                code="E209",
-            )
+            facts, fix = {"why": "every element of a tensor lies in one shard"}, "give each element to one shard"
+            raise SpecError(f"Shards {first} and {second} overlap", facts, fix, code="E209")
         ordered = tuple(sorted(boxes, key=PlacedBox.order))
         self.__attrs_init__(ordered, boxes, hash(ordered))
 
@@ -334,17 +307,14 @@ def infer_sharding_spec(shards_metadata: Sequence[Any]) -> ShardingSpec:
     listed = EnumerableShardingSpec(shards_metadata)
     boxes = listed.boxes
     cut_dims = {dim for box in boxes for dim, offset in enumerate(box.offsets) if offset}
-    if len(cut_dims) != 1:
+    if len(cut_dims) != 1 or any(box.placement is None for box in boxes):
         return listed
     (dim,) = cut_dims
-    if len({box.sizes[:dim] + box.sizes[dim + 1 :] for box in boxes}) > 1 or any(
-        box.placement is None for box in boxes
-    ):
-        return listed
-    length = sum(box.sizes[dim] for box in boxes)
+    length, across = sum(box.sizes[dim] for box in boxes), boxes[0].sizes
     chunk = -(-length // len(boxes))
     for i, box in enumerate(boxes):
-        start = min(chunk * i, length)
-        if box.sizes[dim] != min(chunk, length - start) or (box.sizes[dim] and box.offsets[dim] != start):
+        start, size = min(chunk * i, length), box.sizes[dim]
+        is_chunk = size == min(chunk, length - start) and (not size or box.offsets[dim] == start)
+        if not is_chunk or box.sizes[:dim] + box.sizes[dim + 1 :] != across[:dim] + across[dim + 1 :]:
             return listed
     return ChunkShardingSpec(dim, [box.placement for box in boxes])

@@ -26,37 +26,21 @@ MOST_WORDS = 200
 
 
 @attrs.frozen
-class Fault:
-    """What an error of a text says, in parts.
-
-    Attributes:
-        span: the characters that are wrong.
-        text: what is wrong; one line.
-        facts: further lines, ``why`` and ``fix`` among them.
-        is_of_value: a value refused what it was given; the text that gave it may stand elsewhere.
-    """
-
-    span: tuple[int, int]
-    text: str
-    facts: tuple[tuple[str, str], ...] = ()
-    is_of_value: bool = False
-
-
-@attrs.frozen
 class Source:
     """A text and where it came from."""
 
     text: str
     file: str = "<spec>"
 
-    def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
+    def error(
+        self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "", kind: type = SpecError
+    ) -> SpecError:
         """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
-        facts = tuple((key, value) for key, value in (("why", why), ("fix", fix)) if value)
-        return self._error(code, Fault(span, fault, facts), SpecError)
+        return self._at(span, kind(fault, {"why": why} if why else {}, fix, code=code), False)
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
-        """Return the error of a value as the error of the text that made it, facts as rows below the caret."""
-        return self._error(error.code or "E102", Fault(span, error.fault, tuple(error.rows), True), type(error))
+        """Return the error of a value as one of the text that made it, facts as rows below the caret."""
+        return self._at(span, error, True)
 
     def excerpt(self, span: tuple[int, int]) -> list[str]:
         """Return the line on which a span begins, and a line with a caret under it."""
@@ -75,13 +59,14 @@ class Source:
         caret = " " * at + "^" * min(width, max(1, WIDTH - (col - cut)))
         return [f"{self.text.count(chr(10), 0, start) + 1:5} | {shown}", f"      | {caret}"]
 
-    def _error(self, code: str, fault: Fault, kind: type[SpecError]) -> SpecError:
-        start = fault.span[0]
-        line, col = self.text.count("\n", 0, start) + 1, start - self.text.rfind("\n", 0, start)
-        rows = [f"  {key}: {value}" for key, value in fault.facts]
-        head = f"{self.file}:{line}:{col}: error[{code}]: {printable(fault.text)}"
-        error = kind("\n".join([head, *self.excerpt(fault.span), *rows]), code=code, file=self.file, line=line, col=col)
-        error.parts = (self, fault)
+    def _at(self, span: tuple[int, int], error: SpecError, is_of_value: bool) -> SpecError:
+        start = span[0]
+        error.file, error.line = self.file, self.text.count("\n", 0, start) + 1
+        error.col, error.code = start - self.text.rfind("\n", 0, start), error.code or "E102"
+        error.parts = (self, span, is_of_value)
+        rows = [f"  {key}: {value}" for key, value in error.rows]
+        head = f"{self.file}:{error.line}:{error.col}: error[{error.code}]: {printable(error.fault)}"
+        error.args = ("\n".join([head, *self.excerpt(span), *rows]),)
         return error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import attrs
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.parts import Cut, Flat, Only, Partial, name, one_or_all
+from shardtensor.spec.parts import Cut, Flat, Only, Partial, name
 
 
 class ShardingSpec:
@@ -151,23 +151,13 @@ class Spec(ShardingSpec):
         return " ".join(suffixes if self.flat_part else ["replicate", *suffixes])
 
     def __repr__(self) -> str:
-        entries = [_entry(dim) for dim in self.dims]
-        entries += [f"**{{{key!r}: {_entry(cut)}}}" for key, cut in self.named]
-        text = f"Spec({', '.join(entries)})" if entries else "Replicate()"
-        if (flat := self.flat_part) is not None:
-            unit = f", unit={flat.unit!r}" * (flat.unit != 1)
-            text += f".flat({_quoted(flat.axes)}{unit}{f', sizes={flat.sizes}' * (flat.sizes is not None)})"
-        if self.only_part is not None:
-            text += f".only({self.only_part.axis!r}, {self.only_part.index})"
-        for part in self.partial_parts:
-            text += f".partial({_quoted(part.axes)}{f', op={part.op!r}' * (part.op != 'sum')})"
-        return text
+        return f"parse_spec({str(self)!r})"
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.dims, self.named, self.flat_part, self.only_part, self.partial_parts)
+        return Spec.of, (self.dims, self.named, self.flat_part, self.only_part, self.partial_parts)
 
 
 class Replicate(Spec):
@@ -182,19 +172,3 @@ class Replicate(Spec):
 
     def __init__(self) -> None:
         self._fill(())
-
-
-def _restore(cls: type[Spec], *parts: Any) -> Spec:
-    spec = object.__new__(cls)
-    spec._fill(*parts)
-    return spec
-
-
-def _entry(dim: Dim) -> str:
-    if isinstance(dim, Cut):
-        return repr(one_or_all(dim.axes)) if dim == _cut_over(dim.axes) else repr(dim)
-    return "..." if dim is ... else "None"
-
-
-def _quoted(axes: tuple[str, ...]) -> str:
-    return ", ".join(map(repr, axes))

@@ -35,7 +35,7 @@ def parse_spec(text: str, *, max_length: int = MAX_LENGTH) -> ShardingSpec:
 
     Example:
         >>> parse_spec("[ tp*dp , - ]  flat( fs )")
-        Spec(('tp', 'dp'), None).flat('fs')
+        parse_spec('[tp*dp, -] flat(fs)')
         >>> parse_spec("[tp unti(128), -]")
         Traceback (most recent call last):
         shardtensor.errors.SpecError: <spec>:1:5: error[E102]: no modifier is called `unti`
@@ -50,10 +50,10 @@ def parse_spec(text: str, *, max_length: int = MAX_LENGTH) -> ShardingSpec:
 
 
 def _parse(text: str, max_length: int = MAX_LENGTH) -> ShardingSpec:
-    from shardtensor.spec.reader import read_spec  # lark is imported when the first text is read
+    from shardtensor.spec.reader import Reader  # lark is imported when the first text is read
 
     source = Source(text)
-    return read_spec(source, parse_syntax(source, max_length))
+    return Reader(source).spec(_parse_syntax(source, max_length))
 
 
 _parse_short = lru_cache(maxsize=1024)(_parse)
@@ -66,7 +66,7 @@ def as_spec(spec: Any) -> ShardingSpec:
 
     Example:
         >>> as_spec("replicate")
-        Replicate()
+        parse_spec('replicate')
     """
     if isinstance(spec, ShardingSpec):
         return _private(spec)
@@ -130,22 +130,25 @@ def _parser() -> Lark:
     return parser_of(grammar(), ["spec"])
 
 
-def parse_syntax(source: Source, max_length: int = MAX_LENGTH) -> Tree:
-    """Return the syntax tree of one spec, of at most `max_length` characters.
-
-    Raises:
-        SpecError: E001, with the place, what may stand there and what stands there.
-    """
-    _check_limits(source, max_length)
+def _parse_syntax(source: Source, max_length: int) -> Tree:
+    text = source.text
+    if not text.strip():
+        raise source.error("E001", (0, 1), "the spec is empty", fix="write `replicate`, or dims as in `[tp, -]`")
+    if len(text) > max_length:
+        why = f"it has {len(text)} characters, and a text is read up to {max_length}"
+        fix = "fold placements into ranges, or raise max_length"
+        raise source.error("E001", (0, 1), "the spec is too long", why, fix)
+    check_depth(source, MAX_DEPTH)
     return parse_with(_parser(), source, _unexpected)
 
 
-Unexpected = Callable[[Source, int, str, str, set[str]], SpecError]
-"""Makes the error of what may not stand in a text: where it is, its characters, its kind, the kinds that may stand."""
+def parse_with(parser: Lark, source: Source, unexpected: Callable[..., SpecError], start: str | None = None) -> Tree:
+    """Return the syntax tree of a text by any grammar.
 
-
-def parse_with(parser: Lark, source: Source, unexpected: Unexpected, start: str | None = None) -> Tree:
-    """Return the syntax tree of a text by any grammar."""
+    Args:
+        unexpected: makes the error of what may not stand in a text: the text, where it is, its characters, its kind,
+            the kinds that may stand.
+    """
     from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
     try:
@@ -158,18 +161,6 @@ def parse_with(parser: Lark, source: Source, unexpected: Unexpected, start: str 
         raise unexpected(source, at, source.text[at], "", set(error.interactive_parser.accepts())) from None
 
 
-def _check_limits(source: Source, max_length: int) -> None:
-    text = source.text
-    if not text.strip():
-        raise source.error("E001", (0, 1), "the spec is empty", fix="write `replicate`, or dims as in `[tp, -]`")
-    if len(text) > max_length:
-        why = f"it has {len(text)} characters, and a text is read up to {max_length}"
-        raise source.error(
-            "E001", (0, 1), "the spec is too long", why, "fold placements into ranges, or raise max_length"
-        )
-    check_depth(source, MAX_DEPTH)
-
-
 def check_depth(source: Source, most: int) -> None:
     """Refuse brackets that are nested deeper than `most`."""
     depth = 0
@@ -180,41 +171,48 @@ def check_depth(source: Source, most: int) -> None:
 
 
 def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[str]) -> SpecError:
+    text, advice = source.text, ("", "")
     words = [word for name, word in IN_WORDS.items() if name in expected]
-    if kind == "$END":
-        at, found, shown = len(source.text.rstrip()), " ", "the end"
+    opened = open_bracket(text)
+    at = len(text) if kind == "$END" else at
+    if kind == "$END" and opened is not None:
+        column = opened - text.rfind("\n", 0, opened)
+        advice = f"the `{text[opened]}` at column {column} is open", f"close it with `{CLOSING[text[opened]]}`"
+    elif text[:at].strip() == "" and found in "({":
+        advice = "the dims of a tensor stand in square brackets", "write them as in `[tp, -]`"
+    elif found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
+        advice = "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
+    return misplaced(source, at, found, kind, expected, listed(words) if words else "", *advice)
+
+
+def misplaced(
+    source: Source, at: int, found: str, kind: str, expected: set[str], words: str, why: str = "", fix: str = ""
+) -> SpecError:
+    """The error of what may not stand in a text, where what `words` say may stand."""
+    if kind in ("$END", "_NL"):
+        shown = "the end" if kind == "$END" else "the end of the line"
+        at = len(source.text[:at].rstrip()) if kind == "$END" else at
+        found = " "
     else:
+        if found == "'":
+            found, why, fix = _quoted(source.text, at, expected)
+        elif found == '"':
+            why, fix = "a string ends on its line", 'close it with `"`'
         shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
-    why, fix = _advice(source.text, at, found)
-    if found == "'":
-        found, why, fix = quoted_name(source.text, at, expected)
-        shown = f"`{found}`"
-    fault = f"expected {listed(words)}, found {shown}" if words else f"{shown} cannot stand here"
+    fault = f"expected {words}, found {shown}" if words else f"{shown} cannot stand here"
     return source.error("E001", (at, at + len(found)), fault, why, fix)
 
 
-def _advice(text: str, at: int, found: str) -> tuple[str, str]:
-    """Why, and what to write, for slips that people make."""
-    if at == len(text.rstrip()) and (opened := open_bracket(text)) is not None:
-        bracket, closing = ("[", "]") if text[opened] == "[" else ("(", ")")
-        column = opened - text.rfind("\n", 0, opened)
-        return f"the `{bracket}` at column {column} is open", f"close it with `{closing}`"
-    if found == '"':
-        return "a string ends on its line", 'close it with `"`'
-    if text[:at].strip() == "" and found in "({":
-        return "the dims of a tensor stand in square brackets", "write them as in `[tp, -]`"
-    if found in ("]", "[") and text[:at].rstrip().endswith(("[", ",")):
-        return "a layout has one entry a dim: an axis, `-` for a whole dim, or `...`", "write them as in `[tp, -]`"
-    return "", ""
-
-
-def quoted_name(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
+def _quoted(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
     """What stands in single quotes at `at`, why it cannot stand there, and what to write for it."""
     found = re.compile(r"'([^'\n]*)'").match(text, at)
     is_name = "NAME" in expected and found is not None and found[1].isidentifier()
     if "STRING" in expected and not is_name:
         return found[0] if found else "'", "strings stand in double quotes", f'write `"{found[1] if found else ""}"`'
     return found[0] if found else "'", "names stand without quotes", f"write `{found[1]}`" if found else "drop it"
+
+
+CLOSING = {"[": "]", "(": ")"}
 
 
 def open_bracket(text: str) -> int | None:

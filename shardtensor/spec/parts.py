@@ -77,11 +77,6 @@ def axis_tuple(value: Any) -> tuple[str, ...]:
     return names
 
 
-def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    """The shortest Python spelling of some axes."""
-    return axes[0] if len(axes) == 1 else axes
-
-
 def tuple_text(numbers: Sequence[int]) -> str:
     """Numbers in round brackets, read as a tuple by the language and by Python alike."""
     return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
@@ -95,14 +90,6 @@ def quoted(text: str) -> str:
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def _unit(value: Any) -> int:
-    return whole_number(value, "unit", 1)
-
-
-def _unit_or_row(value: Any) -> int | Literal["row"]:
-    return "row" if value == "row" else _unit(value)
-
-
 def _blocks(value: Any) -> int | tuple[int, ...]:
     if isinstance(value, tuple | list):
         return whole_numbers(value, "blocks", 1, count=2)
@@ -113,11 +100,11 @@ def _pad(value: Any) -> int | None:
     return None if value is None else whole_number(value, "pad", 1)
 
 
-def _coordinate(value: Any) -> int:
-    return whole_number(value, "the coordinate", 0)
+def _unit_or_row(value: Any) -> int | Literal["row"]:
+    return "row" if value == "row" else whole_number(value, "unit", 1)
 
 
-@attrs.frozen(cache_hash=True, repr=False)
+@attrs.frozen(cache_hash=True)
 class Cut:
     """One dim cut over mesh axes.
 
@@ -135,9 +122,11 @@ class Cut:
     """
 
     axes: tuple[str, ...] = attrs.field(converter=axis_tuple)
-    unit: int = attrs.field(default=1, converter=_unit)
+    unit: int = attrs.field(default=1, converter=lambda value: whole_number(value, "unit", 1))
     blocks: int | tuple[int, ...] = attrs.field(default=1, converter=_blocks)
-    pad: int | None = attrs.field(default=None, converter=_pad)
+    pad: int | None = attrs.field(
+        default=None, converter=lambda value: None if value is None else whole_number(value, "pad", 1)
+    )
     balanced: bool = attrs.field(default=False, converter=bool)
     sizes: tuple[int, ...] | None = attrs.field(default=None, converter=optional_sizes)
 
@@ -152,12 +141,6 @@ class Cut:
         parts += [f"unit({self.unit})"] * (self.unit != 1)
         parts += [f"sizes({_joined(self.sizes)})"] if self.sizes is not None else ["balanced"] * self.balanced
         return " ".join(parts)
-
-    def __repr__(self) -> str:
-        shown = ((field.name, getattr(self, field.name)) for field in attrs.fields(Cut)[1:] if field.name != "axes")
-        defaults = {field.name: field.default for field in attrs.fields(Cut)}
-        rest = "".join(f", {key}={value!r}" for key, value in shown if value != defaults[key])
-        return f"Cut({one_or_all(self.axes)!r}{rest})"
 
 
 def _joined(numbers: int | tuple[int, ...] | None) -> str:
@@ -183,7 +166,7 @@ class Only:
     """The tensor exists only at coordinate `index` of `axis`."""
 
     axis: str = attrs.field(converter=name)
-    index: int = attrs.field(converter=_coordinate)
+    index: int = attrs.field(converter=lambda value: whole_number(value, "the coordinate", 0))
 
     def __str__(self) -> str:
         return f"only({self.axis}, {self.index})"

@@ -1,5 +1,6 @@
-"""Where one shard lives: ``rank:0/cuda:0``. Reads what torch's ``_remote_device`` reads, and no torch.
+"""Where shards live: ``rank:0/cuda:0``, and lists, kept as runs: ``rank:0-16383/cuda`` costs what one placement costs.
 
+Reads what torch's ``_remote_device`` reads, without torch.
 One difference is on purpose: torch keeps a device index in eight bits, so that ``cuda:256`` wraps round to ``cuda:0``;
 here an index above 127 is refused.
 """
@@ -8,24 +9,26 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import printable
+from shardtensor.spec.parts import quoted
 
 if TYPE_CHECKING:
     import torch
 
-# fmt: off
-DEVICE_TYPES = frozenset({
-    "cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "mkldnn", "mps", "mtia", "opencl",
-    "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu",
-})
-# fmt: on
+DEVICE_TYPES = frozenset(
+    """cpu cuda fpga hip hpu ideep ipu lazy maia meta mkldnn mps mtia opencl opengl privateuseone ve vulkan xla
+    xpu""".split()
+)
 MAX_DEVICE_INDEX = 127
 
 _DEVICE = re.compile(r"([A-Za-z_]+)(?::(0|[1-9][0-9]*))?")
@@ -82,9 +85,6 @@ class Placement:
 
         return torch.device(self._device_text())
 
-    def _key(self) -> tuple[str | int | None, ...]:
-        return self.worker, self.rank_, self.device_type, self.device_index
-
     def _device_text(self) -> str:
         return self.device_type if self.device_index is None else f"{self.device_type}:{self.device_index}"
 
@@ -96,9 +96,7 @@ class Placement:
     __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Placement):
-            return self._key() == other._key()
-        if isinstance(other, str) or type(other).__name__ == "_remote_device":
+        if isinstance(other, Placement | str) or type(other).__name__ == "_remote_device":
             return str(self) == str(other)
         return NotImplemented
 
@@ -127,14 +125,12 @@ def parse_placement(place: Any) -> Placement:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Placement:
     owner, slash, device = text.partition("/")
-    if "/" in device:
-        raise _unreadable(text, _FORMS)
     if not slash:
         local = _DEVICE.fullmatch(text)
         if local and local[1] in device_types():
             return Placement(None, None, *_parse_device(text))
         device = "cpu"
-    if not owner:
+    if "/" in device or not owner:
         raise _unreadable(text, _FORMS)
     kind, index = _parse_device(device)
     name, colon, number = owner.partition(":")
@@ -150,14 +146,11 @@ def _parse(text: str) -> Placement:
 
 def _parse_device(text: str) -> tuple[str, int | None]:
     match = _DEVICE.fullmatch(text)
+    if not text:
+        raise DeviceError("Device string must not be empty", fix='name a device, as in "rank:0/cpu"', code="E501")
     if match is None:
-        if not text:
-            raise DeviceError("Device string must not be empty", fix='name a device, as in "rank:0/cpu"', code="E501")
-        raise DeviceError(
-            f"Invalid device string: {text!r}",
-            {"why": "a device is a type and perhaps an index, as in cuda:0"},
-            code="E501",
-        )
+        why = "a device is a type and perhaps an index, as in cuda:0"
+        raise DeviceError(f"Invalid device string: {text!r}", {"why": why}, code="E501")
     index = None if match[2] is None else int(match[2][:9])
     _check_device(match[1], index)
     return match[1], index
@@ -165,18 +158,12 @@ def _parse_device(text: str) -> tuple[str, int | None]:
 
 def _check_device(kind: str, index: int | None) -> None:
     if kind not in DEVICE_TYPES and kind not in (known := device_types()):
-        raise DeviceError(
-            f"no device type is called {kind!r}",
-            {"why": f"Expected one of {', '.join(sorted(known))}"},
-            [f"did you mean {name}?" for name in get_close_matches(kind, known, n=1)],
-            code="E501",
-        )
+        why, near = f"Expected one of {', '.join(sorted(known))}", get_close_matches(kind, known, n=1)
+        fix = [f"did you mean {name}?" for name in near]
+        raise DeviceError(f"no device type is called {kind!r}", {"why": why}, fix, code="E501")
     if index is not None and (type(index) is not int or not 0 <= index <= MAX_DEVICE_INDEX):
-        raise DeviceError(
-            f"Invalid device string: {kind} has no index {index}",
-            {"why": f"the index of a device is 0 to {MAX_DEVICE_INDEX} on its own host, whatever the rank"},
-            code="E501",
-        )
+        why = f"the index of a device is 0 to {MAX_DEVICE_INDEX} on its own host, whatever the rank"
+        raise DeviceError(f"Invalid device string: {kind} has no index {index}", {"why": why}, code="E501")
 
 
 def device_types() -> frozenset[str]:
@@ -194,6 +181,216 @@ def _nearest(owner: str, number: str) -> str:
 
 
 def _unreadable(place: object, why: str, fix: str = "") -> SpecError:
-    shown = printable(str(place))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return SpecError(f"Could not parse remote_device: {shown}", {"why": why}, fix, code="E501")
+    return SpecError(f"Could not parse remote_device: {_short(str(place))}", {"why": why}, fix, code="E501")
+
+
+def _short(text: str) -> str:
+    return printable(text if len(text) <= 80 else text[:77] + "...")
+
+
+# ---------- lists ----------
+
+MAX_PLACEMENTS = 2**20
+
+_RANGE = re.compile("(?<=:)([0-9]+)-([0-9]+)(?=/|$)")
+_RANK_RANGE = re.compile("rank:([0-9]+)-([0-9]+)")
+_DEVICE_RANGE = re.compile("[A-Za-z_]+:([0-9]+)-([0-9]+)")
+
+
+@attrs.frozen
+class Run:
+    """`count` placements that step together: the ranks by `rank_step`, the device indices by `index_step`."""
+
+    first: Placement
+    rank_step: int = 0
+    index_step: int = 0
+    count: int = 1
+
+    def __getitem__(self, i: int) -> Placement:
+        if not i:
+            return self.first
+        place = self.first
+        rank = None if place.rank_ is None else place.rank_ + i * self.rank_step
+        index = None if place.device_index is None else place.device_index + i * self.index_step
+        return Placement(place.worker, rank, place.device_type, index)
+
+    @property
+    def ranks(self) -> Sequence[int | None]:
+        """The global rank of each."""
+        first = self.first.rank_
+        if first is None or (not self.rank_step and self.count > 1):
+            return (first,) * self.count
+        return range(first, first + self.count)
+
+    def rest(self) -> Run:
+        """The run without its first placement; a run of one has no steps."""
+        count = self.count - 1
+        return Run(self[1], self.rank_step, self.index_step, count) if count > 1 else Run(self[1])
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return str(self.first)
+        place, last = self.first, self[self.count - 1]
+        owner = place.worker
+        if place.rank_ is not None:
+            owner = f"rank:{place.rank_}-{last.rank_}" if self.rank_step else f"rank:{place.rank_}"
+        device = place.device_type
+        if place.device_index is not None:
+            device += f":{place.device_index}-{last.device_index}" if self.index_step else f":{place.device_index}"
+        return device if owner is None else f"{owner}/{device}"
+
+
+def parse_run(text: Any) -> Run:
+    """Read a placement or a range of them, such as ``rank:0-3/cuda:0-3``.
+
+    Raises:
+        SpecError: not a placement, ranges of two lengths, a range that goes down or is too long.
+
+    Example:
+        >>> run = parse_run("rank:4-7/cuda:0-3")
+        >>> run.count, str(run[3])
+        (4, 'rank:7/cuda:3')
+    """
+    if not isinstance(text, str):
+        return Run(parse_placement(text))
+    owner, slash, device = text.partition("/")
+    ranks = _RANK_RANGE.fullmatch(owner)
+    indices = _DEVICE_RANGE.fullmatch(device) if slash else None if ranks else _DEVICE_RANGE.fullmatch(owner)
+    if ranks is None and indices is None:
+        return Run(parse_placement(text))
+    counts = [_count(text, *match.groups()) for match in (ranks, indices) if match]
+    if len(set(counts)) > 1:
+        raise _bad_range(text, f"{counts[0]} ranks stand against {counts[1]} devices", "give both ranges one length")
+    first, last = (parse_placement(_RANGE.sub(end, text)) for end in (r"\1", r"\2"))
+    if counts[0] == 1:
+        return Run(first)
+    return Run(first, int(first.rank_ != last.rank_), int(first.device_index != last.device_index), counts[0])
+
+
+def _count(text: str, first: str, last: str) -> int:
+    if max(len(first), len(last)) > 18 or int(last) - int(first) >= MAX_PLACEMENTS:
+        raise _bad_range(text, f"the range has more than {MAX_PLACEMENTS} placements", "name fewer ranks")
+    if int(last) < int(first):
+        raise _bad_range(text, f"the range goes down from {first} to {last}", "write the smaller number first")
+    return int(last) - int(first) + 1
+
+
+def _bad_range(text: str, fault: str, fix: str) -> SpecError:
+    return SpecError(fault, {"placement": _short(text)}, fix, code="E501")
+
+
+@attrs.frozen(init=False, eq=False, repr=False)
+class Placements(Sequence[Placement]):
+    """An immutable list of placements; equal lists are equal whatever ranges they were written with.
+
+    Args:
+        places: texts (ranges too), placements, torch's ``_remote_device`` or ``torch.device`` objects; or one text.
+
+    Attributes:
+        ranks: the global rank of each, a ``range`` when consecutive; None where a placement has no rank.
+
+    Example:
+        >>> places = Placements(["rank:0/cuda:0", "rank:1/cuda:1", "rank:2-3/cuda:2-3"])
+        >>> len(places), str(places[-1]), places.ranks, places.fold()
+        (4, 'rank:3/cuda:3', range(0, 4), ('rank:0-3/cuda:0-3',))
+    """
+
+    runs: tuple[Run, ...]
+    ranks: Sequence[int | None]
+    _starts: tuple[int, ...]
+    _length: int
+    _hash: int
+
+    def __init__(self, places: Iterable[Any] | str) -> None:
+        if isinstance(places, Placements):
+            runs = places.runs
+        else:
+            runs = _fold([places] if isinstance(places, str) else places)
+        starts, length = [], 0
+        for run in runs:
+            starts.append(length)
+            length += run.count
+        if length > MAX_PLACEMENTS:
+            raise SpecError(f"more than {MAX_PLACEMENTS} placements", fix="name fewer ranks", code="E501")
+        self.__attrs_init__(runs, _ranks(runs), tuple(starts), length, hash(runs))
+
+    def index_of(self, rank: int) -> int | None:
+        """The first index whose placement has `rank`, None when there is none. Costs a step per run."""
+        for start, run in zip(self._starts, self.runs, strict=True):
+            if rank in run.ranks:
+                return start + run.ranks.index(rank)
+        return None
+
+    def fold(self) -> tuple[str, ...]:
+        """The fewest texts that say this list, runs written as ranges."""
+        return tuple(map(str, self.runs))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return Placements(self[k] for k in range(*i.indices(self._length)))
+        k = i + self._length if i < 0 else i
+        if not 0 <= k < self._length:
+            raise IndexError(f"placement {i} of {self._length}")
+        at = bisect_right(self._starts, k) - 1
+        return self.runs[at][k - self._starts[at]]
+
+    def __iter__(self) -> Iterator[Placement]:
+        return (run[i] for run in self.runs for i in range(run.count))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, list):
+            try:
+                other = Placements(other)
+            except SpecError:
+                return False
+        return self.runs == other.runs if isinstance(other, Placements) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(quoted, self.fold()))}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placements, (list(self.fold()),)
+
+
+def _fold(places: Iterable[Any]) -> tuple[Run, ...]:
+    """Join what steps together, from the left, as if every placement stood alone: so equal lists fold equally."""
+    runs: list[Run] = []
+    for place in places:
+        run = place if isinstance(place, Run) else parse_run(place)
+        steps = _steps(runs[-1], run.first) if runs else None
+        if steps is None:
+            runs.append(run)
+        elif run.count == 1 or steps == (run.rank_step, run.index_step):
+            runs[-1] = Run(runs[-1].first, *steps, runs[-1].count + run.count)
+        else:  # only its first goes on with the run before
+            runs[-1] = Run(runs[-1].first, *steps, runs[-1].count + 1)
+            runs.append(run.rest())
+    return tuple(runs)
+
+
+def _steps(run: Run, place: Placement) -> tuple[int, int] | None:
+    """The steps with which `run` goes on to `place`, None when it does not."""
+    last = run[run.count - 1]
+    if (last.worker, last.device_type) != (place.worker, place.device_type):
+        return None
+    if (last.rank_ is None) != (place.rank_ is None) or (last.device_index is None) != (place.device_index is None):
+        return None
+    if (place.rank_ or 0) >= 10**18:  # more digits than a range is read with
+        return None
+    steps = ((place.rank_ or 0) - (last.rank_ or 0), (place.device_index or 0) - (last.device_index or 0))
+    wanted = {(run.rank_step, run.index_step)} if run.count > 1 else {(1, 0), (0, 1), (1, 1)}
+    return steps if steps in wanted else None
+
+
+def _ranks(runs: tuple[Run, ...]) -> Sequence[int | None]:
+    parts = [run.ranks for run in runs]
+    ranges = [part for part in parts if isinstance(part, range)]
+    if ranges and len(ranges) == len(parts) and all(one.stop == other.start for one, other in pairwise(ranges)):
+        return range(ranges[0].start, ranges[-1].stop)
+    return tuple(chain.from_iterable(parts))

@@ -15,7 +15,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.diagnostics import Source, listed, nearest
 from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec
 from shardtensor.spec.parts import MAX_NUMBER
-from shardtensor.spec.placements import Run, parse_run
+from shardtensor.spec.placement import Run, parse_run
 
 Place = Literal["form", "modifier", "suffix", "function", "style", "hook"]
 
@@ -43,35 +43,25 @@ class Word:
         return not self.params and not self.rest
 
 
-WORDS = {
-    word.name: word
-    for word in (
-        Word("replicate", "form", "replicate"),
-        Word(
-            "chunk",
-            "form",
-            'chunk(dim=0, placements=["rank:0-3/cuda:0-3"])',
-            {"dim": "number", "placements": "places", "sizes": "numbers"},
-            required=2,
-        ),
-        Word(
-            "grid",
-            "form",
-            'grid(splits=(2, 2), placements=["rank:0-3/cuda:0-3"])',
-            {"splits": "numbers", "placements": "places"},
-            required=2,
-        ),
-        Word("enum", "form", 'enum([0:5, 0:4] @ "rank:0/cuda:0", [5:10, 0:4] @ "rank:1/cuda:1")', rest="box"),
-        Word("pad", "modifier", "pad(64)", {"pad": "number"}, required=1),
-        Word("blocks", "modifier", "blocks(3)", rest="number"),
-        Word("unit", "modifier", "unit(128)", {"unit": "number"}, required=1),
-        Word("sizes", "modifier", "sizes(5, 3)", rest="number"),
-        Word("balanced", "modifier", "balanced"),
-        Word("flat", "suffix", "flat(dp)", {"axes": "axes", "unit": "number or row", "sizes": "numbers"}, required=1),
-        Word("only", "suffix", "only(ep, 1)", {"axis": "axis", "index": "number"}, required=2),
-        Word("partial", "suffix", "partial(tp)", {"axes": "axes", "op": "word"}, required=1),
-    )
-}
+_CHUNK = {"dim": "number", "placements": "places", "sizes": "numbers"}
+_FLAT = {"axes": "axes", "unit": "number or row", "sizes": "numbers"}
+_ENUM = 'enum([0:5, 0:4] @ "rank:0/cuda:0", [5:10, 0:4] @ "rank:1/cuda:1")'
+_PLACES = 'placements=["rank:0-3/cuda:0-3"]'
+_WORDS = (
+    Word("replicate", "form", "replicate"),
+    Word("chunk", "form", f"chunk(dim=0, {_PLACES})", _CHUNK, 2),
+    Word("grid", "form", f"grid(splits=(2, 2), {_PLACES})", {"splits": "numbers", "placements": "places"}, 2),
+    Word("enum", "form", _ENUM, rest="box"),
+    Word("pad", "modifier", "pad(64)", {"pad": "number"}, 1),
+    Word("blocks", "modifier", "blocks(3)", rest="number"),
+    Word("unit", "modifier", "unit(128)", {"unit": "number"}, 1),
+    Word("sizes", "modifier", "sizes(5, 3)", rest="number"),
+    Word("balanced", "modifier", "balanced"),
+    Word("flat", "suffix", "flat(dp)", _FLAT, 1),
+    Word("only", "suffix", "only(ep, 1)", {"axis": "axis", "index": "number"}, 2),
+    Word("partial", "suffix", "partial(tp)", {"axes": "axes", "op": "word"}, 1),
+)
+WORDS = {word.name: word for word in _WORDS}
 
 STANDS = {
     "form": "begins a spec",
@@ -98,11 +88,6 @@ def words_for(*places: Place) -> list[str]:
 
 Node = Any
 """A lark ``Tree`` or ``Token``; lark types their children as anything."""
-
-
-def read_spec(source: Source, tree: Node) -> ShardingSpec:
-    """Return the spec that the syntax tree of `source` means."""
-    return Reader(source).spec(tree)
 
 
 def span(node: Node) -> tuple[int, int]:
@@ -190,11 +175,9 @@ class Reader:
                 dims.append(cut)
         with self.at(tree):
             if dims and named:
-                raise SpecError(
-                    "dims are named or in order, not both",
-                    {"why": "dims that a spec does not name are whole"},
-                    f"write [{', '.join(f'{name}: {cut}' for name, cut in named.items())}], or every dim in order",
-                )
+                fix = f"write [{', '.join(f'{name}: {cut}' for name, cut in named.items())}], or every dim in order"
+                facts = {"why": "dims that a spec does not name are whole"}
+                raise SpecError("dims are named or in order, not both", facts, fix)
             return Spec(*dims, **named)
 
     def cut(self, tree: Node) -> Cut:
@@ -218,13 +201,9 @@ class Reader:
     def suffixed(self, spec: ShardingSpec, call: Node) -> Spec:
         word = self.word(call.children[0], ("suffix",))
         if not isinstance(spec, Spec):
-            raise self.fault(
-                "E204",
-                call,
-                "a device form has no suffixes",
-                "it names ranks, and is never mixed with mesh axes in one spec",
-                "write the cut in axes too, as in `[tp, -] flat(dp)`",
-            )
+            why = "it names ranks, and is never mixed with mesh axes in one spec"
+            fix = "write the cut in axes too, as in `[tp, -] flat(dp)`"
+            raise self.fault("E204", call, "a device form has no suffixes", why, fix)
         if (word.name == "flat" and spec.flat_part) or (word.name == "only" and spec.only_part):
             raise self.fault("E102", call, f"`{word.name}` is written twice", fix="keep one")
         self.place = f"`{word.name}`"
@@ -238,7 +217,7 @@ class Reader:
         with self.at(call):
             if word.name == "enum":
                 return EnumerableShardingSpec(values[""])
-            return {"chunk": ChunkShardingSpec, "grid": GridShardingSpec}[word.name](**values)
+            return (ChunkShardingSpec if word.name == "chunk" else GridShardingSpec)(**values)
 
     # ---------- words and their arguments ----------
 
@@ -291,28 +270,24 @@ class Reader:
     def argument(self, kind: str, node: Node, word: Word) -> Any:
         """Read an argument that must be of `kind`."""
         data = node.data if isinstance(node, Tree) else "number"
+        names = [str(token) for token in node.children[::2]] if data == "axes" else []
         if data in ("number", "minus") and kind in ("number", "number or row"):
             return self.number(node)
-        if data == "axes":
-            names = [str(token) for token in node.children[::2]]
-            if kind == "number or row" and names == ["row"]:
-                return "row"
-            if kind == "word" and len(names) == 1:
-                return names[0]
-            if kind == "axes":
-                return self.axes(node)
-            if kind == "axis" and len(names) == 1:
-                return self.axes(node)[0]
-            if kind.startswith("number") or data == "call":
-                why = "a spec read alone has no names in scope: its numbers are written out"
-                fix = nearest(names[0], ["row"] if kind == "number or row" else []) or as_in(word)
-                fix += f"; several axes are one product: `{word.name}(a*b)`" * (kind == "number or row")
-                raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
+        if (kind == "number or row" and names == ["row"]) or (kind == "word" and len(names) == 1):
+            return names[0]
+        if names and (kind == "axes" or (kind == "axis" and len(names) == 1)):
+            axes = self.axes(node)
+            return axes if kind == "axes" else axes[0]
+        if names and kind.startswith("number"):
+            why = "a spec read alone has no names in scope: its numbers are written out"
+            fix = nearest(names[0], ["row"] if kind == "number or row" else []) or as_in(word)
+            fix += f"; several axes are one product: `{word.name}(a*b)`" * (kind == "number or row")
+            raise self.fault("E103", node, f"`{names[0]}` is not a number", why, fix)
         if kind == "numbers" and data == "tuple":
             return tuple(self.argument("number", child, word) for child in node.children)
-        if kind == "places" and data == "places":
-            return [self.placement(token) for token in node.children]
-        if kind == "box" and data == "box":
+        if kind == data == "places":
+            return list(map(self._placement, node.children))
+        if kind == data == "box":
             return self.box(node)
         fix = f"write `({self.number(node)},)`" if (kind, data) == ("numbers", "number") else as_in(word)
         raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=fix)
@@ -338,11 +313,10 @@ class Reader:
         try:
             return json.loads(str(token), strict=False)
         except ValueError:
-            raise self.fault(
-                "E001", token, "the string has an unknown escape", fix=r"write `\\` for a backslash"
-            ) from None
+            fix = r"write `\\` for a backslash"
+            raise self.fault("E001", token, "the string has an unknown escape", fix=fix) from None
 
-    def placement(self, token: Node) -> Run:
+    def _placement(self, token: Node) -> Run:
         text = self.string(token)
         with self.at(token):
             return parse_run(text)

@@ -126,7 +126,7 @@ class _Counted:
         if ranks not in self._axes:
             mesh = self._plan.axes.mesh
             names = tuple(mesh.names[axis] for axis in axes_along(mesh, ranks) if mesh.sizes[axis] > 1)
-            self._axes[ranks] = _named(self._plan, names)
+            self._axes[ranks] = self._plan.axes.named(names)
         axes, where = self._axes[ranks], starred(self._where())
         self.calls[Collective(self.phase, kind, axes, len(ranks), sent, received, where)] += 1
 
@@ -186,18 +186,6 @@ def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
         counted.phase = ""
     counted.flops = float(flops.get_total_flops())
     return counted
-
-
-def _named(plan: Plan, leaves: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes as the plan calls them: ``tp`` where all of its factors are there."""
-    rest = list(leaves)
-    found = []
-    for name, factors in plan.axes.made_of.items():
-        factors = tuple(leaf for leaf in factors if plan.axes.size(leaf) > 1)
-        if factors and set(factors) <= set(rest):
-            found.append(name)
-            rest = [leaf for leaf in rest if leaf not in factors]
-    return (*found, *rest)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from shardtensor.cli.main import main
-from shardtensor.cli.scene import scene_of_spec
+from shardtensor.cli.scene import scene_of_plan
 from shardtensor.cli.show_text import print_scene
-from shardtensor.mesh import read_mesh
+from shardtensor.plan.loading import load_plan
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.models.dims import model_from_dims
 
 MODELS = Path(__file__).parents[1] / "plan" / "models"
 
@@ -23,64 +24,48 @@ def show(capsys, *words):
     return status, capsys.readouterr()
 
 
-def test_one_spec(capsys):
-    status, said = show(capsys, "[tp, -]", "--shape", "8x6", "--mesh", "dp=2, tp=4")
+def written(folder, mesh, spec, dims):
+    path = folder / "one.shard"
+    path.write_text(f"shard 1\nmesh ({mesh})\ndata dp\nw: {spec}\ndims w ({dims})\n")
+    return path
+
+
+def test_one_tensor(capsys, tmp_path):
+    path = written(tmp_path, "dp = 2, tp = 4", "[tp, -]", "out = 8, in = 6")
+    status, said = show(capsys, path, "--world", "8")
     assert status == 0
     assert (
         said.out
-        == """\
-[tp, -]   8 × 6
-8 ranks = dp 2 × tp 4
+        == f"""\
+{path}
+8 ranks = dp 2 × tp 4   samples differ along dp
 
        tp 0 1 2 3
   dp 0    0 1 2 3
   1       4 5 6 7
 
-000000            [tp, -]   8 × 6 float32
-111111            a rank holds 2 × 6, 48 B; 2 copies, along dp
-222222            0 tp 0, ranks 0, 4  1 tp 1, ranks 1, 5  2 tp 2, ranks 2, 6  3 tp 3, ranks 3, 7
-333333
+000000            [tp, -]   out 8 × in 6 float32
+111111            w
+222222            a rank holds 2 × 6, 48 B; 2 copies, along dp
+333333            0 tp 0, ranks 0, 4  1 tp 1, ranks 1, 5  2 tp 2, ranks 2, 6  3 tp 3, ranks 3, 7
+                  ████████████████████████ 48 B a rank
 """
     )
 
 
-def test_the_way_to_another_layout(capsys):
-    status, said = show(capsys, "[tp, -]", "--shape", "4x4", "--mesh", "tp=2", "--to", "[-, tp]", "--to", "[-, tp]")
-    assert status == 0
-    assert (
-        said.out.partition("\n\n[tp, -] -> ")[2]
-        == """\
-[-, tp]
-  all_to_all over tp=2   16 B received by each rank
-[-, tp] -> [-, tp]
-  nothing moves
-"""
-    )
-
-
-def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys):
-    _, said = show(capsys, "[tp*dp]", "--shape", "8", "--mesh", "dp=2, tp=2")
+def test_ranks_of_a_grid_are_named_by_their_own_characters(capsys, tmp_path):
+    _, said = show(capsys, written(tmp_path, "dp = 2, tp = 2", "[tp*dp]", "out = 8"), "--world", "4")
     assert "00221133  " in said.out
     assert "2 tp 0, dp 1, rank 2" in said.out
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "fault"),
-    [
-        (["[tp, -]", "--shape", "8x6"], 2, "give --mesh, too"),
-        (["[tp, -]", "--mesh", "tp=2"], 2, "give --shape, too"),
-        (["[tp, -]"], 2, "give --shape and --mesh, too"),
-        (["[tp, -", "--shape", "8x6", "--mesh", "tp=2"], 1, "expected `,` or `]`"),
-        (["[tp, -]", "--shape", "7x6", "--mesh", "tp=2"], 1, "7 elements of dim 0 cannot be cut evenly over tp=2"),
-        (["[tp, -]", "--shape", "8x6", "--mesh", "tp=2", "--to", "[ep, -]"], 1, "no mesh axis is called `ep`"),
-        (["no_such_plan", "--world", "2"], 1, "there is no such plan"),
-    ],
-)
-def test_faults(capsys, words, status, fault):
-    found, said = show(capsys, *words)
-    assert found == status
-    assert fault in said.err
-    assert said.out == ""
+def test_faults(capsys, tmp_path):
+    found, said = show(capsys, "no_such_plan", "--world", "2")
+    assert (found, said.out) == (1, "")
+    assert "there is no such plan" in said.err
+    found, said = show(capsys, written(tmp_path, "dp = 1, tp = 2", "[tp, -]", "out = 7, in = 6"), "--world", "2")
+    assert found == 1
+    assert "7 elements of dim `out` cannot be split evenly over tp=2" in said.out
 
 
 def test_a_plan_of_a_real_model(capsys):
@@ -115,7 +100,8 @@ def test_experts_that_lie_alike_are_drawn_once(capsys):
 
 
 def test_colours_only_where_there_are_some():
-    scene = scene_of_spec("[tp, -]", (4, 4), read_mesh("tp=2"))
+    plan = load_plan("mlp", world=2)
+    scene = scene_of_plan(resolve(plan, model_from_dims(plan)), "mlp")
     plain, coloured = StringIO(), StringIO()
     print_scene(scene, Console(file=plain, width=100, force_terminal=True, no_color=True, highlight=False))
     print_scene(scene, Console(file=coloured, width=100, force_terminal=True, color_system="256", highlight=False))

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import attrs
 import pytest
 
-from shardtensor.cli.scene import scene_of_plan, scene_of_spec
+from shardtensor.cli.scene import scene_of_plan
 from shardtensor.cli.show_page import Markup, el, page
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
@@ -79,24 +79,26 @@ def parts_of(text):
 
 
 SPECS = [
-    ("[tp, -]", (8, 6), "dp=2, tp=4", ()),
-    ("[tp blocks(3), -] flat(dp)", (12, 6), "dp=2, tp=2", ("[dp, tp]",)),
-    ("replicate partial(tp)", (8, 8), "tp=2", ("[tp, -]", "replicate")),
-    ("[dp, ep, tp]", (4, 4, 4), "dp=2, ep=2, tp=2", ("replicate",)),
-    ('enum([0:5] @ "rank:0/cuda:1", [5:9] @ "rank:1/cpu")', (9,), "*=2", ('chunk(dim=0, placements=["rank:1/cpu"])',)),
-    ("replicate", (), "tp=2", ()),
-    ("[tp, -]", (0, 6), "tp=2", ("[-, tp]",)),
-    ("flat(dp)", (2, 4, 5, 8), "dp=3", ("replicate",)),
+    ("[tp, -]", (8, 6), "dp=2, tp=4"),
+    ("[tp blocks(3), -] flat(dp)", (12, 6), "dp=2, tp=2"),
+    ("replicate partial(tp)", (8, 8), "tp=2"),
+    ("[dp, ep, tp]", (4, 4, 4), "dp=2, ep=2, tp=2"),
+    ('enum([0:5] @ "rank:0/cuda:1", [5:9] @ "rank:1/cpu")', (9,), "tp=2"),
+    ("replicate", (), "tp=2"),
+    ("[tp, -]", (0, 6), "tp=2"),
+    ("flat(dp)", (2, 4, 5, 8), "dp=3"),
 ]
 
 
-def scene_of(text, shape, mesh, to=()):
-    return scene_of_spec(text, shape, read_mesh(int(mesh[2:]) if mesh.startswith("*") else mesh), to=to)
+def scene_of(text, shape, mesh):
+    axes, info, spec = Axes(read_mesh(mesh)), TensorInfo("w", shape, dtype="float32"), parse_spec(text)
+    placed = Placed(info, spec, bind(spec, shape, axes.mesh))
+    return scene_of_plan(Resolved(Plan(axes, world=axes.mesh.size), Model((info,)), {"w": placed}, {}), "some.shard")
 
 
-@pytest.mark.parametrize(("text", "shape", "mesh", "to"), SPECS)
-def test_a_page_is_well_formed_and_needs_nothing_else(text, shape, mesh, to):
-    written = page(scene_of(text, shape, mesh, to))
+@pytest.mark.parametrize(("text", "shape", "mesh"), SPECS)
+def test_a_page_is_well_formed_and_needs_nothing_else(text, shape, mesh):
+    written = page(scene_of(text, shape, mesh))
     reader = Reader(written)
     assert not re.search(r"https?:|//[a-z]|@import|\bsrc=|url\((?!#)", written)
     for tag, said in reader.elements:
@@ -106,9 +108,9 @@ def test_a_page_is_well_formed_and_needs_nothing_else(text, shape, mesh, to):
     assert len(identifiers) == len(set(identifiers))
 
 
-@pytest.mark.parametrize(("text", "shape", "mesh", "to"), SPECS)
-def test_what_a_part_says_is_what_its_ranks_hold(text, shape, mesh, to):
-    scene = scene_of(text, shape, mesh, to)
+@pytest.mark.parametrize(("text", "shape", "mesh"), SPECS)
+def test_what_a_part_says_is_what_its_ranks_hold(text, shape, mesh):
+    scene = scene_of(text, shape, mesh)
     layout = scene.shown[0].picture.layout
     said = {}
     for part in parts_of(page(scene)):
@@ -179,11 +181,9 @@ def test_a_plan_with_errors_is_drawn_with_them_first():
     assert written.index("no rule matches 3 tensors") < written.index("Drawn by shardtensor show")
 
 
-def test_chosen_tensors_are_brought_to_other_layouts():
-    scene = scene_of_plan(decoder(), "some.shard", pattern="**.q", to=["[-, tp]"])
-    assert [reshard.name for reshard in scene.reshards] == ["model.layers.0.q.weight"]
-    steps = "[tp, -] -> [-, tp]\n  all_to_all over tp=2   64 B received by each rank"
-    assert ("pre", steps) in Reader(page(scene)).texts
+def test_chosen_tensors_are_shown_alone():
+    scene = scene_of_plan(decoder(), "some.shard", pattern="**.q")
+    assert [list(shown.folded) for shown in scene.shown] == [["model.layers.{0..2}.q.weight"]]
 
 
 def test_markup_is_escaped_by_construction():

@@ -14,6 +14,9 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
+from shardtensor.plan.models.model import Model
+from shardtensor.plan.plan import Plan
+from shardtensor.plan.resolved import Resolved
 from shardtensor.spec.parse import parse_spec
 
 CASES = [
@@ -111,7 +114,8 @@ def test_factors_are_told_as_the_axis_that_they_make():
     assert [whole.place_text(part) for part in whole.parts] == ["tp 0", "tp 1", "tp 2", "tp 3"]
     part = picture_of(bind(parse_spec("[kvg, -]"), (8, 2), mesh), made_of=made_of)
     assert [part.place_text(each) for each in part.parts] == ["kvg 0", "kvg 1"]
-    assert Scene("", "", Axes(mesh, made_of), ()).mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"
+    of_mesh = Scene("", "", Resolved(Plan(Axes(mesh, made_of)), Model(()), {}, {}), ())
+    assert of_mesh.mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"
     assert mesh_rows(Axes(mesh, made_of)).columns == ("kvg 0, kvr 0", "0,1", "1,0", "1,1")
     alone = Axes(read_mesh("dp=2, kvg=4, kvr=1"), made_of)
     assert mesh_rows(alone).columns == ("tp 0", "1", "2", "3")

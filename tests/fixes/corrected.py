@@ -87,8 +87,7 @@ def in_spec(text: str) -> list[Found]:
 
 def of_error(error: SpecError) -> Found:
     """The error of a text."""
-    fault = error.parts[1]
-    return Found(f"{error.code} {fault.text}", fault.span, dict(fault.facts).get("fix", ""), str(error))
+    return Found(f"{error.code} {error.fault}", error.parts[1], dict(error.rows).get("fix", ""), str(error))
 
 
 def of_findings(findings: Iterable[Finding]) -> list[Found]:

@@ -12,8 +12,7 @@ from fixes.corrected import in_spec, text_case
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Replicate, Spec
 from shardtensor.spec.parse import as_spec, parse_spec
-from shardtensor.spec.placement import parse_placement
-from shardtensor.spec.placements import MAX_PLACEMENTS, Placements
+from shardtensor.spec.placement import MAX_PLACEMENTS, Placements, parse_placement
 
 RANGE = 'chunk(dim=0, placements=["rank:0-1"]'
 LONG = "chunk(dim=0, placements=[" + ", ".join(f'"rank:{rank}"' for rank in range(20_000)) + "])"

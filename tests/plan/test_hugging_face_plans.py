@@ -11,8 +11,7 @@ from shardtensor import PlanError, parse_spec, plan_from_hf
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.interop.hf_words import EP_WORDS, TP_WORDS
-from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
+from shardtensor.plan.interop.hugging_face import EP_WORDS, TP_WORDS, plan_text_from_hf, with_prefix
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
@@ -172,20 +171,15 @@ def test_the_text_reads_like_one_written_by_hand():
         "mesh (dp = world / tp, tp)\n"
         "data dp\n"
         "\n"
-        "model {\n"
-        "    embed_tokens: hf_embedding_rowwise(tp)\n"
-        "    layers.* {\n"
-        "        self_attn {\n"
-        "            {q,k,v}_proj: hf_colwise(tp, unit=hd)\n"
-        "            o_proj:       hf_rowwise(tp, unit=hd)\n"
-        "        }\n"
-        "        mlp {\n"
-        "            {gate,up}_proj: hf_colwise(tp)\n"
-        "            down_proj:      hf_rowwise(tp)\n"
-        "        }\n"
-        "    }\n"
-        "}\n"
-        "lm_head: hf_colwise_gather_output(tp)\n"
+        "model.embed_tokens:              hf_embedding_rowwise(tp)\n"
+        "model.layers.*.self_attn.q_proj: hf_colwise(tp, unit=hd)\n"
+        "model.layers.*.self_attn.k_proj: hf_colwise(tp, unit=hd)\n"
+        "model.layers.*.self_attn.v_proj: hf_colwise(tp, unit=hd)\n"
+        "model.layers.*.self_attn.o_proj: hf_rowwise(tp, unit=hd)\n"
+        "model.layers.*.mlp.gate_proj:    hf_colwise(tp)\n"
+        "model.layers.*.mlp.up_proj:      hf_colwise(tp)\n"
+        "model.layers.*.mlp.down_proj:    hf_rowwise(tp)\n"
+        "lm_head:                         hf_colwise_gather_output(tp)\n"
         "unmatched: replicate\n"
     )
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.devices import ChunkShardingSpec, DevicePlacementSpec
-from shardtensor.spec.placement import DEVICE_TYPES, DeviceError, Placement, parse_placement
-from shardtensor.spec.placements import Placements, parse_run
+from shardtensor.spec.placement import DEVICE_TYPES, DeviceError, Placement, Placements, parse_placement, parse_run
 
 # fmt: off
 pieces = st.sampled_from([

@@ -25,56 +25,26 @@ def brief_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {".".join(map(_braced, words)): members for words, members in _folded(names)}
 
 
-def where(names: Iterable[str]) -> str:
+def where(names: Iterable[str], form: str = "{numbers}, {words}") -> str:
     """Where in a model names lie: the layers, and the words in which they differ.
 
     Example:
-        >>> where(["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"])
-        'l 0-1, k and v'
+        >>> names = ["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"]
+        >>> where(names), where(names, "{words} of {numbers}")
+        ('l 0-1, k and v', 'k and v of l 0-1')
     """
-    numbers, words = _differences(names)
-    return ", ".join([*numbers, *words])
-
-
-def which(names: Iterable[str]) -> str:
-    """Which names they are: the words in which they differ, and of which layers.
-
-    Example:
-        >>> which(["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"])
-        'k and v of l 0-1'
-    """
-    numbers, words = _differences(names)
-    return " of ".join(", ".join(part) for part in (words, numbers) if part)
-
-
-def _differences(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The numbers and the words in which names differ; patterns, where there is no one pattern for all."""
     folded = _folded(names)
     if len(folded) > 1:
         shown = [".".join(map(_braced, words)) for words, _ in folded]
-        return [], [", ".join(shown[:2]) + (f" and {len(shown) - 2} patterns more" if len(shown) > 2 else "")]
+        return ", ".join(shown[:2]) + (f" and {len(shown) - 2} patterns more" if len(shown) > 2 else "")
     (columns, _), numbers, words = folded[0], [], []
     for i, options in enumerate(columns):
-        if len(options) < 2:
-            continue
-        if all(option.isdecimal() for option in options):
-            above = columns[i - 1][0] if i else ""
-            numbers.append(f"{above} {_ranges(options)}".strip())
-        else:
+        if len(options) > 1 and all(option.isdecimal() for option in options):
+            numbers.append(f"{columns[i - 1][0] if i else ''} {_ranges(options)}".strip())
+        elif len(options) > 1:
             words.append(f"{', '.join(options[:-1])} and {options[-1]}")
-    return numbers, words
-
-
-def below_layer(name: str) -> str:
-    """A name from below its first number on: what is alike in all layers.
-
-    Example:
-        >>> below_layer("model.layers.0.mlp.gate_proj.weight"), below_layer("norm.weight")
-        ('mlp.gate_proj.weight', 'norm.weight')
-    """
-    segments = name.split(".")
-    at = next((i for i, segment in enumerate(segments) if segment.isdecimal()), -1)
-    return ".".join(segments[at + 1 :]) or name
+    parts = {"numbers": ", ".join(numbers), "words": ", ".join(words)}
+    return form.format(**parts) if numbers and words else parts["numbers"] or parts["words"]
 
 
 _Words = list[tuple[str, ...]]

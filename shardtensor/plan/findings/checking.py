@@ -12,7 +12,7 @@ from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Pieces
 from shardtensor.plan.findings.brief import brief_names, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
-from shardtensor.plan.findings.places import mesh_place
+from shardtensor.plan.findings.places import mesh_place, origin_of
 from shardtensor.plan.flows.gradients import Flows, check_flows
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.match.units import own_tensors
@@ -59,46 +59,46 @@ def _imbalances(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, Passing]) -> Iterator[Finding]:
-    axes, sizes = plan.axes, dict(plan.axes.mesh.axes)
-    names = set(axes.data)
-    specs = {placed.spec for placed in own if isinstance(placed.spec, Spec)}
-    if len(specs) < len({placed.spec for placed in own}):
+    specs = {placed.spec for placed in own}
+    if not all(isinstance(spec, Spec) for spec in specs):
         return  # layouts that name devices use ranks, not axes
-    for spec in specs:
-        names |= spec.axis_names
-    for placed in own:
-        names |= set(placed.stored.axes if placed.stored is not None else ())
+    names = set(plan.axes.data).union(*(spec.axis_names for spec in specs if isinstance(spec, Spec)))
+    names.update(*(placed.stored.axes for placed in own if placed.stored is not None))
     for passing in modules.values():
         for flow, _ in (*passing.ins.values(), *passing.outs.values()):
             names |= flow.before.axis_names | flow.after.axis_names | set(flow.addends)
         for hook, _ in passing.uses:
             for arg in (*hook.args, *hook.kwargs.values()):
-                names |= {each for each in (arg if isinstance(arg, tuple) else (arg,)) if each in axes.names}
-        for spec, _ in passing.locals.values():
-            names |= spec.axis_names if isinstance(spec, Spec) else set()
-    used = axes.leaves(names)
-    for name, size in sizes.items():
+                names |= {each for each in (arg if isinstance(arg, tuple) else (arg,)) if each in plan.axes.names}
+        names.update(*(spec.axis_names for spec, _ in passing.locals.values()))
+    used = plan.axes.leaves(names)
+    for name, size in plan.axes.mesh.axes:
         if size > 1 and name not in used:
             yield Finding(
                 "W304", f"no layout and no `data` uses the axis `{name}` of {size}", mesh_place(plan),
                 f"the {size} ranks along {name} do the same work",
-                f"cut something over {name}, write `data {name}`, or leave the axis out", (), "",
+                f"cut something over {name}, write `data {name}`, or leave the axis out",
             )  # fmt: skip
+
+
+def _of(placed: Placed, code: str, fault: str, more: str, fix: str = "", origin: Origin | None = None) -> Finding:
+    """A finding about one tensor, whose shape is named."""
+    info = placed.tensor
+    why = f"{info.name} is {shape_text(info.shape, info.dims)}{more}"
+    return Finding(code, fault, origin_of(placed.line) or origin, why, fix, (), info.name)
 
 
 def _empty_shards(placed: Placed) -> Iterator[Finding]:
-    layout = placed.layout
-    for dim, pieces in _cut_dims(layout):
-        empty = _empty(pieces)
+    for dim, pieces in _cut_dims(placed.layout):
+        if pieces.length == 0 or (pieces.size(pieces.count - 1) and pieces.count > 4096):
+            continue  # of large cuts the last piece tells, as the smallest come last
+        empty = sum(pieces.size(i) == 0 for i in range(pieces.count))
         if empty:
-            info = placed.tensor
-            axes = _axes_of(placed, dim)
-            yield Finding(
-                "W305", f"{empty} of the {pieces.count} pieces along {axes} {'is' if empty == 1 else 'are'} empty",
-                _origin(placed),
-                f"{info.name} is {shape_text(info.shape, info.dims)}: dim {dim} of {info.shape[dim]} has too few units",
-                "cut over fewer ranks, or another dim", (), info.name,
-            )  # fmt: skip
+            cut = placed.spec.dims[dim] if isinstance(placed.spec, Spec) and dim < len(placed.spec.dims) else None
+            axes = "*".join(cut.axes) if isinstance(cut, Cut) else f"dim {dim}"
+            fault = f"{empty} of the {pieces.count} pieces along {axes} {'is' if empty == 1 else 'are'} empty"
+            more = f": dim {dim} of {placed.tensor.shape[dim]} has too few units"
+            yield _of(placed, "W305", fault, more, "cut over fewer ranks, or another dim")
 
 
 def _cut_dims(layout: Layout) -> list[tuple[int, Pieces]]:
@@ -109,13 +109,6 @@ def _cut_dims(layout: Layout) -> list[tuple[int, Pieces]]:
     return [(dim, cut.pieces) for dim, cut in enumerate(layout.dims) if cut is not None]
 
 
-def _empty(pieces: Pieces) -> int:
-    """The number of empty pieces; of large cuts told by the last piece, as the smallest come last."""
-    if pieces.length == 0 or (pieces.size(pieces.count - 1) and pieces.count > 4096):
-        return 0
-    return sum(pieces.size(i) == 0 for i in range(pieces.count))
-
-
 def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     held = plan_bytes(resolved, optimizer="none")
     least, most = (each.parameters + each.buffers for each in (held.least, held.most))
@@ -124,9 +117,11 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     more = f"{round((most / least - 1) * 100)} % more bytes than others" if least else "everything, and others nothing"
     parts: dict[str, tuple[int, list[str]]] = {}
     for placed in own:
-        size, names = parts.get(skeleton(placed.tensor.name), (0, []))
-        size += _held(placed, held.most_rank) - _held(placed, held.least_rank)
-        parts[skeleton(placed.tensor.name)] = size, [*names, placed.tensor.name]
+        name, numel = placed.tensor.name, placed.layout.numel
+        size, names = parts.get(skeleton(name), (0, []))
+        if placed.stored is None:
+            size += (numel(held.most_rank) - numel(held.least_rank)) * BYTES[placed.tensor.dtype]
+        parts[skeleton(name)] = size, [*names, name]
     unequal = sorted((part for part in parts.values() if part[0] > 0), reverse=True)
     yield Finding(
         "W305", f"some ranks hold {more}", mesh_place(resolved.plan),
@@ -137,54 +132,23 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _held(placed: Placed, rank: int) -> int:
-    return 0 if placed.stored is not None else placed.layout.numel(rank) * BYTES[placed.tensor.dtype]
-
-
 def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
     total = sum(placed.tensor.bytes for placed in own)
     at_unmatched = plan.unmatched.origin if plan.unmatched is not None else None
-    if plan.axes.mesh.size < 2:
-        return
-    for placed in own:
-        info = placed.tensor
-        if placed.stored is None and placed.layout.is_replicated and info.bytes > LARGE * total:
-            share = f"{100 * info.bytes / total:.1f} %"
-            yield Finding(
-                "W306", f"a large tensor is kept whole on every rank: {share} of all bytes",
-                _origin(placed) or at_unmatched,
-                f"{info.name} is {shape_text(info.shape, info.dims)}, {say_bytes(info.bytes)}",
-                "cut it over an axis, or keep it flat with `store`", (), info.name,
-            )  # fmt: skip
+    for placed in own if plan.axes.mesh.size > 1 else ():
+        size = placed.tensor.bytes
+        if placed.stored is None and placed.layout.is_replicated and size > LARGE * total:
+            fault = f"a large tensor is kept whole on every rank: {100 * size / total:.1f} % of all bytes"
+            fix = "cut it over an axis, or keep it flat with `store`"
+            yield _of(placed, "W306", fault, f", {say_bytes(size)}", fix, at_unmatched)
 
 
 def _padding(placed: Placed) -> Iterator[Finding]:
-    if not isinstance(placed.spec, Spec):
-        return
-    for dim, cut in enumerate(placed.spec.dims):
-        if not isinstance(cut, Cut) or cut.pad is None:
-            continue
-        for at, pieces in _cut_dims(placed.layout):
-            step = pieces.size(0)
-            rows = step * pieces.count - pieces.length
-            if at != dim or rows <= 0:
-                continue
-            info = placed.tensor
-            each = info.numel // max(info.shape[dim], 1) * BYTES[info.dtype]
-            yield Finding(
-                "N002", f"{rows} rows of padding, {say_bytes(rows * each)}, for {pieces.count} equal pieces of {step}",
-                _origin(placed),
-                f"{info.name} is {shape_text(info.shape, info.dims)}; "
-                f"dim {dim} is cut as if it were {step * pieces.count}",
-                "", (), info.name,
-            )  # fmt: skip
-
-
-def _origin(placed: Placed) -> Origin | None:
-    return placed.line.origin if placed.line is not None else None
-
-
-def _axes_of(placed: Placed, dim: int) -> str:
-    spec = placed.spec
-    cut = spec.dims[dim] if isinstance(spec, Spec) and dim < len(spec.dims) else None
-    return "*".join(cut.axes) if isinstance(cut, Cut) else f"dim {dim}"
+    info, dims = placed.tensor, placed.spec.dims if isinstance(placed.spec, Spec) else ()
+    for dim, pieces in _cut_dims(placed.layout):
+        cut = dims[dim] if dim < len(dims) else None
+        rows = pieces.size(0) * pieces.count - pieces.length
+        if isinstance(cut, Cut) and cut.pad is not None and rows > 0:
+            size = rows * (info.numel // max(info.shape[dim], 1)) * BYTES[info.dtype]
+            fault = f"{rows} rows of padding, {say_bytes(size)}, for {pieces.count} equal pieces of {pieces.size(0)}"
+            yield _of(placed, "N002", fault, f"; dim {dim} is cut as if it were {pieces.size(0) * pieces.count}")

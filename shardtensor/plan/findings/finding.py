@@ -66,11 +66,16 @@ class Finding:
         """``error``, ``warning`` or ``note``."""
         return {"E": "error", "W": "warning", "N": "note"}[self.code[0]]
 
+    @property
+    def rows(self) -> list[str]:
+        """What stands below the fault."""
+        rows = [f"{key}: {value}" for key, value in (("why", self.why), ("fix", self.fix)) if value]
+        return rows + [f"note: {note}" for note in self.notes]
+
     def __str__(self) -> str:
         name = f"{self.tensor}: " if self.origin is None and self.tensor and self.tensor not in self.fault else ""
         head = f"{self.severity}[{self.code}]: {name}{self.fault}"
-        rows = [f"  {key}: {value}" for key, value in (("why", self.why), ("fix", self.fix)) if value]
-        rows += [f"  note: {note}" for note in self.notes]
+        rows = [f"  {row}" for row in self.rows]
         if self.origin is None:
             return "\n".join([head, *rows])
         return "\n".join([f"{self.origin}: {head}", *self.origin.source.excerpt(self.origin.span), *rows])

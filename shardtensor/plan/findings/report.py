@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.plan.findings.brief import below_layer, where, which
+from shardtensor.plan.findings.brief import where
 from shardtensor.plan.findings.finding import Finding
 
 
@@ -37,11 +37,14 @@ def github_report(findings: Iterable[Finding]) -> str:
         where = {key: said[key] for key in ("file", "line", "col") if said[key]}
         where |= {"endColumn": said["end_col"]} if said["end_col"] and said["end_line"] == said["line"] else {}
         where["title"] = finding.code
-        options = ",".join(f"{key}={_option(str(value))}" for key, value in where.items())
-        rows = [finding.fault, *(f"{key}: {said[key]}" for key in ("why", "fix") if said[key])]
-        rows += [f"note: {note}" for note in finding.notes]
-        commands.append(f"::{kind} {options}::{_data(chr(10).join(rows))}")
+        options = (f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for key, value in where.items())
+        text = _escaped("\n".join([finding.fault, *finding.rows]))
+        commands.append(f"::{kind} {','.join(options)}::{text}")
     return "\n".join(commands)
+
+
+def _escaped(text: object) -> str:
+    return str(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def fields(finding: Finding) -> dict[str, Any]:
@@ -49,35 +52,15 @@ def fields(finding: Finding) -> dict[str, Any]:
     origin = finding.origin
     where: dict[str, Any] = {"file": "", "line": 0, "col": 0, "end_line": 0, "end_col": 0}
     if origin is not None:
-        end = origin.span[1]
-        text = origin.source.text
-        where = {
-            "file": origin.source.file,
-            "line": origin.line,
-            "col": origin.col,
-            "end_line": text.count("\n", 0, end) + 1,
-            "end_col": end - text.rfind("\n", 0, end),
-        }
-    return {
-        "code": finding.code,
-        "severity": finding.severity,
-        **where,
-        "fault": finding.fault,
-        "why": finding.why,
-        "fix": finding.fix,
-        "notes": list(finding.notes),
-        "tensor": finding.tensor,
-    }
+        end = attrs.evolve(origin, span=origin.span[1:] * 2)
+        places = (origin.source.file, origin.line, origin.col, end.line, end.col)
+        where = dict(zip(where, places, strict=True))
+    said = {key: getattr(finding, key) for key in ("fault", "why", "fix")}
+    lists = {"notes": list(finding.notes), "tensor": finding.tensor}
+    return {"code": finding.code, "severity": finding.severity, **where, **said, **lists}
 
 
-def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _option(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
-
-
+_ABOVE_LAYERS = re.compile(r"^(?:.*?\.)?\d+\.")
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -96,14 +79,11 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _kind(finding: Finding) -> object:
-    origin = finding.origin
+    """Equal for findings that say the same, but for the tensor they are about and the numbers of layers."""
+    origin, own = finding.origin, finding.tensor
     where = (origin.source.file, origin.span) if origin is not None else None
-    return finding.code, where, *(_without_names(text, finding.tensor) for text in (finding.fault, finding.fix))
-
-
-def _without_names(text: str, own: str) -> str:
-    """A text without the name it is about, and without the numbers of layers."""
-    return _LAYER.sub(".#", text.replace(own, "") if own else text)
+    texts = (text.replace(own, "") if own else text for text in (finding.fault, finding.fix))
+    return finding.code, where, *(_LAYER.sub(".#", text) for text in texts)
 
 
 def _one(group: Sequence[Finding]) -> Finding:
@@ -116,19 +96,16 @@ def _one(group: Sequence[Finding]) -> Finding:
     count = f"{things} {verb}({where(names)})"
     fault = first.fault
     if f"`{first.tensor}`" in fault:  # the fault names one tensor: name the common part, and count
-        fault = fault.replace(f"`{first.tensor}`", f"`{below_layer(first.tensor)}`")
-        count = f"{things}: {which(names)}"
-    on_purpose = tuple(
-        note for note in first.notes if note.startswith("to ")
-    )  # a way to do so all the same, comes last
+        fault = fault.replace(f"`{first.tensor}`", f"`{_ABOVE_LAYERS.sub('', first.tensor, count=1)}`")
+        count = f"{things}: {where(names, '{words} of {numbers}')}"
+    on_purpose = tuple(note for note in first.notes if note.startswith("to "))  # comes last
     notes = (*(note for note in first.notes if note not in on_purpose), count, *on_purpose)
     return attrs.evolve(first, fault=fault, notes=notes)
 
 
 def _is_of_modules(finding: Finding) -> bool:
-    return finding.code in ("E303", "E401", "E402", "E403") or finding.fault.startswith(
-        ("`in", "`out", "`local", "`use")
-    )
+    sides = ("`in", "`out", "`local", "`use")
+    return finding.code in ("E303", "E401", "E402", "E403") or finding.fault.startswith(sides)
 
 
 def _place(finding: Finding) -> tuple[str, int, int, str]:

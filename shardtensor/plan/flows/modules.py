@@ -151,25 +151,8 @@ class Modules:
         return Spec.of(() if bare else tuple(dims), (), None, None, partial)
 
     def named(self, leaves: Iterable[str]) -> str:
-        """Axes as the plan calls them: ``tp`` where all of its factors are there.
-
-        Example:
-            >>> from shardtensor.mesh import read_mesh
-            >>> from shardtensor.plan.models.model import Model
-            >>> from shardtensor.plan.plan import Plan
-            >>> axes = Axes(read_mesh("dp=2, kvg=2, kvr=2"), {"tp": ("kvg", "kvr")})
-            >>> modules = Modules(Resolved(Plan(axes), Model(()), {}, {}))
-            >>> modules.named(["kvg", "kvr"]), modules.named(["kvr"])
-            ('tp', 'kvr')
-        """
-        rest = list(dict.fromkeys(leaves))
-        found = []
-        for name in self.axes.made_of:
-            factors = self.leaves((name,))
-            if factors and set(factors) <= set(rest):
-                found.append(name)
-                rest = [leaf for leaf in rest if leaf not in factors]
-        return "*".join([*found, *rest])
+        """Axes as the plan calls them."""
+        return "*".join(self.axes.named(leaves))
 
     def times(self, leaves: Iterable[str]) -> int:
         """How many ranks lie along some axes."""

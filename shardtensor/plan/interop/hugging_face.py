@@ -3,20 +3,107 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.plan.interop.hf_words import CUTTING, EP_WORDS, OWNERS, TP_WORDS, HFWord
 from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.formatting import format_plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
+
+
+@attrs.frozen
+class HFWord:
+    """One word.
+
+    Attributes:
+        module: the rule for a module, written after its pattern and a colon; empty where it says nothing of modules.
+        tensor: the layout of a tensor of so many dims that stands in the plan by itself; None where it says nothing.
+        refused: why it has no translation, and what to write instead.
+    """
+
+    module: str = ""
+    tensor: Callable[[int], str] | None = None
+    refused: tuple[str, str] | None = None
+
+
+def _last_but_one(cut: str) -> Callable[[int], str]:
+    """As ``Shard(ndim - 2)``, which is the only dim of a tensor that has one."""
+    return lambda ndim: "[tp]" if ndim == 1 else f"[{'-, ' * (ndim - 2)}{cut}, -]"
+
+
+def _last(cut: str) -> Callable[[int], str]:
+    return lambda ndim: f"[{'-, ' * (ndim - 1)}{cut}]"
+
+
+def _whole(ndim: int) -> str:
+    return "replicate"
+
+
+TP_WORDS = {
+    "colwise": HFWord("hf_colwise(tp)", _last_but_one("tp")),
+    "rowwise": HFWord("hf_rowwise(tp)", _last("tp")),
+    "colwise_gather_output": HFWord("hf_colwise_gather_output(tp)"),
+    "colwise_rep": HFWord("hf_colwise_gather_output(tp)"),
+    "rowwise_split_input": HFWord("hf_rowwise_split_input(tp)"),
+    "rowwise_rep": HFWord("hf_rowwise_split_input(tp)"),
+    "packed_colwise": HFWord("hf_packed_colwise(tp)", _last_but_one("tp blocks(2)")),
+    "packed_rowwise": HFWord("", lambda ndim: _whole(ndim) if ndim == 1 else _last("tp blocks(2)")(ndim)),
+    "embedding_rowwise": HFWord("hf_embedding_rowwise(tp)"),
+    "embedding_colwise": HFWord("hf_embedding_colwise(tp)"),
+    "sequence_parallel": HFWord("hf_sequence_parallel(tp)"),
+    "replicated_with_grad_allreduce": HFWord("hf_replicated_with_grad_allreduce(tp)"),
+    "replicate": HFWord("replicate", _whole),
+    "all_reduce": HFWord("hf_all_reduce(tp)"),
+    "moe_tp_experts": HFWord("hf_moe_tp_experts(tp)"),
+    "moe_identity_expert": HFWord("hf_moe_identity_expert(tp)"),
+    "mla_kv_a_proj": HFWord("hf_mla_kv_a_proj(tp, rope=config.qk_rope_head_dim)"),
+    "local_params": HFWord("hf_local_params()"),
+    "ep_router": HFWord(refused=(
+        "the router of transformers 4.x masks what goes to other ranks, which no layout says",
+        'take the rule out, and write "ep_dispatch_experts" for the experts and "grouped_gemm" for their tensors '
+        "in the ep_plan",
+    )),
+    **{f"local_{word}": HFWord(refused=(
+        "a word of transformers 4.x, with which the layers around it do the sums", f'write "{word}"'))
+       for word in ("colwise", "rowwise", "packed_rowwise")},
+    "local": HFWord(refused=(
+        "a word of transformers 4.x that cuts nothing and changes the gradient",
+        'write "moe_tp_experts" for the experts as a whole',
+    )),
+    "gather": HFWord(refused=(
+        "a word of transformers 4.x that sums a result of `local` words", 'write "all_reduce" or "moe_tp_experts"')),
+}  # fmt: skip
+"""What each word says, over the axis `tp`."""
+
+_SEES_OTHERS = (
+    "ranks along `ep` see different samples, so a layer cannot be cut over them",
+    "take the rule out of the ep_plan; the same rule may stand in the tp_plan",
+)
+
+EP_WORDS = {
+    "grouped_gemm": HFWord("", lambda ndim: f"[ep{', -' * (ndim - 1)}]"),
+    "ep_dispatch_experts": HFWord("use dispatch(ep, top_k=config.num_experts_per_tok)"),
+    "replicate": HFWord("replicate", _whole),
+    "replicated_with_grad_allreduce": HFWord("replicate", _whole),  # gradients are summed over data axes, as ep is one
+    **{
+        word: HFWord(refused=_SEES_OTHERS)
+        for word in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "all_reduce")
+    },
+}
+"""What each word of an ep_plan says, over the axis `ep`."""
+
+CUTTING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
+"""Words that cut a tensor which a plan names by itself."""
+
+OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
+"""Words of modules below which tensors stand in the plan by themselves -> how many dims those have."""
 
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 """Keys of configurations whose heads are not all as long as `head_dim` says."""
@@ -74,10 +161,9 @@ def plan_text_from_hf(
         mesh (dp = world / tp, tp)
         data dp
         <BLANKLINE>
-        mlp {
-            {up,gate}_proj: hf_colwise(tp)
-            down_proj:      hf_rowwise(tp)
-        }
+        mlp.up_proj:   hf_colwise(tp)
+        mlp.gate_proj: hf_colwise(tp)
+        mlp.down_proj: hf_rowwise(tp)
         unmatched: replicate
         <BLANKLINE>
         >>> plan_text_from_hf({"mlp.up_proj": "columnwise"})
@@ -90,7 +176,11 @@ def plan_text_from_hf(
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
-    entries = [*_entries(kept, TP_WORDS, model), *_entries(ep_plan, EP_WORDS, model)]
+    entries = [
+        _entry(pattern, word, plan, words, model)
+        for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS))
+        for pattern, word in plan.items()
+    ]
     refused = {entry.pattern: f'"{entry.word}": {entry.refused}' for entry in entries if entry.refused}
     if refused:
         verb = "has" if len(refused) == 1 else "have"
@@ -98,14 +188,16 @@ def plan_text_from_hf(
     heads = _whole_heads(kept, config or {})
     rules: dict[str, list[str]] = {}
     for entry in entries:
-        rule = _with_unit(entry.rule) if entry.pattern in heads else entry.rule
+        rule = entry.rule.replace("(tp)", "(tp, unit=hd)") if entry.pattern in heads else entry.rule
         rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
         rules.setdefault(entry.pattern, []).append(rule)
         if entry.word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
             owner = entry.pattern.rpartition(".")[0]
             rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in _LATENT if f"{owner}.{name}" not in kept}
     lines = [*_header(count, heads, ep_plan, config or {}), ""]
-    return format_plan(Source("\n".join([*lines, *rule_tree(rules), "unmatched: replicate", ""])))
+    for pattern, said in rules.items():
+        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in said]
+    return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
 def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
@@ -126,19 +218,15 @@ class _Entry:
     refused: str = ""
 
 
-def _entries(plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None) -> list[_Entry]:
-    return [_entry(pattern, word, plan, words, model) for pattern, word in plan.items()]
-
-
 def _entry(
     pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
 ) -> _Entry:
     if word not in words:
         near = get_close_matches(str(word), words, 1)
-        other = "tp_plan" if word in TP_WORDS else "ep_plan"
-        where = f"it is a word of the {other}" if word in TP_WORDS or word in EP_WORDS else ""
-        known = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
-        return _Entry(pattern, str(word), refused=where or known)
+        refused = "no word of this name is known" + (f'; did you mean "{near[0]}"?' if near else "")
+        if word in TP_WORDS or word in EP_WORDS:
+            refused = f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
+        return _Entry(pattern, str(word), refused=refused)
     said = words[word]
     if said.refused is not None:
         return _Entry(pattern, word, refused="; ".join(said.refused))
@@ -215,10 +303,6 @@ def _key(config: Mapping[str, Any], name: str) -> str:
     return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
 
 
-def _with_unit(rule: str) -> str:
-    return rule.replace("(tp)", "(tp, unit=hd)")
-
-
 def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
     kind = "tensor- and expert-parallel" if ep_plan else "tensor-parallel"
     lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
@@ -231,75 +315,3 @@ def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config
         else ["mesh (dp = world / tp, tp)", "data dp"]
     )
     return lines
-
-
-INDENT = "    "
-_OPTIONAL = "optional "
-
-
-@attrs.define
-class _Node:
-    rules: tuple[str, ...] = ()
-    word: str = ""
-    below: dict[str, _Node] = attrs.field(factory=dict)
-
-
-def rule_tree(rules: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of a plan that give each pattern its rules.
-
-    A rule that starts with ``use`` is an entry of the pattern's block. Siblings of the same rules share a line. A
-    pattern may have the word ``optional`` before it.
-
-    Example:
-        >>> rules = {"a.b.q_proj": ["x(tp)"], "a.b.k_proj": ["x(tp)"], "a.b.norm": ["replicate"], "c": ["use h()"]}
-        >>> print("\\n".join(rule_tree(rules)))
-        a.b {
-            {q,k}_proj: x(tp)
-            norm: replicate
-        }
-        c {
-            use h()
-        }
-    """
-    root = _Node()
-    for pattern, said in rules.items():
-        node = root
-        is_optional = pattern.startswith(_OPTIONAL)
-        for segment in pattern.removeprefix(_OPTIONAL).split("."):
-            node = node.below.setdefault(segment, _Node())
-        node.rules, node.word = tuple(said), _OPTIONAL if is_optional else ""
-    return list(_lines(root, ""))
-
-
-def _lines(node: _Node, indent: str) -> Iterator[str]:
-    done: set[str] = set()
-    for name, child in node.below.items():
-        if name in done:
-            continue
-        if _is_plain_leaf(name, child):
-            alike = [other for other, its in node.below.items() if its == child and _is_plain_leaf(other, its)]
-            done |= set(alike)
-            name = _together(alike)
-        while not child.rules and len(child.below) == 1:
-            ((deeper, child),) = child.below.items()
-            name = f"{name}.{deeper}"
-        uses = [rule for rule in child.rules if rule.startswith("use ")]
-        yield from (f"{indent}{child.word}{name}: {rule}" for rule in child.rules if rule not in uses)
-        if child.below or uses:
-            yield f"{indent}{name} {{"
-            yield from (f"{indent}{INDENT}{rule}" for rule in uses)
-            yield from _lines(child, indent + INDENT)
-            yield f"{indent}}}"
-
-
-def _is_plain_leaf(name: str, node: _Node) -> bool:
-    return "*" not in name and not node.below and not any(rule.startswith("use ") for rule in node.rules)
-
-
-def _together(names: Sequence[str]) -> str:
-    """One pattern for several names: what they end in after the last ``_`` is written once."""
-    if len(names) == 1:
-        return names[0]
-    ends = {re.search(r"(_[A-Za-z0-9]+)?$", name)[0] for name in names}  # type: ignore[index]
-    end = ends.pop() if len(ends) == 1 else ""
-    return "{" + ",".join(name.removesuffix(end) for name in names) + "}" + end

@@ -23,27 +23,21 @@ from shardtensor.spec.diagnostics import listed, nearest
 from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
+Told = tuple[str, str, str] | tuple[str, str, str, str]
+"""The fault, why, and the fix of a finding; it may have a note."""
+
 
 @attrs.frozen(eq=False)
-class Case:
-    """One misfit: the spec as far as it was read, the tensor, and the numbers that its error carries."""
+class Misfit:
+    """A spec that does not fit: as far as it was read, the tensor, and the numbers and the text of the error."""
 
-    code: str
     spec: ShardingSpec
     info: TensorInfo
     dims: tuple[str, ...] | None
     line: Line
     plan: Plan
     about: Mapping[str, Any]
-    message: str
-    facts: Mapping[str, str]
-
-    def refused(self, fault: str, why: str, fix: str, *notes: str) -> Finding:
-        """The finding."""
-        line = self.line
-        rule = (f"the rule is `{line.pattern}: {line.value}`",) if line.origin is None else ()
-        said = (*style_note(line.origin, "layout"), *rule, *notes)
-        return Finding(self.code, fault, line.origin, why, fix, said, self.info.name)
+    fault: str
 
     @property
     def shape(self) -> str:
@@ -69,19 +63,10 @@ class Case:
         number = self.about["dim"]
         return f"`{self.dims[number]}`" if self.dims is not None else str(number)
 
-
-def misfit(
-    error: LayoutError | SpecError,
-    spec: ShardingSpec,
-    info: TensorInfo,
-    dims: tuple[str, ...] | None,
-    line: Line,
-    plan: Plan,
-) -> Finding:
-    """The finding of an error that binding `spec` to a tensor gave."""
-    about = error.about if isinstance(error, LayoutError) else {}
-    code = error.code or "E202"
-    return _TELL.get(code, _plainly)(Case(code, spec, info, dims, line, plan, about, error.fault, dict(error.rows)))
+    @property
+    def call(self) -> str:
+        """What the plan says there; empty for rules made in Python."""
+        return self.line.origin.text if self.line.origin is not None else ""
 
 
 def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> str:
@@ -104,92 +89,76 @@ def axes_text(plan: Plan) -> str:
     return ", and ".join([f"the mesh of this plan has the axes {', '.join(names)}", *made])
 
 
-def _plainly(case: Case) -> Finding:
-    why = "; ".join([case.shape, *(f"{key} {value}" for key, value in case.facts.items() if key in ("both", "volume"))])
-    return case.refused(
-        case.message, why, next((case.facts[key] for key in ("fix", "either") if key in case.facts), "")
-    )
+def _unknown_axis(case: Misfit) -> Told:
+    names = case.plan.axes.names
+    return case.fault, axes_text(case.plan), nearest(case.about["name"], names) or f"use one of {', '.join(names)}"
 
 
-def _unknown_axis(case: Case) -> Finding:
-    name = case.about.get("name")
-    if name is None:
-        return _plainly(case)
-    near = nearest(name, case.plan.axes.names)
-    return case.refused(case.message, axes_text(case.plan), near or f"use one of {', '.join(case.plan.axes.names)}")
-
-
-def _dim_count(case: Case) -> Finding:
+def _dim_count(case: Misfit) -> Told | None:
     given = case.about.get("given", case.about.get("least"))
     ndim = len(case.info.shape)
     if given is None or not isinstance(case.spec, Spec):
-        return _plainly(case)
+        return None
     least = "at least " * ("least" in case.about)
-    fault = f"the layout has {least}{_many(given, 'dim')}, the tensor has {ndim}"
     entries = [dim for dim in case.spec.dims if dim is not ...]
     kept = [*entries[:ndim], *[None] * (ndim - len(entries))]
     cut = next((i for i, dim in enumerate(kept) if dim is not None), None)
-    ways = [f"`{Spec.of(tuple(kept))}`"] * (cut is not None) + ["`replicate`"]
-    fix = f"write {' or '.join(ways)}"
+    fix = "write `replicate`"
     if cut is not None:
         is_last = 0 < cut == given - 1 == ndim - 1
         some = (..., kept[cut]) if is_last else (*kept[: cut + 1], ...)
-        fix += f"; `{Spec.of(some)}` fits any number of dims"
-    return case.refused(fault, case.shape, fix)
+        fix = f"write `{Spec.of(tuple(kept))}` or `replicate`; `{Spec.of(some)}` fits any number of dims"
+    return f"the layout has {least}{_many(given, 'dim')}, the tensor has {ndim}", case.shape, fix
 
 
-def _dim_name(case: Case) -> Finding:
+def _dim_name(case: Misfit) -> Told:
     if case.dims is None:
         named = ", ".join(name for name, _ in case.spec.named) if isinstance(case.spec, Spec) else ""
-        why = f"{case.shape}; names come from the type of its layer, or from `dims` lines"
-        fix = "write the cut by position, such as `[tp, -]`; or add a line `dims PATTERN (out = ..., in = ...)`"
-        fault = f"the layout names the dim `{named}`, and the dims of this tensor have no known names"
-        return case.refused(fault, why, fix)
+        return (
+            f"the layout names the dim `{named}`, and the dims of this tensor have no known names",
+            f"{case.shape}; names come from the type of its layer, or from `dims` lines",
+            "write the cut by position, such as `[tp, -]`; or add a line `dims PATTERN (out = ..., in = ...)`",
+        )
     name = case.about["name"]
     near = nearest(name, case.dims) or f"its dims are {listed([f'`{dim}`' for dim in case.dims])}"
-    return case.refused(f"this tensor has no dim called `{name}`", case.shape, near)
+    return f"this tensor has no dim called `{name}`", case.shape, near
 
 
-def _twice(case: Case) -> Finding:
-    return case.refused(case.message, case.facts.get("why", ""), case.facts.get("fix", ""))
-
-
-def _uneven(case: Case) -> Finding:
-    if "cut" not in case.about:
-        return _plainly(case)
+def _uneven(case: Misfit) -> Told:
     length, count, unit = case.about["length"], case.about["count"], case.cut.unit
     units = length // unit
-    what = f"{units} {_unit_word(case, units)} of {unit}" if unit > 1 else f"{length} elements of dim {case.dim}"
+    heads = any(units == value for key, value in case.plan.config.items() if "head" in key)
+    what = f"{units} {'heads' if heads else 'units'} of {unit}" if unit > 1 else f"{length} elements of dim {case.dim}"
     whole = case.info.shape[case.about["dim"]]
-    facts = [f"{whole} = blocks of {length} and others"] if whole != length else []
-    if whole != length and whole % length == 0:
-        facts = [f"{whole} = {whole // length} blocks of {length}"]
+    facts = [case.shape]
+    if whole != length:
+        blocks = "blocks of {} and others" if whole % length else f"{whole // length} blocks of {{}}"
+        facts.append(f"{whole} = {blocks.format(length)}")
     rest = f"{units} % {count} = {units % count}"
-    facts += [f"{length} = {units} units of {unit} and {rest}" if unit > 1 else rest]
-    notes: tuple[str, ...] = ()
-    call = case.line.origin.text if case.line.origin is not None else ""
-    written = re.search(r"\bunit\s*=\s*[\w.]+", call) or re.search(r"\bunit\([^()]*\)", call)
+    facts.append(f"{length} = {units} units of {unit} and {rest}" if unit > 1 else rest)
+    told = f"{what} cannot be split evenly over {case.axes}", "; ".join(facts), _even_fix(case, units)
+    written = re.search(r"\bunit\s*=\s*[\w.]+", case.call) or re.search(r"\bunit\([^()]*\)", case.call)
     if unit > 1 and length % count == 0 and written is not None:
-        single = {"heads": "head"}.get(_unit_word(case, units), "unit")
-        notes = (f"to cut inside a {single} on purpose, drop `{re.sub(r'=', ' = ', re.sub(r' ', '', written[0]))}`",)
-    fault = f"{what} cannot be split evenly over {case.axes}"
-    return case.refused(fault, "; ".join([case.shape, *facts]), _even_fix(case, units), *notes)
+        said = re.sub(r"=", " = ", re.sub(r" ", "", written[0]))
+        return *told, f"to cut inside a {'head' if heads else 'unit'} on purpose, drop `{said}`"
+    return told
 
 
-def _even_fix(case: Case, units: int) -> str:
-    axes = case.plan.axes
-    (axis, *others) = case.cut.axes
+def _even_fix(case: Misfit, units: int) -> str:
+    axes, (axis, *others) = case.plan.axes, case.cut.axes
     leaves = axes.made_of.get(axis, ())
-    if not others and len(leaves) > 1:
-        size = axes.size(leaves[0])
-        if size > 1 and units % size == 0:
-            copies = "*".join(leaves[1:])
-            made = listed([f"{leaf}={axes.size(leaf)}" for leaf in leaves]).replace(" or ", " and ")
-            mesh = mesh_place(case.plan)
-            maker = f"line {mesh.line} makes" if mesh is not None else "the mesh makes"
-            call = _shared(case, leaves)
-            how = f": `{call}`" if call else f", with copies along {copies}"
-            return f"use the factor `{leaves[0]}` ({size}){how}; {maker} {axis}={axes.size(axis)} of {made}"
+    size = axes.size(leaves[0]) if leaves else 1
+    if not others and len(leaves) > 1 and size > 1 and units % size == 0:
+        copies = "*".join(leaves[1:])
+        made = listed([f"{leaf}={axes.size(leaf)}" for leaf in leaves]).replace(" or ", " and ")
+        mesh = mesh_place(case.plan)
+        maker = f"line {mesh.line} makes" if mesh is not None else "the mesh makes"
+        call = re.fullmatch(r"colwise\(\s*\w+\s*(.*)\)", case.call)
+        has_style = any(re.search(r"^style colwise_shared\(", each.text, re.MULTILINE) for each in case.plan.sources)
+        how = f", with copies along {copies}"
+        if call is not None and has_style and "blocks" not in case.call:
+            how = f": `colwise_shared({leaves[0]}, copies={copies}{call[1]})`"
+        return f"use the factor `{leaves[0]}` ({size}){how}; {maker} {axis}={axes.size(axis)} of {made}"
     fits = [str(n) for n in range(1, min(units, 1024) + 1) if units % n == 0]
     shown = ", ".join(fits if len(fits) < 10 else [*fits[:8], "..."])
     differ = "by one unit" if case.cut.unit > 1 else "by one"
@@ -197,91 +166,64 @@ def _even_fix(case: Case, units: int) -> str:
     return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
 
 
-def _shared(case: Case, leaves: tuple[str, ...]) -> str:
-    """The call of a style that copies over the other factors, where the plan calls ``colwise`` and has that style."""
-    call = case.line.origin.text if case.line.origin is not None else ""
-    if not any(re.search(r"^style colwise_shared\(", source.text, re.MULTILINE) for source in case.plan.sources):
-        return ""
-    found = re.fullmatch(r"colwise\(\s*\w+\s*(.*)\)", call)
-    if found is None or "blocks" in call:
-        return ""
-    return f"colwise_shared({leaves[0]}, copies={'*'.join(leaves[1:])}{found[1]})"
-
-
-def _unit_word(case: Case, units: int) -> str:
-    """``heads``, where the model's config counts so many heads."""
-    heads = (value for key, value in case.plan.config.items() if "head" in key)
-    return "heads" if units in heads else "units"
-
-
-def _blocks(case: Case) -> Finding:
+def _blocks(case: Misfit) -> Told:
     shares, length = case.about["shares"], case.about["length"]
-    equal = len(set(shares)) == 1
-    blocks = f"{len(shares)} equal blocks" if equal else f"blocks in the proportion {' : '.join(map(str, shares))}"
     total = sum(shares)
-    why = f"{case.shape}; {length} % {total} = {length % total}" + (
-        "" if equal else f", and {total} is what the shares add up to"
-    )
-    return case.refused(
-        f"dim {case.dim} of {length} elements is not {blocks}",
-        why,
-        f"the number of blocks has to divide {length}"
-        if equal
-        else f"give shares that add up to a divisor of {length}",
-    )
+    fault, why = f"dim {case.dim} of {length} elements is not ", f"{case.shape}; {length} % {total} = {length % total}"
+    if len(set(shares)) == 1:
+        return f"{fault}{len(shares)} equal blocks", why, f"the number of blocks has to divide {length}"
+    fault += f"blocks in the proportion {' : '.join(map(str, shares))}"
+    fix = f"give shares that add up to a divisor of {length}"
+    return fault, f"{why}, and {total} is what the shares add up to", fix
 
 
-def _unit(case: Case) -> Finding:
+def _unit(case: Misfit) -> Told:
     length, unit = case.about["length"], case.cut.unit
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
     common = math.gcd(length, unit)
     fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
-    return case.refused(f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix)
+    return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix
 
 
-def _sizes(case: Case) -> Finding:
-    if "cut" not in case.about or "clash" in case.about:
-        return _plainly(case)
+def _sizes(case: Misfit) -> Told | None:
+    if "clash" in case.about:
+        return None
     cut, count = case.cut, case.about["count"]
     length = case.info.shape[case.about["dim"]]
     assert cut.sizes is not None
+    bad = next((size for size in cut.sizes if size % cut.unit), None)
     if len(cut.sizes) != count:
         fault = f"{_many(len(cut.sizes), 'size')} for the {count} pieces of {case.axes}"
-    elif any(size % cut.unit for size in cut.sizes):
-        bad = next(size for size in cut.sizes if size % cut.unit)
+    elif bad is not None:
         fault = f"the size {bad} is not a multiple of the unit {cut.unit}"
     else:
         fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
     why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
     unit = f", multiples of {cut.unit}," * (cut.unit > 1)
-    return case.refused(fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}")
+    return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}"
 
 
-def _rank(case: Case) -> Finding:
-    rank, world = case.about.get("rank"), case.plan.axes.mesh.size
-    if rank is None:
-        return _plainly(case)
+def _rank(case: Misfit) -> Told:
+    rank, world = case.about["rank"], case.plan.axes.mesh.size
     fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
-    fault = f"rank {rank} is outside the world of {_many(world, 'rank')}"
-    return case.refused(fault, f"ranks count from 0; {case.shape}", fix)
+    return f"rank {rank} is outside the world of {_many(world, 'rank')}", f"ranks count from 0; {case.shape}", fix
 
 
 def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-_TELL: dict[str, Callable[[Case], Finding]] = {
-    "E201": _unknown_axis,
-    "E202": _dim_count,
-    "E203": _dim_name,
-    "E204": _twice,
-    "E205": _uneven,
-    "E206": _blocks,
-    "E207": _unit,
-    "E208": _sizes,
-    "E209": _plainly,
-    "E501": _rank,
+_TELL: dict[str, tuple[str, Callable[[Misfit], Told | None]]] = {
+    "E201": ("name", _unknown_axis),
+    "E202": ("", _dim_count),
+    "E203": ("", _dim_name),
+    "E205": ("cut", _uneven),
+    "E206": ("", _blocks),
+    "E207": ("", _unit),
+    "E208": ("cut", _sizes),
+    "E501": ("rank", _rank),
 }
+"""By the code, what the error has to say beside its text, and what tells it in the words of the plan."""
 
 
 @attrs.frozen(eq=False)
@@ -345,8 +287,22 @@ class Binder:
 
     def finding(self, bound: Bound, info: TensorInfo, line: Line) -> Finding:
         """The finding of a layout that was not bound, in the words of the plan."""
-        assert bound.error is not None
-        return misfit(bound.error, bound.spec, info, self.dims(info), line, self._plan)
+        error = bound.error
+        assert error is not None
+        about = error.about if isinstance(error, LayoutError) else {}
+        case = Misfit(bound.spec, info, self.dims(info), line, self._plan, about, error.fault)
+        code, facts = error.code or "E202", dict(error.rows)
+        needed, tell = _TELL.get(code, ("", None))
+        told = tell(case) if tell is not None and (not needed or about.get(needed) is not None) else None
+        if told is None:
+            ways = [facts[key] for key in ("fix", "either") if key in facts]
+            said = [f"{key} {facts[key]}" for key in ("both", "volume") if key in facts]
+            why = facts.get("why", "") if code == "E204" else "; ".join([case.shape, *said])
+            told = error.fault, why, ways[0] if ways else ""
+        fault, why, fix, *notes = told
+        rule = (f"the rule is `{line.pattern}: {line.value}`",) if line.origin is None else ()
+        notes = [*style_note(line.origin, "layout"), *rule, *notes]
+        return Finding(code, fault, line.origin, why, fix, tuple(notes), info.name)
 
     def meanings(self, lines: list[Line], info: TensorInfo) -> Mapping[int, object]:
         """What each line says of a tensor, equal where they agree, by the line's id."""

@@ -10,9 +10,9 @@ import attrs
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.places import pattern_place, statement
 from shardtensor.plan.line import Line
-from shardtensor.plan.match.patterns import Deep, Segment, pattern
+from shardtensor.plan.match.patterns import Segment, pattern
 
-Way = tuple[Segment | Deep, ...]
+Way = tuple[Segment, ...]
 
 
 class _Node:
@@ -91,8 +91,8 @@ class NameTree:
 
     def _found(self, way: Way, is_below: bool = False) -> Iterator[_Node]:
         """The nodes that a pattern stands for (`is_below`: not those below one that was found)."""
-        is_deep = any(isinstance(segment, Deep) for segment in way)
-        texts = [None if isinstance(segment, Deep) else segment.literal for segment in way]
+        is_deep = any(segment.is_deep for segment in way)
+        texts = [segment.literal for segment in way]
         seen: set[tuple[int, int]] = set()
         stack = [(self._root, 0)]
         while stack:
@@ -108,7 +108,7 @@ class NameTree:
             if text is not None:
                 child = node.below.get(text)
                 stack += [] if child is None else [(child, at + 1)]
-            elif isinstance(segment, Deep):
+            elif segment.is_deep:
                 if not (is_below and at + 1 == len(way)):  # else this node is found, and all below it with it
                     stack += [(child, at) for child in reversed(node.below.values())]
                 stack.append((node, at + 1))
@@ -210,7 +210,7 @@ class Disputes:
         head = line.module or line.pattern
         segments = pattern(head).segments
         theirs = set(self._matches.names[id(other)])
-        if not segments or any(isinstance(segment, Deep) for segment in segments):
+        if not segments or any(segment.is_deep for segment in segments):
             return ""
         for at in reversed(range(len(segments))):
             words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name not in theirs)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import attrs
 
@@ -22,101 +22,77 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<(\w+)>|([^"*{<]+|.)', re.DOTALL)
 
 
-class Wildcard(Protocol):
-    """A part of a segment that stands for more than one text."""
+@attrs.frozen(cache_hash=True)
+class Part:
+    """A part of a segment.
 
-    def ends(self, text: str, starts: set[int]) -> set[int]:
-        """Where it may end in `text`, when it starts at one of `starts`."""
-        ...
+    Attributes:
+        text: as it is written: ``*``, ``**``, ``{a,b}``, ``<ep>``, or what it stands for.
+        options: the texts that it may stand for, where they are listed.
+    """
 
-
-@attrs.frozen
-class Anything:
-    """``*``."""
-
-    def __str__(self) -> str:
-        return "*"
-
-    def ends(self, text: str, starts: set[int]) -> set[int]:
-        return set(range(min(starts), len(text) + 1))
-
-
-@attrs.frozen
-class OneOf:
-    """``{a,b}``."""
-
-    options: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "{" + ",".join(self.options) + "}"
-
-    def ends(self, text: str, starts: set[int]) -> set[int]:
-        return {at + len(option) for option in self.options for at in starts if text.startswith(option, at)}
-
-
-@attrs.frozen
-class Number:
-    """``<ep>``; with a number for its name, ``<32>``, only the numbers below that."""
-
-    axis: str
-
-    def __str__(self) -> str:
-        return f"<{self.axis}>"
-
-    def ends(self, text: str, starts: set[int]) -> set[int]:
-        found: set[int] = set()
-        for start in starts:
-            at = start
-            while at < len(text) and text[at] in "0123456789":
-                at += 1
-                if not self.axis.isdecimal() or int(text[start:at]) < int(self.axis):
-                    found.add(at)
-        return found
-
-
-@attrs.frozen
-class _Text:
+    kind: Literal["text", "any", "deep", "one_of", "number"]
     text: str
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text
 
-    def ends(self, text: str, starts: set[int]) -> set[int]:
-        return {at + len(self.text) for at in starts if text.startswith(self.text, at)}
+    def ends(self, text: Sequence[str], starts: set[int]) -> set[int]:
+        """Where it may end in `text`, when it starts at one of `starts`."""
+        if self.options:
+            assert isinstance(text, str)
+            return {at + len(option) for option in self.options for at in starts if text.startswith(option, at)}
+        if self.kind != "number":
+            return set(range(min(starts), len(text) + 1))
+        found, axis = set[int](), self.text[1:-1]
+        limit = int(axis) if axis.isdecimal() else None
+        for start in starts:
+            at = start
+            while at < len(text) and text[at] in "0123456789":
+                at += 1
+                if limit is None or int("".join(text[start:at])) < limit:
+                    found.add(at)
+        return found
 
 
-@attrs.frozen(cache_hash=True)
-class Deep:
-    """``**``."""
-
-    def __str__(self) -> str:
-        return "**"
-
-    def ends(self, segments: Sequence[str], starts: set[int]) -> set[int]:
-        return set(range(min(starts), len(segments) + 1))
+def one_of(options: Iterable[str]) -> Part:
+    """``{a,b}``."""
+    options = tuple(dict.fromkeys(options))
+    return Part("one_of", f"{{{','.join(options)}}}", options)
 
 
 @attrs.frozen(cache_hash=True)
 class Segment:
     """What stands between two dots of a pattern."""
 
-    parts: tuple[Wildcard, ...]
+    parts: tuple[Part, ...]
 
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
-    @property
+    @cached_property
+    def is_deep(self) -> bool:
+        """Whether it is ``**``."""
+        return self.parts[:1] == _DEEP
+
+    @cached_property
     def literal(self) -> str | None:
         """The one text it stands for; None where there may be several."""
-        texts = [part.text for part in self.parts if isinstance(part, _Text)]
-        return "".join(texts) if len(texts) == len(self.parts) else None
+        return str(self) if all(part.kind == "text" for part in self.parts) else None
 
     def captures(self, text: str) -> tuple[str, ...] | None:
         """What each of its wildcards stands for in `text`; None when it does not match."""
         return _captured(self, text)
 
-    def ends(self, segments: Sequence[str], starts: set[int]) -> set[int]:
-        return {at + 1 for at in starts if at < len(segments) and _captured(self, segments[at]) is not None}
+    def ends(self, words: Sequence[str], starts: set[int]) -> set[int]:
+        """Where it may end in the words of a name, when it starts at one of `starts`."""
+        if self.is_deep:
+            return self.parts[0].ends(words, starts)
+        return {at + 1 for at in starts if at < len(words) and _captured(self, words[at]) is not None}
+
+
+_DEEP = (Part("deep", "**"),)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -124,9 +100,8 @@ def _captured(segment: Segment, text: str) -> tuple[str, ...] | None:
     spans = _spans(segment.parts, text)
     if spans is None:
         return None
-    return tuple(
-        text[start:end] for part, (start, end) in zip(segment.parts, spans, strict=True) if not isinstance(part, _Text)
-    )
+    found = zip(segment.parts, spans, strict=True)
+    return tuple(text[start:end] for part, (start, end) in found if part.kind != "text")
 
 
 def _spans(items: Sequence[Any], over: Sequence[str], is_open: bool = False) -> list[tuple[int, int]] | None:
@@ -152,17 +127,12 @@ def _spans(items: Sequence[Any], over: Sequence[str], is_open: bool = False) -> 
 class Pattern:
     """A pattern, read."""
 
-    segments: tuple[Segment | Deep, ...]
+    segments: tuple[Segment, ...]
 
     @cached_property
-    def wildcards(self) -> tuple[Wildcard | Deep, ...]:
+    def wildcards(self) -> tuple[Part, ...]:
         """In order; what `captures` gives one text for each of."""
-        return tuple(
-            part
-            for segment in self.segments
-            for part in ((segment,) if isinstance(segment, Deep) else segment.parts)
-            if not isinstance(part, _Text)
-        )
+        return tuple(part for segment in self.segments for part in segment.parts if part.kind != "text")
 
     def captures(self, name: str, is_below: bool = False) -> tuple[str, ...] | None:
         """What the wildcards stand for in a name (`is_below`: or in a module above it); None when it does not match.
@@ -172,32 +142,24 @@ class Pattern:
             ('model', '3', 'k')
         """
         words = name.split(".") if name else []
-        if not self.is_deep:  # each segment stands at one place
-            return self._one_by_one(words, is_below)
-        spans = _spans(self.segments, words, is_below)
-        if spans is None:
-            return None
+        spans: list[tuple[int, int]] | None
+        if self.is_deep:
+            spans = _spans(self.segments, words, is_below)
+        else:  # each segment stands at one place
+            is_long = len(words) == len(self.segments) or (is_below and len(words) > len(self.segments))
+            spans = [(i, i + 1) for i in range(len(self.segments))] if is_long else None
         found: list[str] = []
-        for segment, (start, end) in zip(self.segments, spans, strict=True):
-            held = words[start:end]
-            found += [".".join(held)] if isinstance(segment, Deep) else segment.captures(held[0]) or ()
-        return tuple(found)
+        for segment, (start, end) in zip(self.segments, spans or (), strict=spans is not None):
+            held = (".".join(words[start:end]),) if segment.is_deep else _captured(segment, words[start])
+            if held is None:
+                return None
+            found += held
+        return None if spans is None else tuple(found)
 
     @cached_property
     def is_deep(self) -> bool:
         """Whether some part of it stands for any number of segments."""
-        return any(isinstance(segment, Deep) for segment in self.segments)
-
-    def _one_by_one(self, words: Sequence[str], is_below: bool) -> tuple[str, ...] | None:
-        if len(words) != len(self.segments) and not (is_below and len(words) > len(self.segments)):
-            return None
-        found: list[str] = []
-        for segment, word in zip(self.segments, words, strict=False):
-            held = _captured(segment, word)
-            if held is None:
-                return None
-            found += held
-        return tuple(found)
+        return any(segment.is_deep for segment in self.segments)
 
     def filled(self, values: Sequence[str]) -> str:
         """The name that the pattern is, with one text for each of `wildcards`.
@@ -206,45 +168,36 @@ class Pattern:
             >>> pattern("layers.*.{q,k}_proj").filled(["3", "k"])
             'layers.3.k_proj'
         """
-        left = list(values)
-        words = []
-        for segment in self.segments:
-            if isinstance(segment, Deep):
-                words += [left.pop(0)]
-            else:
-                words += ["".join(part.text if isinstance(part, _Text) else left.pop(0) for part in segment.parts)]
+        left = iter(values)
+        words = ("".join(part.text if part.kind == "text" else next(left) for part in s.parts) for s in self.segments)
         return ".".join(word for word in words if word)
 
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
     """Read a pattern."""
-    segments: list[list[Any]] = [[]]
+    segments: list[list[Part]] = [[]]
     for quoted, stars, braces, axis, plain in _TOKEN.findall(text):
         if stars:
-            segments[-1].append(Deep() if stars == "**" else Anything())
+            segments[-1].append(_DEEP[0] if stars == "**" else Part("any", "*"))
         elif braces:
-            segments[-1].append(OneOf(tuple(dict.fromkeys(braces.split(",")))))
+            segments[-1].append(one_of(braces.split(",")))
         elif axis:
-            segments[-1].append(Number(axis))
+            segments[-1].append(Part("number", f"<{axis}>"))
         else:
             first, *more = (plain or quoted).split(".")
-            segments[-1].append(_Text(first))
-            segments += [[_Text(each)] for each in more]
-    return Pattern(() if not text else tuple(map(_segment, segments)))
-
-
-def _segment(parts: list[Any]) -> Segment | Deep:
-    parts = [part for part in parts if part != _Text("")]
-    if len(parts) == 1 and isinstance(parts[0], Deep):
-        return parts[0]
-    return _segment_of(tuple(Anything() if isinstance(part, Deep) else part for part in parts))
+            segments[-1].append(Part("text", first, (first,)))
+            segments += [[Part("text", each, (each,))] for each in more]
+    return Pattern(() if not text else tuple(_segment(tuple(parts)) for parts in segments))
 
 
 @lru_cache(maxsize=4096)
-def _segment_of(parts: tuple[Wildcard, ...]) -> Segment:
+def _segment(parts: tuple[Part, ...]) -> Segment:
     """Equal segments are one, so that finding what is known of them compares nothing."""
-    return Segment(parts)
+    found = tuple(part for part in parts if part.kind != "text" or part.text)
+    if found == _DEEP:
+        return Segment(found)
+    return Segment(tuple(Part("any", "*") if part.kind == "deep" else part for part in found))
 
 
 def matches(text: str, name: str) -> bool:

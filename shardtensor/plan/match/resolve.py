@@ -13,8 +13,8 @@ from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
-from shardtensor.plan.match.patterns import Number, pattern
-from shardtensor.plan.match.stores import Ties, read_ties, untied, with_stores, with_tied_names
+from shardtensor.plan.match.patterns import pattern
+from shardtensor.plan.match.stores import read_ties, untied, with_stores, with_tied_names
 from shardtensor.plan.match.unused import unplaced, unused
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.plan import Plan
@@ -47,7 +47,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     model = with_tied_names(plan, model)
     tree = NameTree(model.by_name, model.paths)
     binder = Binder(plan, model, tree)
-    ties = read_ties(plan, model, tree)
+    ties, tie_findings = read_ties(plan, model, tree)
     matches = match_lines(plan.lines, tree)
     disputes = Disputes(matches, tree)
 
@@ -59,7 +59,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     missing, told = unplaced(plan, [name for name in placing.unmatched if name not in spoken], nothing)
     findings = [
         *plan.findings,
-        *ties.findings,
+        *tie_findings,
         *placing.findings,
         *missing,
         *(each.finding for each in nothing if not any(each is other for other in told)),
@@ -76,7 +76,7 @@ class _Placing:
     """Chooses the line of every tensor and binds what it says."""
 
     def __init__(
-        self, plan: Plan, model: Model, binder: Binder, ties: Ties, matches: Matches, disputes: Disputes
+        self, plan: Plan, model: Model, binder: Binder, ties: Mapping[str, str], matches: Matches, disputes: Disputes
     ) -> None:
         self.findings: list[Finding] = []
         self.unmatched: list[str] = []
@@ -93,15 +93,15 @@ class _Placing:
         """All tensors that could be placed."""
         placed: dict[str, Placed] = {}
         for info in self._model.tensors:
-            if info.name not in self._ties.to:
+            if info.name not in self._ties:
                 each = self._placed(info)
                 placed |= {} if each is None else {info.name: each}
         found = {}
         for info in self._model.tensors:
-            to = self._ties.to.get(info.name)
-            source = placed.get(info.name if to is None else to[0])
+            to = self._ties.get(info.name)
+            source = placed.get(to or info.name)
             if source is not None:
-                found[info.name] = source if to is None else attrs.evolve(source, tensor=info, tied_to=to[0])
+                found[info.name] = source if to is None else attrs.evolve(source, tensor=info, tied_to=to)
         return found
 
     def _placed(self, info: TensorInfo) -> Placed | None:
@@ -168,12 +168,10 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
     if "<" not in line.pattern:
         return {}, None
     read = pattern(line.pattern)
-    at = [i for i, part in enumerate(read.wildcards) if isinstance(part, Number)]
+    at = [i for i, part in enumerate(read.wildcards) if part.kind == "number"]
     if not at:
         return {}, None
-    number = read.wildcards[at[0]]
-    assert isinstance(number, Number)
-    axis, axes = number.axis, plan.axes
+    axis, axes = read.wildcards[at[0]].text[1:-1], plan.axes
     place = segment_place(line, f"<{axis}>")
     if len(at) > 1:
         return {}, Finding(

@@ -11,7 +11,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Line, Store, Tie
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.match.name_tree import NameTree
-from shardtensor.plan.match.patterns import OneOf, Pattern, pattern
+from shardtensor.plan.match.patterns import Pattern, pattern
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed
@@ -170,22 +170,14 @@ def _unused(store: Store, tree: NameTree) -> list[Finding]:
     return found
 
 
-@attrs.frozen(eq=False)
-class Ties:
-    """By each tied name, the name whose layout it takes, and the line that says so."""
-
-    to: Mapping[str, tuple[str, Tie]]
-    findings: tuple[Finding, ...] = ()
-
-
 def with_tied_names(plan: Plan, model: Model) -> Model:
     """`model` with the names that ties give its tensors, for files keep a tied tensor under one name."""
     missing = {}
     for tie in plan.ties:
         left, right = pattern(tie.pattern), pattern(tie.to)
-        if not all(isinstance(part, OneOf) for part in left.wildcards):
+        if not all(part.options for part in left.wildcards):
             continue
-        for values in product(*(part.options for part in left.wildcards if isinstance(part, OneOf))):
+        for values in product(*(part.options for part in left.wildcards)):
             name, to = left.filled(values), _partner(left, values, right)
             if to is not None and name not in model.by_name and to in model.by_name and name not in missing:
                 missing[name] = attrs.evolve(model.by_name[to], name=name)
@@ -194,8 +186,8 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
     return attrs.evolve(model, tensors=(*model.tensors, *missing.values()))
 
 
-def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
-    """Find the other name of every tied tensor; the model has the names of `with_tied_names`."""
+def read_ties(plan: Plan, model: Model, tree: NameTree) -> tuple[dict[str, str], list[Finding]]:
+    """By each tied name the name whose layout it takes, and what is wrong; `model` is that of `with_tied_names`."""
     found: dict[str, tuple[str, Tie]] = {}
     findings: list[Finding] = []
     group = {name: names for names in model.tied for name in names}
@@ -229,7 +221,7 @@ def read_ties(plan: Plan, model: Model, tree: NameTree) -> Ties:
             found = {each: tie for each, tie in found.items() if each not in seen}
             break
         found[name] = at, found[name][1]
-    return Ties(found, tuple(findings))
+    return {name: to for name, (to, _) in found.items()}, findings
 
 
 def _circle(names: Sequence[str], back: str, tie: Tie) -> Finding:
@@ -243,11 +235,11 @@ def _partner(left: Pattern, values: tuple[str, ...], right: Pattern) -> str | No
     given = list(zip(left.wildcards, values, strict=True))
     chosen = []
     for part in right.wildcards:
-        at = next((i for i, (other, _) in enumerate(given) if type(other) is type(part)), None)
+        at = next((i for i, (other, _) in enumerate(given) if other.kind == part.kind), None)
         if at is None:
             return None
         other, value = given.pop(at)
-        if isinstance(part, OneOf) and isinstance(other, OneOf):
+        if part.options:
             if len(part.options) != len(other.options):
                 return None
             value = part.options[other.options.index(value)]

@@ -13,7 +13,7 @@ from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
-from shardtensor.plan.match.patterns import Deep, OneOf, Pattern, Segment, pattern
+from shardtensor.plan.match.patterns import Pattern, Segment, one_of, pattern
 from shardtensor.plan.plan import Plan
 
 
@@ -107,11 +107,9 @@ def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
     for line in plan.lines:
         segments = pattern(line.pattern).segments if "{" in line.pattern else ()
         for at, segment in enumerate(segments):
-            for i, part in enumerate(() if isinstance(segment, Deep) else segment.parts):
-                if not isinstance(segment, Segment) or not isinstance(part, OneOf) or len(part.options) < 2:
-                    continue
-                for option in part.options:
-                    one = Segment((*segment.parts[:i], OneOf((option,)), *segment.parts[i + 1 :]))
+            for i, part in enumerate(segment.parts):
+                for option in part.options if len(part.options) > 1 else ():
+                    one = Segment((*segment.parts[:i], one_of((option,)), *segment.parts[i + 1 :]))
                     key = (*segments[:at], one)
                     if key in optional:
                         optional[key] &= line.is_optional
@@ -134,19 +132,11 @@ def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) 
     return Nothing(line, segments, at, _words(one), option, place, finding)
 
 
-def _words(segment: Segment | Deep) -> tuple[str, ...]:
+def _words(segment: Segment) -> tuple[str, ...]:
     """The words that a segment without stars stands for."""
-    if isinstance(segment, Deep):
+    if not all(part.options for part in segment.parts):
         return ()
-    choices = []
-    for part in segment.parts:
-        if isinstance(part, OneOf):
-            choices.append(part.options)
-        elif (text := Segment((part,)).literal) is not None:
-            choices.append((text,))
-        else:
-            return ()
-    return tuple("".join(words) for words in islice(product(*choices), 64))
+    return tuple("".join(words) for words in islice(product(*(part.options for part in segment.parts)), 64))
 
 
 ALIKE = 0.6
@@ -210,7 +200,7 @@ def _around(plan: Plan, name: str) -> Origin | None:
         above = ".".join(words[:depth])
         for line, segments in modules:
             for end in range(len(segments), 0, -1):
-                if isinstance(segments[end - 1], Segment) and Pattern(segments[:end]).captures(above) is not None:
+                if not segments[end - 1].is_deep and Pattern(segments[:end]).captures(above) is not None:
                     return segment_place(line, str(segments[end - 1]))
     return Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
 
@@ -232,33 +222,22 @@ def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | Non
 
 
 def _corrected(each: Nothing, word: str, meant: str) -> str:
-    """The pattern as it was written, with `meant` in place of `word`."""
+    """The pattern as it was written, with `meant` in place of `word`; its braces are kept as far as they are right."""
     segment = each.segments[each.at]
-    place = pattern_place(each.line) if each.finding.code == "W303" else each.place
+    is_alternative = each.finding.code == "W303"
+    place = pattern_place(each.line) if is_alternative else each.place
     written = place.text if place is not None else ".".join(map(str, each.segments))
-    only = each.text if each.finding.code == "W303" else None
-    return written.replace(str(segment), _respelled(segment, word, meant, only))
-
-
-def _respelled(segment: object, word: str, meant: str, only: str | None) -> str:
-    """A segment that stands for `meant` where it stood for `word`, its braces kept as far as they are right.
-
-    Args:
-        only: the alternative in the braces that is wrong; None where the braces are right.
-    """
-    parts = segment.parts if isinstance(segment, Segment) else ()
-    braces = next((part for part in parts if isinstance(part, OneOf) and only in (None, *part.options)), None)
+    braces = next((part for part in segment.parts if part.kind == "one_of"), None)
     if braces is None:
-        return meant
+        return written.replace(str(segment), meant)
     head, _, tail = str(segment).partition(str(braces))
     option = word[len(head) : len(word) - len(tail)]
-    if only is not None:
-        if not (meant.startswith(head) and meant.endswith(tail)):
-            return meant
-        right = meant[len(head) : len(meant) - len(tail)]
-        return f"{head}{OneOf(tuple(right if each == only else each for each in braces.options))}{tail}"
-    if meant.startswith(f"{head}{option}"):
-        return f"{head}{braces}{meant[len(head) + len(option) :]}"
-    if meant.endswith(f"{option}{tail}"):
-        return f"{meant[: len(meant) - len(option) - len(tail)]}{braces}{tail}"
-    return meant
+    right = meant
+    if is_alternative and meant.startswith(head) and meant.endswith(tail):
+        other = meant[len(head) : len(meant) - len(tail)]
+        right = f"{head}{one_of(other if one == each.text else one for one in braces.options)}{tail}"
+    elif not is_alternative and meant.startswith(f"{head}{option}"):
+        right = f"{head}{braces}{meant[len(head) + len(option) :]}"
+    elif not is_alternative and meant.endswith(f"{option}{tail}"):
+        right = f"{meant[: len(meant) - len(option) - len(tail)]}{braces}{tail}"
+    return written.replace(str(segment), right)

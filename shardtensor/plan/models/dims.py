@@ -134,17 +134,21 @@ def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
     found: dict[str, tuple[TensorInfo, Dims]] = {}
     total = 0
     for line in lines:
-        total += prod(
-            int(number) if number else options.count(",") + 1 for options, number in _CHOICE.findall(line.pattern)
-        )
+        total += prod(int(number or options.count(",") + 1) for options, number in _CHOICE.findall(line.pattern))
         if total > MAX_TENSORS:
             raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
         for name, line in _layer_by_layer(list(run)):
             tensor = TensorInfo(name, line.sizes, line.names, dtype, blocks=line.blocks)
-            if found.setdefault(name, (tensor, line))[0] != tensor:
-                raise _disagreement(found[name], tensor, line)
+            other, place = found.setdefault(name, (tensor, line))
+            if other != tensor:
+                raise _located(line, f"{name} is ({_text(tensor)}) here, and ({_text(other)}) at {place.origin}")
     return tuple(tensor for tensor, _ in found.values())
+
+
+def _text(tensor: TensorInfo) -> str:
+    sizes = dict(zip(tensor.dims or (), tensor.shape, strict=True)) | dict(tensor.blocks)
+    return ", ".join(f"{dim}={size}" for dim, size in sizes.items())
 
 
 def _layer_by_layer(lines: list[Dims]) -> Iterator[tuple[str, Dims]]:
@@ -176,14 +180,6 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     """The element type that a configuration names; newer ones say ``dtype``, older ones ``torch_dtype``."""
     said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return said if said in BYTES else "float32"
-
-
-def _disagreement(before: tuple[TensorInfo, Dims], tensor: TensorInfo, line: Dims) -> SpecError:
-    one, other = (
-        ", ".join(f"{d}={dict(each.blocks).get(d, n)}" for d, n in zip(each.names, each.sizes, strict=True))
-        for each in (before[1], line)
-    )
-    return _located(line, f"{tensor.name} is ({other}) here, and ({one}) at {before[1].origin}")
 
 
 def _located(line: Dims, fault: str) -> SpecError:

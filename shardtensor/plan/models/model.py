@@ -90,24 +90,15 @@ def blocks_of(class_name: str, child: str, width: int, counts: Mapping[str, int]
     return found if len(found) > 1 and min(found) > 0 and sum(found) == width else ()
 
 
-def _by_split_size(width: int, counts: Mapping[str, int]) -> Blocks:
-    size = counts.get("split_size", 0)
-    return (size,) * (width // size) if size > 0 else ()
-
-
 def _queries_keys_values(width: int, counts: Mapping[str, int]) -> Blocks:
     kv = counts.get("num_key_value_heads", 0) * counts.get("head_dim", 0)
     return (width - 2 * kv, kv, kv)
 
 
-def _halves(width: int, counts: Mapping[str, int]) -> Blocks:
-    return (width // 2, width // 2)
-
-
 _FUSED: dict[tuple[str, str], Callable[[int, Mapping[str, int]], Blocks]] = {
-    ("GPT2Attention", "c_attn"): _by_split_size,
+    ("GPT2Attention", "c_attn"): lambda width, counts: (n := counts.get("split_size", 0),) * (width // max(n, 1)),
     ("Phi3Attention", "qkv_proj"): _queries_keys_values,
-    ("Phi3MLP", "gate_up_proj"): _halves,
+    ("Phi3MLP", "gate_up_proj"): lambda width, counts: (width // 2, width // 2),
 }
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.plan.models.model import BYTES, Model, TensorInfo
+from shardtensor.plan.models.model import Model, TensorInfo
 
 MAX_HEADER = 100_000_000
 """Bytes; what the format itself allows."""
@@ -87,50 +86,46 @@ def header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         PlanError: it is no such file.
     """
-    try:
+
+    def read() -> Any:
         with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            held = path.stat().st_size - 8
+            size, held = int.from_bytes(stream.read(8), "little"), path.stat().st_size - 8
             if held < 0 or size > min(held, MAX_HEADER):
                 facts = {"found": f"{held + 8} bytes", "header": f"{size} bytes, as its first 8 bytes say"}
                 raise _refused(path, "it is no safetensors file", facts)
-            entries = json.loads(stream.read(size), object_pairs_hook=_once)
-    except OSError as error:
-        raise _refused(path, "it cannot be read", {"why": error.strerror or str(error)}) from None
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, "its header is no JSON", {"why": str(error)[:200]}) from None
+            return stream.read(size)
+
+    entries = _json(path, read, "its header is no JSON")
     if not isinstance(entries, dict):
         raise _refused(path, "its header names no tensors", {"found": type(entries).__name__})
-    entries.pop("__metadata__", None)
-    return {(found := _tensor(path, name, entry, held - size)).name: found for name, entry in entries.items()}
+    return {unwrapped(name): _tensor(path, name, said) for name, said in entries.items() if name != "__metadata__"}
 
 
-def _tensor(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     fields = entry if isinstance(entry, dict) else {}
-    shape, offsets, dtype = _counts(fields.get("shape")), _counts(fields.get("data_offsets")), fields.get("dtype")
-    if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype, str):
+    shape, dtype = fields.get("shape"), fields.get("dtype")
+    is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    if not is_shape or shape is None or not isinstance(dtype, str):
         raise _refused(path, f"its header does not tell what `{name[:100]}` is", {"found": json.dumps(entry)[:200]})
     if dtype not in DTYPES:
         facts = {"known": ", ".join(DTYPES)}
         raise _refused(path, f"`{name[:100]}` is of the element type {dtype[:40]}, which is not known here", facts)
-    torch_dtype = DTYPES[dtype]
-    if prod(shape) * BYTES[torch_dtype] != offsets[1] - offsets[0] or offsets[1] > data_bytes:
-        facts = {
-            "shape": f"{shape} of {torch_dtype}, {prod(shape) * BYTES[torch_dtype]} bytes",
-            "place": f"bytes {offsets[0]} to {offsets[1]} of {data_bytes}",
-        }
-        raise _refused(path, f"the bytes of `{name[:100]}` do not fit its shape", facts)
-    is_float = "float" in torch_dtype
-    return TensorInfo(unwrapped(name), shape, None, torch_dtype, not is_float, is_float)
+    is_float = "float" in DTYPES[dtype]
+    return TensorInfo(unwrapped(name), tuple(shape), None, DTYPES[dtype], not is_float, is_float)
 
 
-def _indexed(path: Path) -> dict[str, TensorInfo]:
+def _json(path: Path, read: Callable[[], Any], fault: str) -> Any:
+    """What a part of a file says; `fault` where it is no JSON."""
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read())
     except OSError as error:
         raise _refused(path, "it cannot be read", {"why": error.strerror or str(error)}) from None
     except (ValueError, RecursionError) as error:
-        raise _refused(path, "it is no JSON", {"why": str(error)[:200]}) from None
+        raise _refused(path, fault, {"why": str(error)[:200]}) from None
+
+
+def _indexed(path: Path) -> dict[str, TensorInfo]:
+    index = _json(path, path.read_bytes, "it is no JSON")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _refused(path, "it is no index of safetensors files", {"missing": "weight_map"})
@@ -164,19 +159,6 @@ def _file(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     raise PlanError("the folder holds no checkpoint", {"folder": str(path), "looked for": ", ".join(usual)})
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    """Whole numbers from 0, or None where something else was found."""
-    is_list = isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-    return tuple(value) if is_list else None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    return found
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

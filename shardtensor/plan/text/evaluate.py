@@ -3,53 +3,220 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Any
 
-from lark import Token
+from lark import Token, Tree
 
 from shardtensor.errors import SpecError
-from shardtensor.plan.text.expressions import Expressions, MissingKey, is_kind
-from shardtensor.plan.text.scope import POISON, AxisValue, Binding, Bundle, Node, Poisoned, Scope, Style, kind_of, shown
+from shardtensor.plan.findings.finding import Finding, Origin
+from shardtensor.plan.text.scope import (
+    BARE_WORDS,
+    FUNCTIONS,
+    ONE_OF,
+    POISON,
+    AxisValue,
+    Binding,
+    Bundle,
+    Node,
+    Poisoned,
+    Scope,
+    Style,
+    kind_of,
+    known_values,
+    shown,
+)
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
-from shardtensor.spec.diagnostics import Source, nearest
+from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parts import MAX_NUMBER
-from shardtensor.spec.reader import WORDS, Use, Word, as_in, example, words_for
+from shardtensor.spec.reader import WORDS, Reader, Use, Word, as_in, span
 
-BARE_WORDS = ("row", "sum", "avg", "max", "min")
-"""Words that arguments take."""
-
-RESERVED = ("replicate", "world", "config", "true", "false")
-"""Names that mean something everywhere."""
-
-FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
-    name: (Word(name, "function", f"{name}(tp, kv)", rest="number"), function)
-    for name, function in (("gcd", math.gcd), ("min", min), ("max", max))
-}
-
-ONE_OF = "one_of"
-"""The function that asks whether a text of config.json is one of some names; a plan has no other use for texts."""
+MAX_ENTRIES = 10_000
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_MISPLACED = {"tuple": "numbers in round brackets", "places": "a list of placements", "box": "a box"}
 
 
-class Evaluator(Expressions):
-    """Reads what stands in a plan where a value may stand, with the names of a scope."""
+class MissingKey(SpecError):
+    """A config key is missing or null; `??` gives another value."""
+
+
+class Evaluator(Reader):
+    """Reads what stands in a plan where a value may stand, with the names of a scope.
+
+    Faults are raised as `SpecError`; a value that is not known because of another fault raises `Poisoned`.
+    """
 
     def __init__(self, source: Source, scope: Scope) -> None:
-        super().__init__(source, scope)
+        super().__init__(source)
+        self.scope = scope
         self._by_leaf: dict[str, Use] = {}
+        self._has_default = 0
 
     def inside(self, style: Style, given: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a style's body: it names its parameters, and the styles above it."""
         return Evaluator(style.source, self.scope.inner(style, given))
 
+    def value(self, node: Node) -> Any:
+        """The value of an expression, of any kind."""
+        if isinstance(node, Token):
+            return self.digits(node) if node.type == "INT" else str(node) == "true"
+        if node.data in _MISPLACED:
+            why = "only arguments of `chunk`, `grid`, `enum` are such"
+            raise self.fault("E107", node, f"{_MISPLACED[node.data]} cannot stand here", why)
+        return getattr(self, f"_{node.data}")(node)
+
+    def number(self, node: Node) -> int:
+        """The value of an expression that must be a number; an axis counts as its size."""
+        return self._as_number(node, self.value(node))
+
+    def _as_number(self, node: Node, value: Any) -> int:
+        if isinstance(value, AxisValue):
+            if value.size is None:
+                raise Poisoned
+            return value.size
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong_kind(node, value, "a number")
+        return value
+
+    def truth(self, node: Node) -> bool:
+        """The value of an expression that must be true or false."""
+        return self._of_kind(node, bool, "true or false")
+
+    def layout_value(self, node: Node) -> ShardingSpec:
+        """The value of an expression that must be a layout."""
+        return self._of_kind(node, ShardingSpec, "a layout")
+
+    def _of_kind(self, node: Node, kind: type, wanted: str) -> Any:
+        value = self.value(node)
+        if not isinstance(value, kind):
+            raise self._wrong_kind(node, value, wanted)
+        return value
+
+    def _wrong_kind(self, node: Node, value: Any, wanted: str) -> SpecError:
+        fix = ""
+        if wanted == "a layout" and isinstance(value, AxisValue):
+            fix = f"write `[{value}, ...]` to cut the first dim, `[..., {value}]` to cut the last"
+        return self.fault(
+            "E107", node, f"`{self.text(node)}` is {kind_of(value)}, and {wanted} is needed here", fix=fix
+        )
+
+    def text(self, node: Node) -> str:
+        """An expression as it was written, its blanks folded."""
+        start, end = span(node)
+        text = " ".join(self.source.text[start:end].split())
+        return text if len(text) <= 80 else text[:77] + "..."
+
+    def _fault_at(self, node: Node, told: tuple[str, str, str, str]) -> SpecError:
+        code, fault, why, fix = told
+        return self.fault(code, node, fault, why, fix)
+
+    def spend(self, node: Node) -> None:
+        """Count one entry or call of a style; styles that call styles could make any number of them."""
+        self.scope.spent.append(None)
+        if len(self.scope.spent) > MAX_ENTRIES:
+            raise self.fault("E001", node, f"the styles of this plan make more than {MAX_ENTRIES} entries")
+
+    def _limited(self, node: Node, value: int) -> int:
+        if abs(value) > MAX_NUMBER:
+            raise self.fault("E107", node, f"`{self.text(node)}` is too large", f"numbers go up to {MAX_NUMBER}")
+        return value
+
+    # ---------- operators ----------
+
+    def _choose(self, node: Node) -> Any:
+        chosen, condition, other = node.children
+        if self.truth(condition):
+            return self.value(chosen)
+        value = self.value(other)
+        switch = self.scope.names.get(self.text(condition))  # a parameter alone is the user's choice: no note
+        if isinstance(value, ShardingSpec | Bundle) and not (switch is not None and switch.is_param):
+            fault = f"the `else` side was taken: `{self.text(other)}`"
+            note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self.scope, condition))
+            self.scope.notes.append((note, self.text(condition)))
+        return value
+
+    def _default(self, node: Node) -> Any:
+        *most, last = [child for child in node.children if not is_kind(child, "MISSING")]
+        for child in most:
+            self._has_default += 1
+            try:
+                return self.value(child)
+            except MissingKey:
+                continue
+            finally:
+                self._has_default -= 1
+        return self.value(last)
+
+    def _or(self, node: Node) -> bool:
+        return any(self.truth(child) for child in node.children)
+
+    def _and(self, node: Node) -> bool:
+        return all(self.truth(child) for child in node.children)
+
+    def _negate(self, node: Node) -> bool:
+        return not self.truth(node.children[-1])
+
+    def _compare(self, node: Node) -> bool:
+        left, sign, right = node.children
+        if sign not in ("==", "!="):
+            return _COMPARE[str(sign)](self.number(left), self.number(right))
+        one, other = (v.size if isinstance(v, AxisValue) else v for v in (self.value(left), self.value(right)))
+        if one is None or other is None:
+            raise Poisoned
+        if kind_of(one) != kind_of(other):
+            fault = f"`{self.text(left)}` is {kind_of(one)} and `{self.text(right)}` is {kind_of(other)}"
+            raise self.fault("E107", node, fault, "values of one kind are compared")
+        return (one == other) == (sign == "==")
+
+    def _sum(self, node: Node) -> int:
+        total = self.number(node.children[0])
+        for sign, child in zip(node.children[1::2], node.children[2::2], strict=True):
+            term = self.number(child)
+            total = self._limited(node, total + term if sign == "+" else total - term)
+        return total
+
+    def _product(self, node: Node) -> Any:
+        values = [self.value(child) for child in node.children[::2]]
+        if all(isinstance(value, AxisValue) for value in values) and {*map(str, node.children[1::2])} == {"*"}:
+            axes = tuple(axis for value in values for axis in value.axes)
+            sizes = [value.size for value in values if value.size is not None]
+            return AxisValue(axes, self._limited(node, math.prod(sizes)) if len(sizes) == len(values) else None)
+        total, *factors = map(self._as_number, node.children[::2], values)
+        for sign, factor in zip(node.children[1::2], factors, strict=True):
+            if sign == "*":
+                total = self._limited(node, total * factor)
+                continue
+            if factor == 0:
+                raise self.fault("E107", node, f"`{self.text(node)}` divides by 0")
+            if sign == "/" and total % factor:
+                fault, why = f"`{self.text(node)}` is not a whole number", f"it is {total} / {factor}"
+                raise self.fault("E107", node, fault, why, "`//` rounds down, `/` has to be exact")
+            total = total % factor if sign == "%" else total // factor
+        return total
+
+    def _minus(self, node: Node) -> int:
+        return -self.number(node.children[-1])
+
     # ---------- layouts, names and calls ----------
 
     def _spec(self, tree: Node) -> Any:
         with self.apart(""):  # a layout may stand in an argument of what stands in a layout
-            return self._within_world(tree, self.spec(tree))
+            spec = self.spec(tree)
+        if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
+            ranks: Any = spec.placements.ranks
+        elif isinstance(spec, EnumerableShardingSpec):
+            ranks = [box.placement.rank_ for box in spec.boxes if box.placement is not None]
+        else:
+            return spec
+        last = max((rank or 0 for rank in (ranks[-1:] if isinstance(ranks, range) else ranks)), default=0)
+        if last >= self.scope.world:
+            fault = f"rank {last} is named, and the world has {self.scope.world} ranks"
+            raise self.fault("E501", tree, fault, f"ranks go from 0 to {self.scope.world - 1}")
+        return spec
 
     @contextmanager
     def apart(self, place: str) -> Iterator[None]:
@@ -64,18 +231,25 @@ class Evaluator(Expressions):
     def head(self, head: Node) -> Any:
         if head.data == "word":
             return self.named(head)
-        if head.data == "call":
-            name = str(head.children[0])
-            if name == ONE_OF:
-                return self._one_of(head)
-            if name in FUNCTIONS:
-                word, function = FUNCTIONS[name]
-                return self.limited(head, function(*self.arguments(word, head)[""]))
-            if name in self.scope.styles:
-                return self._bundle(self.scope.styles[name], head)
-            if name not in WORDS:
-                raise self._no_such_call(head.children[0])
-        return super().head(head)
+        name = str(head.children[0])
+        if head.data != "call" or name in WORDS:
+            return super().head(head)
+        if name == ONE_OF:
+            return self._one_of(head)
+        if name in FUNCTIONS:
+            word, function = FUNCTIONS[name]
+            return self._limited(head, function(*self.arguments(word, head)[""]))
+        if name not in self.scope.styles:
+            raise self._fault_at(head.children[0], self.scope.unknown_call(name))
+        style = self.scope.styles[name]
+        if style is None:
+            raise Poisoned
+        self.spend(head)
+        given = self.arguments(style.word, head)
+        for param in style.word.params:
+            if param not in given:
+                given[param] = self.inside(style, given).value(style.defaults[param])
+        return Bundle(style, given)
 
     def suffixed(self, spec: Any, call: Node) -> Spec:
         if not isinstance(spec, ShardingSpec):
@@ -85,7 +259,7 @@ class Evaluator(Expressions):
         leaves = self.scope.leaves(tuple(sorted(built.axis_names)))
         twice = next((leaf for i, leaf in enumerate(leaves) if leaf in leaves[:i]), None)
         if twice is not None:
-            why = f"the layout is `{built}`, and {self.scope.mesh}"
+            why = f"the layout is `{built}`, and {self.scope.mesh_text}"
             raise self.fault("E204", call, f"axis `{twice}` splits one tensor twice", why, "keep one of the two")
         return built
 
@@ -95,9 +269,8 @@ class Evaluator(Expressions):
         if first == "config":
             return self._config_key(node, rest)
         if rest:
-            why = "only `config` has keys"
             fix = f"write `config.{'.'.join(rest)}`" if rest[0] in self.scope.config else ""
-            raise self.fault("E103", node, f"`{first}` has no key `{rest[0]}`", why, fix)
+            raise self.fault("E103", node, f"`{first}` has no key `{rest[0]}`", "only `config` has keys", fix)
         if first == "replicate":
             return super().head(node)
         if first == "world":
@@ -109,34 +282,15 @@ class Evaluator(Expressions):
             return binding.value
         if first in BARE_WORDS:
             return first
-        raise self._unknown(node, first)
-
-    def _unknown(self, node: Node, name: str) -> Exception:
-        if not self.scope.is_whole:
-            return Poisoned()
-        if name in self.scope.below:
-            return self.fault("E103", node, f"`{name}` is used above its definition", fix="define it further up")
-        if name in self.scope.styles:
-            style = self.scope.styles[name]
-            fix = as_in(style.word) if style else ""
-            return self.fault("E102", node, f"the style `{name}` needs its arguments", fix=fix)
-        known = [*self.scope.names, *RESERVED]
-        names = sorted(self.scope.names)
-        why = f"names in scope: {', '.join(names[:20])}" if names else "no name is defined"
-        fix = nearest(name, known)
-        if name in self.scope.config:
-            fix = f"write `config.{name}`"
-        elif name in WORDS:
-            fix = example(WORDS[name])
-        return self.fault("E103", node, f"nothing is called `{name}`", why, fix)
+        raise self._fault_at(node, self.scope.unknown_name(first))
 
     def _config_key(self, node: Node, keys: list[str]) -> Any:
-        scope, value = self.scope, self._found(node, keys)
+        value = self._found(node, keys)
         if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
             return value
         what = "a number too large" if isinstance(value, int) else f"of type {type(value).__name__}"
-        fault = f"`{self.text(node)}` is {what}"
-        raise self.fault("E107", node, fault, f"a plan takes whole numbers, true and false from {scope.config_source}")
+        why = f"a plan takes whole numbers, true and false from {self.scope.config_source}"
+        raise self.fault("E107", node, f"`{self.text(node)}` is {what}", why)
 
     def _found(self, node: Node, keys: list[str]) -> Any:
         """What config.json has under a key."""
@@ -151,10 +305,8 @@ class Evaluator(Expressions):
 
     def _one_of(self, call: Node) -> bool:
         """Whether the text under a key of config.json, or a text of the list there, is one of the names that follow."""
-        words = [
-            arg.children[0] if is_kind(arg, "spec") and len(arg.children) == 1 else None for arg in call.children[1:]
-        ]
-        names = [list(map(str, word.children)) if is_kind(word, "word") else [] for word in words]  # type: ignore[union-attr]
+        words = [_word(arg) for arg in call.children[1:]]
+        names = [list(map(str, word.children)) if word is not None else [] for word in words]
         if len(names) < 2 or names[0][:1] != ["config"] or any(len(name) != 1 for name in names[1:]):
             fix = f"write such as `{ONE_OF}(config.model_type, llama, mistral)`"
             raise self.fault("E102", call, f"`{ONE_OF}` takes a key of config and names", fix=fix)
@@ -163,67 +315,36 @@ class Evaluator(Expressions):
         return not {name for (name,) in names[1:]}.isdisjoint(text for text in texts if isinstance(text, str))
 
     def _missing_key(self, node: Node, keys: list[str], found: Any) -> SpecError:
-        scope, key = self.scope, keys[-1]
-        file = scope.config_source.replace("\\", "/").rsplit("/", 1)[-1]
-        where = f" in `{'.'.join(keys[:-1])}`" if keys[:-1] else ""
-        fault = f"{file} has no key `{key}`{where}"
+        if self._has_default:  # another value is taken: what is near is not looked for
+            return MissingKey("")
+        scope, key, text = self.scope, keys[-1], self.text(node)
         known = found if isinstance(found, Mapping) else {}
-        if key in known:
-            fault = f"the key `{key}` of {file} is null"
-        near = [name for name in nearest_keys(key, known) if isinstance(known[name], int)]
-        text = self.text(node)
-        fix = f"give a default: `{text} ?? 1`"
-        why = f"{scope.config_source} has {len(known)} keys"
+        names = [name for name, value in known.items() if isinstance(value, int) and max(len(name), len(key)) <= 100]
+        scores = {name: SequenceMatcher(None, name, key).ratio() for name in names[:1000]}
+        near = max(scores, key=lambda name: scores[name], default="")
+        why, fix = f"{scope.config_source} has {len(known)} keys", f"give a default: `{text} ?? 1`"
+        file = scope.config_source.replace("\\", "/").rsplit("/", 1)[-1]
+        fault = f"the key `{key}` of {file} is null" if key in known else f"{file} has no key `{key}`"
         if not scope.config:
             fault = f"no config was given, and the plan takes `{key}` from it"
             why = "sizes of the model stand in its config.json"
             fix = f"give it: `--model config.json`, or `config=` in Python; or {fix}"
-        elif near:
-            value = shown(known[near[0]])
-            why += f"; the nearest is `{near[0]}` ({value})"
-            fix = f"use `{'.'.join(['config', *keys[:-1], near[0]])}`, or give a default: `{text} ?? {value}`"
-        error = self.fault("E104", node, fault, why, fix)
-        missing = MissingKey(str(error), code="E104", file=error.file, line=error.line, col=error.col)
-        missing.parts = error.parts
-        return missing
-
-    def _bundle(self, style: Style | None, call: Node) -> Bundle:
-        if style is None:
-            raise Poisoned
-        self.spend(call)
-        given = self.arguments(style.word, call)
-        for name in style.word.params:
-            if name not in given:
-                given[name] = self.inside(style, given).value(style.defaults[name])
-        return Bundle(style, given)
-
-    def _no_such_call(self, token: Node) -> Exception:
-        if not self.scope.is_whole:
-            return Poisoned()
-        name, styles = str(token), sorted(self.scope.styles)
-        forms = words_for("form", "suffix")
-        fix = nearest(name, [*styles, *FUNCTIONS, ONE_OF, *forms])
-        kind, why = "style", f"styles in scope: {', '.join(styles)}"
-        if name in self.scope.names:
-            fix = f"`{name}` takes no arguments"
-        elif name in self.scope.below:
-            fix = "define it further up"
-        elif any(f"`{word}`" in fix for word in (*FUNCTIONS, ONE_OF)):
-            kind, why = "function", f"there are {', '.join((*FUNCTIONS, ONE_OF))}"
-        elif any(f"`{word}`" in fix for word in forms):
-            kind, why = "spec", f"there are {', '.join(forms)}"
-        elif not styles:
-            why, fix = "no style is in scope", 'write `include "std/styles.shard"` at the top'
-        return self.fault("E102", token, f"no {kind} is called `{name}`", why, fix)
+        elif scores.get(near, 0) >= 0.5:
+            value = shown(known[near])
+            why += f"; the nearest is `{near}` ({value})"
+            fix = f"use `{'.'.join(['config', *keys[:-1], near])}`, or give a default: `{text} ?? {value}`"
+        return self.source.error("E104", span(node), fault, why, fix, MissingKey)
 
     # ---------- arguments ----------
 
     def argument(self, kind: str, node: Node, word: Word) -> Any:
         if kind == "value":
             return self.value(node)
-        if kind in ("number", "number or row"):
-            value = self.value(node) if kind == "number or row" else None
-            return value if value == "row" else self.number(node)
+        if kind == "number":
+            return self.number(node)
+        if kind == "number or row":
+            value = self.value(node)
+            return value if value == "row" else self._as_number(node, value)
         if kind in ("axes", "axis"):
             axes = tuple(axis for token in self._axis_tokens(node, word) for axis in self.axis(token))
             return axes[0] if kind == "axis" and len(axes) == 1 else axes
@@ -237,89 +358,38 @@ class Evaluator(Expressions):
         return super().argument(kind, node, word)
 
     def _axis_tokens(self, node: Node, word: Word) -> list[Token]:
-        words = [child for child in node.children[::2]] if is_kind(node, "product") else [node]
-        signs = node.children[1::2] if is_kind(node, "product") else []
-        tokens = []
-        for child in words:
-            inner = child.children[0] if is_kind(child, "spec") and len(child.children) == 1 else None
-            if not is_kind(inner, "word") or len(inner.children) > 1 or set(signs) - {"*"}:  # type: ignore[union-attr]
-                fault = f"`{word.name}` needs an axis, or a product as in `tp*dp`"
-                raise self.fault("E102", node, fault, fix=as_in(word))
-            tokens.append(inner.children[0])  # type: ignore[union-attr]
-        return tokens
+        is_product = is_kind(node, "product") and set(node.children[1::2]) == {"*"}
+        words = list(map(_word, node.children[::2] if is_product else [node]))
+        if any(each is None or len(each.children) > 1 for each in words):
+            fault = f"`{word.name}` needs an axis, or a product as in `tp*dp`"
+            raise self.fault("E102", node, fault, fix=as_in(word))
+        return [each.children[0] for each in words if each is not None]  # type: ignore[misc]
 
     def axis(self, token: Token) -> tuple[str, ...]:
         """The axes that a name means where axes stand."""
-        binding = self.scope.names.get(str(token), Binding(None))
-        if binding.value is POISON:
+        value = self.scope.names.get(str(token), Binding(None)).value
+        if value is POISON:
             raise Poisoned
-        if not isinstance(binding.value, AxisValue):
-            raise self._no_such_axis(token, binding.value)
-        axes = binding.value.axes
-        leaves = self.scope.leaves(axes)
+        if not isinstance(value, AxisValue):
+            raise self._fault_at(token, self.scope.unknown_axis(str(token), value))
+        leaves = self.scope.leaves(value.axes)
         if len({*leaves}) < len(leaves):
-            fault = f"`{binding.value}` names an axis twice"
-            raise self.fault("E204", token, fault, f"it is made of {', '.join(leaves)}", "keep one of the two")
+            why = f"it is made of {', '.join(leaves)}"
+            raise self.fault("E204", token, f"`{value}` names an axis twice", why, "keep one of the two")
         for leaf in leaves:
             if leaf in self._by_leaf:
-                use = self._by_leaf[leaf]
-                raise self._used_twice(token, axes, use, set(leaves) & set(self.scope.leaves(use.axes)))
-        self.uses.append(Use(token, axes, self.place))
+                raise self._fault_at(token, self.scope.axis_twice(value.axes, self.place, self._by_leaf[leaf]))
+        self.uses.append(Use(token, value.axes, self.place))
         self._by_leaf |= dict.fromkeys(leaves, self.uses[-1])
-        return axes
-
-    def _no_such_axis(self, token: Token, value: Any) -> Exception:
-        name, mesh = str(token), self.scope.mesh
-        if not self.scope.is_whole:
-            return Poisoned()
-        if value is not None:
-            fault = f"`{name}` is {kind_of(value)}, and an axis of the mesh is needed here"
-            return self.fault("E107", token, fault, f"{name}={shown(value)}", "name an axis of the mesh")
-        if mesh is None:
-            why, fix = "no mesh is written above this line", f"write `mesh ({name} = world)` further up"
-            return self.fault("E201", token, f"no mesh axis is called `{name}`", why, fix)
-        why = f"the mesh of this plan has the axes {mesh}"
-        return self.fault("E201", token, f"no mesh axis is called `{name}`", why, nearest(name, mesh.names))
-
-    def _used_twice(self, token: Token, axes: tuple[str, ...], first: Use, both: set[str]) -> SpecError:
-        axis = axes[0] if len(axes) == 1 else sorted(both)[0]
-        other = next((name for name in first.axes if set(self.scope.leaves((name,))) & both), first.axes[0])
-        place = self.place
-        if axis != other:
-            mesh = self.scope.mesh
-            fault = f"axis `{axis}` and axis `{other}` split one tensor, and they share {', '.join(sorted(both))}"
-            return self.fault("E204", token, fault, f"the mesh has {mesh}", "keep one of the two")
-        if first.place == place:
-            fault = f"axis `{axis}` splits {place} twice"
-            return self.fault("E204", token, fault, f"each rank has a single {axis} coordinate", "keep one of the two")
-        why = f"each rank has a single {axis} coordinate, so it would hold only the diagonal blocks"
-        fix = f"keep one of the two, or make the axis of factors: `{axis} (a = 2, b = {axis} / a)` and `[a, b]`"
-        if not place.startswith("dim") or not first.place.startswith("dim"):
-            why, fix = f"each rank has a single {axis} coordinate", "keep one of the two"
-        return self.fault("E204", token, f"axis `{axis}` splits {first.place} and {place} of one tensor", why, fix)
-
-    # ---------- device forms ----------
-
-    def _within_world(self, node: Node, spec: Any) -> Any:
-        if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-            ranks = spec.placements.ranks
-            last = (
-                max((rank for rank in ranks if rank is not None), default=0)
-                if not isinstance(ranks, range)
-                else (ranks[-1])
-            )
-        elif isinstance(spec, EnumerableShardingSpec):
-            last = max((box.placement.rank_ or 0 for box in spec.boxes if box.placement is not None), default=0)
-        else:
-            return spec
-        if last >= self.scope.world:
-            fault = f"rank {last} is named, and the world has {self.scope.world} ranks"
-            raise self.fault("E501", node, fault, f"ranks go from 0 to {self.scope.world - 1}")
-        return spec
+        return value.axes
 
 
-def nearest_keys(key: str, known: Mapping[str, Any]) -> list[str]:
-    """The keys of a config that may have been meant, nearest first."""
-    names = [name for name in known if isinstance(name, str) and len(name) <= 100][:1000]
-    near = {name: SequenceMatcher(None, name, key).ratio() for name in names if len(key) <= 100}
-    return sorted((name for name in near if near[name] >= 0.5), key=lambda name: -near[name])
+def is_kind(node: Node, *kinds: str) -> bool:
+    """Whether a node is made by a rule, or is a token, of one of these names."""
+    return (node.type if isinstance(node, Token) else node.data) in kinds
+
+
+def _word(node: Node) -> Tree | None:
+    """The name that an expression is; None for any other."""
+    inner = node.children[0] if is_kind(node, "spec") and len(node.children) == 1 else node
+    return inner if is_kind(inner, "word") else None

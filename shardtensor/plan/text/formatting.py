@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import attrs
 from lark import Token
 
-from shardtensor.plan.text.syntax import KEYWORDS, VERSION, parse_plan
+from shardtensor.plan.text.syntax import KEYWORDS, VERSION, first_word, parse_plan
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.reader import Node, span
 
@@ -64,7 +64,7 @@ def format_plan(source: Source) -> str:
         }
     """
     tree = parse_plan(source)
-    start = source.text.index("shard", _after_comments(source.text))
+    start = first_word(source.text)
     rows = [_Row((start, span(tree.children[0])[1]), 0, f"shard {VERSION}")]
     for node in tree.children[1:]:
         rows += _rows(source, node, 0)
@@ -73,14 +73,6 @@ def format_plan(source: Source) -> str:
         row.follows_gap = not (row.closes or before.opens) and "\n\n" in _between(source.text, before, row)
     _align_tails(rows)
     return "".join(_lines(rows))
-
-
-def _after_comments(text: str) -> int:
-    """Where the first word stands."""
-    at = 0
-    while (found := re.compile(r"\s*#[^\n]*").match(text, at)) is not None:
-        at = found.end()
-    return at
 
 
 def _rows(source: Source, node: Node, level: int) -> Iterator[_Row]:
@@ -101,54 +93,35 @@ def _rows(source: Source, node: Node, level: int) -> Iterator[_Row]:
 
 def _head(node: Node) -> str:
     """What stands before a block."""
-    *words, glob_or_param, _ = node.children
     if node.data == "style":
-        params = [*words, glob_or_param]
-        return f"style {params[0]}({', '.join(map(write, params[1:]))})"
-    return " ".join([*_prefixes(words), glob_text(glob_or_param)])
-
-
-def _prefixes(tokens: list[Node]) -> list[str]:
-    return ["optional"] if tokens else []
+        name, *params, _ = node.children
+        return f"style {name}({', '.join(map(write, params))})"
+    *words, glob, _ = node.children
+    return "optional " * bool(words) + glob_text(glob)
 
 
 def _parts(node: Node) -> tuple[str, str, str]:
     """The head of a line, its tail, and what it is aligned with."""
     kind, children = str(node.data), list(node.children)
     if kind == "rule":
-        *prefixes, glob, said = children
-        words = _prefixes(prefixes)
-        return " ".join([*words, glob_text(glob)]) + ":", write(said), " ".join([*words, kind])
-    if kind in ("in", "out"):
+        head = _head(node)
+        return f"{head}:", write(children[-1]), head.startswith("optional ") * "optional " + kind
+    if kind in ("in", "out", "local"):
         *names, said = children
-        return " ".join([kind, *map(str, names)]) + ":", write(said), "flow"
-    if kind == "local":
-        return f"local {children[0]}:", write(children[1]), kind
+        return f"{' '.join([kind, *names])}:", write(said), "flow" if kind != "local" else kind
     if kind in ("let", "param"):
-        name, *said = children
-        return f"{kind} {name}", f"= {write(said[0])}" if said else "", kind
+        return f"{kind} {children[0]}", "".join(f"= {write(said)}" for said in children[1:]), kind
+    texts = [write(child) for child in children]
     if kind == "dims":
-        condition = f" {write(children.pop())}" if children[-1].data == "condition" else ""
-        return f"dims {glob_text(children[0])}", f"({', '.join(map(_given, children[1:]))}){condition}", kind
-    if kind == "include":
-        return f"include {children[0]}", "", ""
+        condition = f" {texts.pop()}" if children[-1].data == "condition" else ""
+        sizes = ", ".join(" = ".join(map(write, child.children)) for child in children[1 : len(texts)])
+        return f"dims {texts[0]}", f"({sizes}){condition}", kind
     if kind == "store":
-        glob, said, *by = children
-        units = f" by {', '.join(map(glob_text, by))}" if by else ""
-        return f"store {glob_text(glob)}: {write(said)}{units}", "", ""
+        units = f" by {', '.join(texts[2:])}" if texts[2:] else ""
+        return f"store {texts[0]}: {texts[1]}{units}", "", ""
     if kind == "tie":
-        condition = f" {write(children[2])}" if len(children) > 2 else ""
-        return f"tie {glob_text(children[0])} = {glob_text(children[1])}{condition}", "", ""
-    if kind == "require":
-        return f"require {write(children[0])} {children[1]}", "", ""
-    if kind == "unmatched":
-        return f"unmatched: {write(children[0])}", "", ""
-    return f"{kind} {write(children[0])}", "", ""  # mesh, data, use
-
-
-def _given(arg: Node) -> str:
-    """A value of a statement, which has more room than one of a call."""
-    return f"{arg.children[0]} = {write(arg.children[1])}"
+        return " ".join(["tie", texts[0], "=", *texts[1:]]), "", ""
+    return " ".join([f"{kind}:" if kind == "unmatched" else kind, *texts]), "", ""
 
 
 def _with_comments(text: str, rows: list[_Row]) -> list[_Row]:
@@ -172,50 +145,23 @@ def _with_comments(text: str, rows: list[_Row]) -> list[_Row]:
 
 def _align_tails(rows: list[_Row]) -> None:
     """Tails of neighbours begin in one column."""
-    for run in _runs(rows):
-        width = max(len(row.head) for row in run)
-        for row in run:
-            aligned = f"{row.head:<{width}} {row.tail}"
-            fits = len(INDENT) * row.level + len(aligned) <= WIDTH
-            row.head = aligned if fits else f"{row.head} {row.tail}"
-
-
-def _runs(rows: list[_Row]) -> Iterator[list[_Row]]:
     run: list[_Row] = []
-    for row in rows:
-        if run and (row.follows_gap or (row.kind, row.level) != (run[-1].kind, run[-1].level)):
-            yield run
+    for row in [*rows, _Row((0, 0), 0, "")]:
+        if run and (not row.tail or row.follows_gap or (row.kind, row.level) != (run[-1].kind, run[-1].level)):
+            width = max(len(each.head) for each in run)
+            for each in run:
+                aligned = f"{each.head:<{width}} {each.tail}"
+                fits = len(INDENT) * each.level + len(aligned) <= WIDTH
+                each.head = aligned if fits else f"{each.head} {each.tail}"
             run = []
-        if row.tail:
-            run.append(row)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+        run += [row] * bool(row.tail)
 
 
 def _lines(rows: list[_Row]) -> Iterator[str]:
-    texts = [_broken(INDENT * row.level + row.head, INDENT * row.level) for row in rows]
-    column, end = 0, 0
-    for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        if row.follows_gap:
-            yield "\n"
-        if row.comment and i >= end:  # comments of neighbours begin in one column
-            following = range(i + 1, len(rows))
-            end = next((j for j in following if not _is_neighbour(row, rows[j])), len(rows))
-            column = max(_width(text) for text in texts[i:end])
-        yield text + (" " * (column - _width(text) + 2) + row.comment if row.comment else "") + "\n"
-
-
-def _is_neighbour(row: _Row, other: _Row) -> bool:
-    """Whether comments of two rows are aligned, if those of all between are."""
-    return bool(other.comment) and not other.follows_gap and other.level == row.level and not row.opens
-
-
-def _width(text: str) -> int:
-    """Of the last line."""
-    return len(text) - text.rfind("\n") - 1
+    for row in rows:
+        indent = INDENT * row.level
+        text = _broken(indent + row.head, indent)
+        yield "\n" * row.follows_gap + text + (f"  {row.comment}" if row.comment else "") + "\n"
 
 
 def _between(text: str, one: _Row, other: _Row) -> str:
@@ -256,8 +202,7 @@ def _broken(line: str, indent: str) -> str:
 
 
 _LEVELS = {"choose": 0, "default": 1, "or": 2, "and": 3, "negate": 4, "compare": 5, "sum": 6, "product": 7, "minus": 8}
-_MODIFIERS = ("pad", "blocks", "unit", "sizes", "balanced")
-_SUFFIXES = ("flat", "only", "partial")
+_ORDER = ("pad", "blocks", "unit", "sizes", "balanced", "flat", "only", "partial")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\{[A-Za-z0-9_.]*(?:,[A-Za-z0-9_.]*)*\}|<[A-Za-z0-9_]+>)+")
 
 
@@ -265,8 +210,27 @@ def write(node: Node, least: int = 0) -> str:
     """The text of a value, in brackets where it binds less than `least`."""
     if isinstance(node, Token):
         return str(node)
-    text = _WRITE.get(str(node.data), _joined)(node)
-    return f"({text})" if _LEVELS.get(str(node.data), 9) < least else text
+    kind, children = str(node.data), list(node.children)
+    if kind == "glob":
+        return glob_text(node)
+    if kind in ("cut", "spec"):  # modifiers, suffixes
+        first = 1 + isinstance(children[0], Token)
+        children[first:] = sorted(children[first:], key=lambda word: _rank(str(word.children[0])))
+    level = _LEVELS.get(kind, 9)
+    inner = [level + (kind != "negate") if kind in _LEVELS else 0] * len(children)
+    if kind == "choose":
+        inner[-1] = 0
+    parts = list(map(write, children, inner))
+    if kind == "cut" and first > 1:
+        parts[0] += ":"
+    if kind == "axis" and getattr(children[-1], "data", "") != "sizes":
+        parts = [" = ".join(parts)]
+    text = _WRITE[kind](parts) if kind in _WRITE else _BETWEEN.get(kind, " ").join(parts)
+    return f"({text})" if level < least else text
+
+
+def _rank(word: str) -> int:
+    return _ORDER.index(word) if word in _ORDER else len(_ORDER)
 
 
 def glob_text(glob: Node) -> str:
@@ -281,102 +245,22 @@ def glob_text(glob: Node) -> str:
     return text if _PLAIN.fullmatch(text) and text not in KEYWORDS else str(token)
 
 
-def _joined(node: Node) -> str:
-    """Operators between their sides."""
-    least = _LEVELS[str(node.data)] + 1
-    words = {"or": " or ", "and": " and "}
-    if node.data in words:
-        return words[str(node.data)].join(write(child, least) for child in node.children)
-    parts = [str(child) if i % 2 else write(child, least) for i, child in enumerate(node.children)]
-    return " ".join(parts)
+def _box(parts: list[str]) -> str:
+    places = [part for part in parts if part[0] == '"']
+    return " @ ".join([f"[{', '.join(parts[: len(parts) - len(places)])}]", *places])
 
 
-def _default(node: Node) -> str:
-    return " ?? ".join(write(child, 2) for child in node.children if getattr(child, "type", "") != "MISSING")
-
-
-def _choose(node: Node) -> str:
-    chosen, condition, other = node.children
-    return f"{write(chosen, 1)} if {write(condition, 1)} else {write(other)}"
-
-
-def _listed(node: Node, first: int = 0) -> str:
-    return ", ".join(write(child) for child in node.children[first:])
-
-
-def _layout(node: Node) -> str:
-    return f"[{_listed(node)}]"
-
-
-def _cut(node: Node) -> str:
-    nodes = list(node.children)
-    name = f"{nodes.pop(0)}: " if isinstance(nodes[0], Token) else ""
-    axes, *modifiers = nodes
-    modifiers.sort(key=lambda word: _order(word, _MODIFIERS))
-    return name + " ".join(map(write, [axes, *modifiers]))
-
-
-def _spec(node: Node) -> str:
-    head, *suffixes = node.children
-    suffixes.sort(key=lambda word: _order(word, _SUFFIXES))
-    return " ".join(map(write, [head, *suffixes]))
-
-
-def _order(word: Node, words: tuple[str, ...]) -> int:
-    name = str(word.children[0])
-    return words.index(name) if name in words else len(words)
-
-
-def _tuple(node: Node) -> str:
-    return f"({write(node.children[0])},)" if len(node.children) == 1 else f"({_listed(node)})"
-
-
-def _box(node: Node) -> str:
-    slices = [child for child in node.children if not isinstance(child, Token)]
-    place = "".join(f" @ {child}" for child in node.children if isinstance(child, Token))
-    return f"[{', '.join(map(write, slices))}]{place}"
-
-
-def _flow(node: Node) -> str:
-    return " ".join(write(child) for child in node.children)
-
-
-def _axis(node: Node) -> str:
-    name, *said = node.children
-    if not said:
-        return str(name)
-    return f"{name} {write(said[0])}" if getattr(said[0], "data", "") == "sizes" else f"{name} = {write(said[0])}"
-
-
-def _needed(node: Node) -> str:
-    return "=".join(map(write, node.children))
-
-
-def _arg(node: Node) -> str:
-    return f"{node.children[0]}={write(node.children[1])}"
-
-
-_WRITE = {
-    "arg": _arg,
-    "axes": lambda node: "".join(map(str, node.children)),
-    "axis": _axis,
+_BETWEEN = {"axes": "", "word": ".", "needed": "=", "arg": "=", "slice": ":", "or": " or ", "and": " and "}
+_WRITE: dict[str, Callable[[list[str]], str]] = {
     "box": _box,
-    "call": lambda node: f"{node.children[0]}({_listed(node, 1)})",
-    "choose": _choose,
-    "condition": lambda node: f"if {write(node.children[0])}",
-    "cut": _cut,
-    "default": _default,
-    "flow": _flow,
-    "glob": glob_text,
-    "grad": lambda node: f"grad {write(node.children[0])}",
-    "layout": _layout,
-    "minus": lambda node: f"-{write(node.children[-1], 9)}",
-    "needed": _needed,
-    "negate": lambda node: f"not {write(node.children[-1], 4)}",
-    "places": _layout,
-    "sizes": lambda node: f"({_listed(node)})",
-    "slice": lambda node: f"{node.children[0]}:{node.children[1]}",
-    "spec": _spec,
-    "tuple": _tuple,
-    "word": lambda node: ".".join(map(str, node.children)),
+    "call": lambda parts: f"{parts[0]}({', '.join(parts[1:])})",
+    "choose": lambda parts: f"{parts[0]} if {parts[1]} else {parts[2]}",
+    "condition": lambda parts: f"if {parts[0]}",
+    "grad": lambda parts: f"grad {parts[0]}",
+    "layout": lambda parts: f"[{', '.join(parts)}]",
+    "minus": lambda parts: f"-{parts[-1]}",
+    "negate": lambda parts: f"not {parts[-1]}",
+    "places": lambda parts: f"[{', '.join(parts)}]",
+    "sizes": lambda parts: f"({', '.join(parts)})",
+    "tuple": lambda parts: f"({', '.join(parts)}{',' * (len(parts) == 1)})",
 }

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from shardtensor.errors import SpecError
+from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.finding import Finding, Origin
-from shardtensor.plan.flows.flow import Flow
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.flows.flow import Flow, cut_axes
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.text.definitions import Definitions, MeshReader, TensorStatements
-from shardtensor.plan.text.entries import Above, Body, Entries, data_axis_fault, flow_axes
-from shardtensor.plan.text.evaluate import Evaluator
+from shardtensor.plan.text.entries import Above, Body
+from shardtensor.plan.text.evaluate import Evaluator, is_kind
 from shardtensor.plan.text.scope import (
+    POISON,
     AxisValue,
+    Binding,
     Node,
     Poisoned,
     Scope,
     finding_of,
-    known_values,
+    kind_of,
     other_values,
     params_in,
 )
 from shardtensor.plan.text.sources import File, Files
+from shardtensor.plan.text.statements import Statements, Stop
 from shardtensor.spec.diagnostics import Source
-from shardtensor.spec.reader import span
 
-MAX_FINDINGS = 100
 MAX_WORLD = 2**31
 MAX_INCLUDES = 16
 """Files that include one another, one in the other."""
@@ -92,11 +93,7 @@ def refused(findings: Iterable[Finding]) -> SpecError:
     return error
 
 
-class _TooMany(Exception):
-    """So many findings that reading stops."""
-
-
-class PlanReader:
+class PlanReader(Statements):
     """Reads the statements of a plan and of the files that it includes.
 
     Args:
@@ -105,33 +102,21 @@ class PlanReader:
     """
 
     def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any], only_head: bool = False) -> None:
+        super().__init__(scope, given)
         self.files = files
-        self.scope = scope
-        self.given = given
         self.only_head = only_head
-        self.findings: list[Finding] = []
-        self.entries = Entries(self.find, lambda: self.scope.leaves(self.data))
-        self.definitions = Definitions(self, given)
-        self.tensors = TensorStatements(self)
-        self.axes: Axes | None = None
-        self.data: tuple[str, ...] = ()
-        self.evaluator = Evaluator(Source(""), scope)
         self._open: list[File] = []
         self._done: set[str] = set()
-        self._seen: set[Any] = set()
         self._main: File | None = None
-
-    # ---------- files ----------
 
     def read(self, file: File) -> None:
         """Read the plan's own file, and all that it includes."""
         self._main = file
         try:
             self._read_file(file)
-            for name, value in self.given.items():
-                if name not in self.scope.names or not self.scope.names[name].is_param:
-                    self.definitions.unknown_param(name, value)
-        except _TooMany:
+            self.unknown_params()
+            self._check_data()
+        except Stop:
             pass
         for note, _ in self.scope.notes:
             self.find(note)
@@ -147,137 +132,89 @@ class PlanReader:
     def _read_file(self, file: File) -> None:
         self._done.add(file.key)
         if isinstance(file.tree, SpecError):
-            self.scope.is_whole = False
             self.find(finding_of(file.tree))
-            return
-        kept = self.evaluator, self.scope.below, self.entries.depth
+            raise Stop
+        kept = self.evaluator, self.scope.below, self.depth
         statements = file.tree.children[1:]
         self.evaluator = Evaluator(file.source, self.scope)
         self.scope.below = frozenset(name for node in statements for name in _defined(node))
-        self.entries.depth = len(self._open)
+        self.depth = len(self._open)
         self._open.append(file)
         for node in statements:
             with self.caught():
                 self._statement(node)
         self._open.pop()
-        self.evaluator, self.scope.below, self.entries.depth = kept
+        self.evaluator, self.scope.below, self.depth = kept
 
     def _statement(self, node: Node) -> None:
         kind = str(node.data)
-        if kind in ("param", "let", "style"):
-            getattr(self.definitions, kind)(node)
-        elif kind in ("include", "mesh", "data", "require"):
+        if kind in ("rule", "in", "out", "use", "local"):
+            if not self.only_head:
+                Body(self, self.evaluator, Above()).read(node)
+        elif not self.only_head or kind not in ("dims", "tie", "store", "unmatched"):
             getattr(self, f"_{kind}")(node)
-        elif self.only_head:
-            return
-        elif kind in ("dims", "tie", "store", "unmatched"):
-            getattr(self.tensors, kind)(node)
-        else:
-            Body(self.entries, self.evaluator, Above()).read(node)
-
-    def find(self, finding: Finding) -> None:
-        """Keep a finding, once for each place."""
-        origin = finding.origin
-        place = finding.fault if origin is None else (origin.source.file, origin.span)
-        if (finding.code, place) in self._seen:
-            return
-        self._seen.add((finding.code, place))
-        self.findings.append(finding)
-        if len(self.findings) >= MAX_FINDINGS and finding.severity == "error":
-            raise _TooMany
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Faults of a text become findings."""
-        try:
-            yield
-        except Poisoned:
-            pass
-        except SpecError as error:
-            self.find(finding_of(error))
-
-    def origin(self, node: Node) -> Origin:
-        return Origin(self.evaluator.source, span(node))
-
-    def fault(self, code: str, node: Node, fault: str, why: str = "", fix: str = "") -> SpecError:
-        return self.evaluator.fault(code, node, fault, why, fix)
 
     def _include(self, node: Node) -> None:
         (token,) = node.children
 
-        def refused(fault: str, why: str, fix: str) -> SpecError:
+        def refused(fault: str, why: str = "", fix: str = "") -> SpecError:
             return self.fault("E003", token, fault, why, fix)
 
         name = self.evaluator.string(token)
         try:
             file = self.files.include(name, self._open[-1], refused)
-        except SpecError:
-            self.scope.is_whole = False
-            raise
-        chain = [*self._open, file]
-        if file in self._open or len(chain) > MAX_INCLUDES:
-            self.scope.is_whole = False
-            names = " -> ".join(file.source.file for file in chain[-MAX_INCLUDES:])
-            fault = (
-                "these files include one another in a circle" if file in self._open else "includes are nested too deep"
-            )
-            raise refused(fault, names, "take this line out")
+            chain = [*self._open, file]
+            if file in self._open or len(chain) > MAX_INCLUDES:
+                is_circle = file in self._open
+                names = " -> ".join(file.source.file for file in chain[-MAX_INCLUDES:])
+                fault = "these files include one another in a circle" if is_circle else "includes are nested too deep"
+                raise refused(fault, names, "take this line out")
+        except SpecError as error:
+            self.find(finding_of(error))
+            raise Stop from None
         if file.key not in self._done:
             self._read_file(file)
 
-    # ---------- numbers ----------
-
     def _mesh(self, node: Node) -> None:
-        if self.scope.mesh is not None:
+        if self.scope.axes is not None:
             raise self.fault("E105", node.children[0], "a plan has one mesh, and this is another", fix="keep one")
-        with self.caught():
-            self.axes = MeshReader(self).read(node.children[0])
+        self.axes = MeshReader(self).read(node.children[0])
 
-    def _data(self, node: Node) -> None:
-        if self.data:
-            raise self.fault("E105", node.children[0], "the axes of the data are said twice", fix="keep one line")
-        with self.evaluator.apart("the data"):
-            self.data = self.evaluator.axes(node.children[0])
-        for line in self.entries.lines:
+    def _check_data(self) -> None:
+        """E204: a flow names axes along which samples differ."""
+        for line in self.lines:
             if isinstance(line.value, Flow):
-                leaves = set(self.scope.leaves(flow_axes(line.value))) & set(self.scope.leaves(self.data))
-                if leaves:
-                    fault, why, fix = data_axis_fault(sorted(leaves))
-                    self.find(Finding("E204", fault, line.origin, why, fix))
-
-    def _require(self, node: Node) -> None:
-        condition, token = node.children
-        reason = self.evaluator.string(token)
-        if self.evaluator.truth(condition):
-            return
-        finding = finding_of(self.fault("E106", condition, f"requirement not met: {reason}"))
-        names = params_in(self.scope, condition)
-        given = [binding.given for name in names if (binding := self.scope.names[name]).given]
-        why = known_values(self.evaluator, condition)
-        self.find(attrs.evolve(finding, why=why, fix=other_values(names), notes=tuple(given)))
-
-    # ---------- the plan ----------
+                wrong = set(self.scope.leaves(_flow_axes(line.value))) & set(self.scope.leaves(self.data))
+                if wrong:
+                    axis = min(wrong)
+                    why = "a flow says what ranks of one data coordinate see; along data axes samples differ"
+                    fault = f"`{axis}` is a data axis, and a flow names it"
+                    self.find(Finding("E204", fault, line.origin, why, f"drop `{axis}`"))
 
     def plan(self) -> Plan:
         """The plan, when no error was found."""
-        from shardtensor.mesh import Mesh
-
         scope = self.scope
         axes = self.axes if self.axes is not None else Axes(Mesh((("world", scope.world),)))
         params = {name: _public(binding.value) for name, binding in scope.names.items() if binding.is_param}
         return Plan(
             attrs.evolve(axes, data=self.data),
-            tuple(self.entries.lines),
-            tuple(self.tensors.stores),
-            tuple(self.tensors.ties),
-            tuple(self.tensors.all_dims),
-            self.tensors.rest,
+            tuple(self.lines),
+            tuple(self.stores),
+            tuple(self.ties),
+            tuple(self.all_dims),
+            self.rest,
             params,
             scope.config,
             scope.world,
             tuple(file.source for file in self.files.opened.values()),
             tuple(self.findings),
         )
+
+
+def _flow_axes(flow: Flow) -> tuple[str, ...]:
+    """All axes that a flow names."""
+    partial = tuple(axis for side in (flow.before, flow.after) for part in side.partial_parts for axis in part.axes)
+    return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.addends)
 
 
 def _public(value: Any) -> Any:
@@ -292,3 +229,114 @@ def _defined(node: Node) -> Iterator[str]:
         for tree in node.iter_subtrees():
             if tree.data == "axis":
                 yield str(tree.children[0])
+
+
+class MeshReader:
+    """Reads ``(dp = world / tp, tp (kvg = gcd(tp, kv), kvr = tp / kvg))``.
+
+    The axes have their names from there on, also where a size is not known.
+    """
+
+    def __init__(self, plan: Statements) -> None:
+        self.plan = plan
+        self.leaves: list[tuple[str, int | None]] = []
+
+    def read(self, sizes: Node) -> Axes | None:
+        """Return the axes; None where a size is not known.
+
+        Raises:
+            SpecError: E105, the sizes do not make the world.
+        """
+        scope = self.plan.scope
+        tops = [self._axis(axis) for axis in sizes.children]
+        scope.axes = tuple(name for name, _ in tops)
+        known = {name: size for name, size in self.leaves if size is not None}
+        if len(known) < len(self.leaves) or any(size is None for _, size in tops):
+            return None
+        total = math.prod(known.values())
+        if total != scope.world:
+            fault = f"the mesh has {total} ranks ({_product(tops)}), but --world is {scope.world}"
+            why = "every rank of the world has one place in the mesh"
+            raise self.plan.fault("E105", sizes, fault, why, self._ways(sizes, total))
+        return Axes(Mesh(tuple(known.items())), dict(scope.made_of))
+
+    def _axis(self, node: Node) -> tuple[str, int | None]:
+        token, *said = node.children
+        name, first = str(token), len(self.leaves)
+        size: int | None = None
+        with self.plan.caught():
+            is_made = bool(said) and is_kind(said[0], "sizes")
+            size = self._composed(token, said[0], first) if is_made else self._size(token, said)
+        if len(self.leaves) == first and name not in self.plan.scope.made_of:
+            self.leaves.append((name, size))
+        self._define(token, size)
+        return name, size
+
+    def _composed(self, token: Node, sizes: Node, first: int) -> int | None:
+        for factor in sizes.children:
+            self._axis(factor)
+        leaves = self.leaves[first:]
+        self.plan.scope.made_of[str(token)] = tuple(name for name, _ in leaves)
+        known = [size for _, size in leaves if size is not None]
+        if len(known) < len(leaves):
+            return None
+        size = math.prod(known)
+        wanted = self.plan.scope.names.get(str(token), Binding(size)).value
+        if wanted is not POISON and wanted != size:
+            fault = f"the factors of `{token}` make {size} ({_product(leaves)}), and {token}={wanted}"
+            if not isinstance(wanted, int):
+                fault = f"`{token}` is {kind_of(wanted)}, and the size of an axis is needed here"
+            raise self.plan.fault("E105", sizes, fault, fix=f"write the last one as `{token}` divided by the others")
+        return size
+
+    def _size(self, token: Node, said: list[Node]) -> int:
+        plan, node = self.plan, said[0] if said else token
+        value = plan.scope.names.get(str(token), Binding(None)).value
+        size: Any = value
+        if said:
+            try:
+                size = plan.evaluator.number(node)
+            except SpecError as error:
+                finding = finding_of(error)
+                if finding.code == "E107":  # a division that is not exact: rounded down it would not make the world
+                    ways = other_values(params_in(plan.scope, node))
+                    finding = attrs.evolve(finding, fix=ways or finding.fix)
+                plan.find(finding)
+                raise Poisoned from None
+            if isinstance(value, int) and value != size:
+                fault = f"the axis `{token}` has {size} ranks, and {token}={value}"
+                raise plan.fault("E105", node, fault, fix=f"write `{token}` alone, or name the axis otherwise")
+        elif value is None:
+            fix = f"write `{token} = 2`, or `param {token} = 2` further up"
+            raise plan.fault("E105", token, f"the axis `{token}` has no size", "no parameter is called so", fix)
+        if size is POISON:
+            raise Poisoned
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise plan.fault("E107", token, f"`{token}` is {kind_of(size)}, and the size of an axis is needed here")
+        if size < 1:
+            fix = other_values(params_in(plan.scope, node)) if said else ""
+            raise plan.fault("E105", node, f"the axis `{token}` has {size} ranks", "an axis has at least one rank", fix)
+        return size
+
+    def _define(self, token: Node, size: int | None) -> None:
+        """An axis may have the name of the number that is its size."""
+        names, name, value = self.plan.scope.names, str(token), AxisValue((str(token),), size)
+        if name in names and not isinstance(names[name].value, AxisValue):
+            names[name] = attrs.evolve(names[name], value=value)
+            return
+        with self.plan.caught():
+            self.plan.define(token, Binding(value))
+
+    def _ways(self, sizes: Node, total: int) -> str:
+        """What would make the mesh as large as the world."""
+        run = f"run with --world {total}"
+        for axis in sizes.children:
+            rest = [str(other.children[0]) for other in sizes.children if other is not axis]
+            if rest and len(axis.children) > 1 and is_kind(axis.children[1], "INT"):
+                divisor = rest[0] if len(rest) == 1 else f"({' * '.join(rest)})"
+                return f"write `{axis.children[0]} = world / {divisor}`, or {run}"
+        return run
+
+
+def _product(sizes: list[tuple[str, int | None]]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 from lark import Token
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding, Origin
-from shardtensor.spec.diagnostics import Source, listed, printable
+from shardtensor.spec.diagnostics import Source, listed, nearest, printable
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.spec.reader import Word
-
-if TYPE_CHECKING:
-    from shardtensor.plan.text.expressions import Expressions
-
+from shardtensor.spec.reader import WORDS, Use, Word, as_in, example, words_for
 
 Node = Any
 """A lark ``Tree`` or ``Token``."""
@@ -25,6 +22,20 @@ Node = Any
 class Poisoned(Exception):
     """A value is not known because its expression has an error, which was reported; what needs it reports nothing."""
 
+
+BARE_WORDS = ("row", "sum", "avg", "max", "min")
+"""Words that arguments take."""
+
+RESERVED = ("replicate", "world", "config", "true", "false")
+"""Names that mean something everywhere."""
+
+FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
+    name: (Word(name, "function", f"{name}(tp, kv)", rest="number"), function)
+    for name, function in (("gcd", math.gcd), ("min", min), ("max", max))
+}
+
+ONE_OF = "one_of"
+"""The function that asks whether a text of config.json is one of some names; a plan has no other use for texts."""
 
 POISON = object()
 """The value of a name whose definition failed."""
@@ -92,30 +103,6 @@ class Binding:
     given: str = ""
 
 
-@attrs.frozen(eq=False)
-class MeshNames:
-    """The axes of the mesh of a plan, sizes apart.
-
-    Attributes:
-        axes: as they were written, major first.
-        made_of: axis -> its factors that are not made of others, major first.
-    """
-
-    axes: tuple[str, ...]
-    made_of: Mapping[str, tuple[str, ...]]
-
-    def leaves(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(leaf for name in names for leaf in self.made_of.get(name, (name,)))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.axes, *(leaf for leaves in self.made_of.values() for leaf in leaves))
-
-    def __str__(self) -> str:
-        made = [f"{name} is made of {', '.join(leaves)}" for name, leaves in self.made_of.items()]
-        return ", and ".join([", ".join(self.axes), *made])
-
-
 @attrs.define(eq=False)
 class Scope:
     """What a plan's expressions may name.
@@ -124,9 +111,9 @@ class Scope:
         config: keys of config.json; `config_source` says in messages where they are from.
         names: of params, lets and axes; inside a style also its parameters.
         styles: by name.
-        mesh: None as long as none was written.
+        axes: of the mesh as they were written, major first; None as long as no mesh was.
+        made_of: axis -> its factors that are not made of others, major first.
         below: names that the file at hand defines further down.
-        is_whole: False once a file could not be read, so that unknown names may have been defined there.
         notes: N001 of layouts and styles that stand after an ``else``, and the conditions.
         spent: one for each entry and call of a style; shared by all scopes of a plan.
     """
@@ -136,9 +123,9 @@ class Scope:
     config_source: str = "config.json"
     names: dict[str, Binding] = attrs.field(factory=dict)
     styles: dict[str, Style | None] = attrs.field(factory=dict)
-    mesh: MeshNames | None = None
+    axes: tuple[str, ...] | None = None
+    made_of: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     below: frozenset[str] = frozenset()
-    is_whole: bool = True
     notes: list[tuple[Finding, str]] = attrs.field(factory=list)
     spent: list[None] = attrs.field(factory=list)
 
@@ -149,7 +136,66 @@ class Scope:
 
     def leaves(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The axes that some axes are made of."""
-        return axes if self.mesh is None else self.mesh.leaves(axes)
+        return tuple(leaf for name in axes for leaf in self.made_of.get(name, (name,)))
+
+    @property
+    def mesh_text(self) -> str:
+        made = [f"{name} is made of {', '.join(leaves)}" for name, leaves in self.made_of.items()]
+        return ", and ".join([", ".join(self.axes or ()), *made])
+
+    def unknown_name(self, name: str) -> tuple[str, str, str, str]:
+        """The code, the fault, why, and the way out where a name has no value."""
+        if name in self.below:
+            return "E103", f"`{name}` is used above its definition", "", "define it further up"
+        if name in self.styles:
+            style = self.styles[name]
+            return "E102", f"the style `{name}` needs its arguments", "", as_in(style.word) if style else ""
+        names = sorted(self.names)
+        why = f"names in scope: {', '.join(names[:20])}" if names else "no name is defined"
+        fix = example(WORDS[name]) if name in WORDS else nearest(name, [*names, *RESERVED])
+        return "E103", f"nothing is called `{name}`", why, f"write `config.{name}`" if name in self.config else fix
+
+    def unknown_call(self, name: str) -> tuple[str, str, str, str]:
+        """The same, where brackets follow the name."""
+        functions, forms = [*FUNCTIONS, ONE_OF], words_for("form", "suffix")
+        known = {"style": sorted(self.styles), "function": functions, "spec": forms}
+        kind = next((kind for kind, words in known.items() if nearest(name, words)), "style")
+        why, fix = f"{kind}s in scope: {', '.join(known[kind])}", nearest(name, known[kind])
+        if name in self.names:
+            fix = f"`{name}` takes no arguments"
+        elif name in self.below:
+            fix = "define it further up"
+        elif not known[kind]:
+            why, fix = "no style is in scope", 'write `include "std/styles.shard"` at the top'
+        return "E102", f"no {kind} is called `{name}`", why, fix
+
+    def unknown_axis(self, name: str, value: Any) -> tuple[str, str, str, str]:
+        """The same, for a name that is no axis; `value` is what else it means, None where nothing."""
+        if value is not None:
+            fault = f"`{name}` is {kind_of(value)}, and an axis of the mesh is needed here"
+            return "E107", fault, f"{name}={shown(value)}", "name an axis of the mesh"
+        why, fix = "no mesh is written above this line", f"write `mesh ({name} = world)` further up"
+        if self.axes is not None:
+            why = f"the mesh of this plan has the axes {self.mesh_text}"
+            fix = nearest(name, [*self.axes, *self.leaves(tuple(self.made_of))])
+        return "E201", f"no mesh axis is called `{name}`", why, fix
+
+    def axis_twice(self, axes: tuple[str, ...], place: str, first: Use) -> tuple[str, str, str, str]:
+        """The same, for axes that cut what others cut already."""
+        both = set(self.leaves(axes)) & set(self.leaves(first.axes))
+        axis = axes[0] if len(axes) == 1 else min(both)
+        other = next((name for name in first.axes if set(self.leaves((name,))) & both), first.axes[0])
+        why, fix = f"each rank has a single {axis} coordinate", "keep one of the two"
+        fault = f"axis `{axis}` splits {first.place} and {place} of one tensor"
+        if axis != other:
+            fault = f"axis `{axis}` and axis `{other}` split one tensor, and they share {', '.join(sorted(both))}"
+            why = f"the mesh has {self.mesh_text}"
+        elif first.place == place:
+            fault = f"axis `{axis}` splits {place} twice"
+        elif first.place.startswith("dim") and place.startswith("dim"):
+            why += ", so it would hold only the diagonal blocks"
+            fix += f", or make the axis of factors: `{axis} (a = 2, b = {axis} / a)` and `[a, b]`"
+        return "E204", fault, why, fix
 
 
 def kind_of(value: Any) -> str:
@@ -172,79 +218,57 @@ def shown(value: Any) -> str:
     return str(value.size) if isinstance(value, AxisValue) else str(value)
 
 
-def finding_of(error: Exception) -> Finding:
+def finding_of(error: SpecError) -> Finding:
     """The finding that an error of a text is."""
-    source, fault = error.parts  # type: ignore[attr-defined]
-    facts = dict(fault.facts)
-    notes = [f"{key}: {value}" for key, value in fault.facts if key not in ("why", "fix")]
-    origin = Origin(source, fault.span)
-    return Finding(error.code, printable(fault.text), origin, facts.get("why", ""), facts.get("fix", ""), tuple(notes))  # type: ignore[attr-defined]
+    source, span, _ = error.parts
+    facts = dict(error.rows)
+    notes = [f"{key}: {value}" for key, value in error.rows if key not in ("why", "fix")]
+    told = printable(error.fault), Origin(source, span), facts.get("why", ""), facts.get("fix", "")
+    return Finding(error.code, *told, tuple(notes))
 
 
 MOST = 8
 """Values that an error lists."""
 
 
-def known_values(evaluator: Expressions, node: Node) -> str:
+def known_values(scope: Scope, node: Node) -> str:
     """The values of the names in a condition, and of those in the conditions that it names: ``heads=32, tp=6``."""
-    facts: dict[str, None] = {}
-    _collect(evaluator, node, facts, set())
-    return ", ".join(list(facts)[:MOST])
-
-
-def _collect(evaluator: Expressions, node: Node, facts: dict[str, None], seen: set[str]) -> None:
-    for tree in _subtrees(node):
-        name = ".".join(map(str, tree.children)) if tree.data == "word" else ""
-        if name in seen or name in ("", "replicate"):
-            continue
-        seen.add(name)
-        text = _text_in(evaluator.scope.config, list(map(str, tree.children)))
-        if text:
-            facts[f"{name} is {text}"] = None
-            continue
-        try:
-            value = evaluator.named(tree)
-        except (SpecError, Poisoned):
-            continue
-        if isinstance(value, ShardingSpec | str):
-            continue
-        facts[f"{name}={shown(value)}"] = None
-        binding = evaluator.scope.names.get(name, Binding(None))
-        if isinstance(value, bool) and binding.source is not None and not binding.is_param:
-            _collect(type(evaluator)(binding.source, evaluator.scope), binding.node, facts, seen)
-
-
-def _text_in(config: Mapping[str, Any], words: list[str]) -> str:
-    """The text that config.json has under a key, or the texts of the list there; empty where it has none.
-
-    Example:
-        >>> _text_in({"architectures": ["A", "B"]}, ["config", "architectures"])
-        'A, B'
-    """
-    value: Any = {"config": config}
-    for word in words:
-        value = value.get(word) if isinstance(value, Mapping) else None
-    texts = value if isinstance(value, list) else [value]
-    return ", ".join(printable(text[:100]) for text in texts[:MOST] if isinstance(text, str))
+    facts = []
+    for name, binding in _names_in(scope, node, through=bool):
+        value: Any = {"config": scope.config, "world": scope.world} if binding is None else binding.value
+        for key in name.split(".") if binding is None else ():
+            value = value.get(key) if isinstance(value, Mapping) else None
+        texts = value if isinstance(value, list) and binding is None else [value]
+        if any(isinstance(text, str) for text in texts):
+            found = ", ".join(printable(text[:100]) for text in texts[:MOST] if isinstance(text, str))
+            facts += [f"{name} is {found}"] * (binding is None)
+        elif isinstance(value, int | AxisValue | Bundle):
+            facts.append(f"{name}={shown(value)}")
+    return ", ".join(facts[:MOST])
 
 
 def params_in(scope: Scope, node: Node) -> tuple[str, ...]:
     """The parameters that the value of an expression comes from, through the names in it."""
-    found: dict[str, None] = {}
+    named = _names_in(scope, node, through=object)
+    return tuple(name for name, binding in named if binding is not None and binding.is_param)
+
+
+def _names_in(scope: Scope, node: Node, through: type) -> Iterator[tuple[str, Binding | None]]:
+    """The names in an expression, and in those of names whose values are of the type `through`, each once."""
     seen: set[str] = set()
     todo = [node]
     while todo:
-        for tree in _subtrees(todo.pop()):
-            name = str(tree.children[0]) if tree.data in ("word", "axis") else ""
-            if not name or name in seen:
-                continue
+        tree = todo.pop()
+        if isinstance(tree, Token):
+            continue
+        name = ".".join(map(str, tree.children[: 1 if tree.data == "axis" else None]))
+        if tree.data in ("word", "axis") and name not in seen:
             seen.add(name)
-            binding = scope.names.get(name, Binding(None))
-            if binding.is_param:
-                found[name] = None
-            elif binding.node is not None:
-                todo.append(binding.node)
-    return tuple(found)
+            binding = scope.names.get(name)
+            yield name, binding
+            if binding is not None and binding.node is not None and not binding.is_param:
+                todo += [binding.node] * isinstance(binding.value, through)
+        todo += reversed(tree.children)
 
 
 def other_values(params: tuple[str, ...]) -> str:
@@ -259,12 +283,3 @@ def other_values(params: tuple[str, ...]) -> str:
     names = listed([f"`{name}`" for name in params])
     search = "without --set, `shardtensor plan --search` lists those that fit"
     return f"give {names} another value, as in --set {params[0]}=N; {search}"
-
-
-def _subtrees(node: Node) -> Iterator[Node]:
-    """A node and the trees below it, in the order of the text."""
-    stack = [] if isinstance(node, Token) else [node]
-    while stack:
-        tree = stack.pop()
-        yield tree
-        stack += [child for child in reversed(tree.children) if not isinstance(child, Token)]

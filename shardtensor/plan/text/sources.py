@@ -54,16 +54,15 @@ class Files:
             return self._parsed(Source(plan, "<plan>"), "<plan>", None)
         path = Path(plan)
         for at in (path, PACKAGED / path, PACKAGED / f"{path}.shard"):
-            if _is_file(at):
-                try:
+            try:
+                if at.is_file():
                     return self._opened(at, path.as_posix() if at == path else _label(at))
-                except (UnicodeDecodeError, OSError) as error:
-                    raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
+            except (OSError, ValueError) as error:
+                raise SpecError(f"{at} cannot be read as text", {"why": str(error)}, code="E003") from None
         known = sorted(at.stem for at in PACKAGED.glob("*.shard") if not at.stem.endswith(".dims"))
         facts = {"looked for": str(path), "packaged": ", ".join(known) or "(none)"}
-        raise SpecError(
-            "there is no such plan", facts, nearest(str(path), known) or "give the path of a file", code="E003"
-        )
+        fix = nearest(str(path), known) or "give the path of a file"
+        raise SpecError("there is no such plan", facts, fix, code="E003")
 
     def include(self, name: str, file: File, refused: Any) -> File:
         """Open a file that another includes: relative to that one, then a packaged one.
@@ -73,18 +72,18 @@ class Files:
         """
         folders = [folder for folder in (file.folder, PACKAGED) if folder is not None]
         for folder in folders:
-            if "\0" not in name and _is_file(folder / name):
-                if len(self.opened) >= MAX_FILES:
-                    raise refused(f"a plan includes at most {MAX_FILES} files", "", "")
-                try:
+            try:
+                if (folder / name).is_file():
+                    if len(self.opened) >= MAX_FILES:
+                        raise refused(f"a plan includes at most {MAX_FILES} files")
                     return self._opened(folder / name, _label(folder / name))
-                except (UnicodeDecodeError, OSError):
-                    raise refused(f"`{name}` cannot be read as text", "", "") from None
+            except SpecError:
+                raise
+            except (OSError, ValueError):
+                raise refused(f"`{name}` cannot be read as text") from None
         known = [f'"{at.relative_to(folder)}"' for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
-        looked = (
-            f"looked in {' and '.join('the plans of the package' if at is PACKAGED else str(at) for at in folders)}"
-        )
-        raise refused(f"`{name}` is not there", looked, nearest(f'"{name}"', known))
+        looked = " and ".join("the plans of the package" if at is PACKAGED else str(at) for at in folders)
+        raise refused(f"`{name}` is not there", f"looked in {looked}", nearest(f'"{name}"', known))
 
     def _opened(self, path: Path, label: str) -> File:
         key = str(path.resolve())
@@ -104,13 +103,6 @@ class Files:
             tree = error
         self.opened[key] = File(source, key, folder, tree)
         return self.opened[key]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _label(path: Path) -> str:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardtensor.errors import SpecError
 from shardtensor.spec.diagnostics import Source, listed
-from shardtensor.spec.parse import IN_WORDS, check_depth, grammar, open_bracket, parse_with, parser_of, quoted_name
+from shardtensor.spec.parse import (
+    CLOSING,
+    IN_WORDS,
+    check_depth,
+    grammar,
+    misplaced,
+    open_bracket,
+    parse_with,
+    parser_of,
+)
 
 if TYPE_CHECKING:
     from lark import Lark, Token, Tree
@@ -107,8 +116,13 @@ def _parse(source: Source, start: str) -> Tree:
 _FIRST = re.compile(r"(?:[ \t\f\r\n]|#[^\n]*(?:\n|$))*")
 
 
+def first_word(text: str) -> int:
+    """Where the first word of a plan begins, after comments."""
+    return _FIRST.match(text).end()  # type: ignore[union-attr]
+
+
 def _check_version(source: Source) -> None:
-    start = _FIRST.match(source.text).end()  # type: ignore[union-attr]
+    start = first_word(source.text)
     line = source.text[start:].split("\n", 1)[0].split("#")[0].rstrip()
     if found := re.fullmatch(r"shard[ \t]+([0-9]+)", line):
         if found[1].lstrip("0") == str(VERSION):
@@ -123,55 +137,37 @@ def _check_version(source: Source) -> None:
 def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[str]) -> SpecError:
     text = source.text
     opened = open_bracket(text[:at])
-    if opened is not None and "\n" in text[opened:at] and kind in ("", "$END", "COLON", "EQUAL", "GLOB", "LBRACE"):
-        bracket, closing = text[opened], {"[": "]", "(": ")"}[text[opened]]
-        return source.error(
-            "E001", (opened, opened + 1), f"this `{bracket}` is never closed", fix=f"close it with `{closing}`"
-        )
-    if kind in ("$END", "_NL"):
-        shown = "the end" if kind == "$END" else "the end of the line"
-        at = len(text[:at].rstrip()) if kind == "$END" else at
-        found = " "
-    else:
-        found = _whole_word(text, at, found)
-        shown = f"`{found if len(found) <= 40 else found[:40] + '...'}`"
-    words = _in_words(expected if opened is None else expected - {"_NL"})
-    fault = f"expected {listed(words)}" if words else ""
-    why, fix = "", ""
+    if opened is not None and (kind == "_NL" or ("\n" in text[opened:at] and kind in _OF_NEXT_LINE)):
+        fault, fix = f"this `{text[opened]}` is never closed", f"close it with `{CLOSING[text[opened]]}`"
+        return source.error("E001", (opened, opened + 1), fault, fix=fix)
     head = text[text.rfind("\n", 0, at) + 1 : at].strip()
     if {"COLON", "LBRACE"} <= expected and head in STATEMENTS:
         start = text.rfind(head, 0, at)
         fault, fix = f"`{head}` stands in a block", "move the line out of the braces"
         return source.error("E001", (start, start + len(head)), fault, "it is for a whole file", fix)
+    if kind not in ("$END", "_NL") and (word := _WORD.match(text, at)) is not None:
+        found = word[0]
+    words = listed(_in_words(expected if opened is None else expected - {"_NL"}) or [""])
+    why, fix = "", ""
     if {"COLON", "LBRACE"} <= expected and head:
         pattern = head.split()[-1]
-        fault += f" after the pattern `{pattern}`"
+        words += f" after the pattern `{pattern}`"
         why = "a rule is `PATTERN: LAYOUT` or `PATTERN { ... }`"
         rest = text[at:].split("\n", 1)[0].split("#")[0].strip()
         fix = f"write `{pattern}: {rest}`" if rest[:1].isalpha() or rest[:1] == "[" else ""
     elif head in KEYWORDS and found[:1] in (":", "{"):
         why, fix = f"`{head}` begins a statement", f'a pattern that is a keyword stands in quotes: `"{head}"`'
-    elif found == "'":
-        found, why, fix = quoted_name(text, at, expected)
-        shown = f"`{found}`"
-    elif found == '"':
-        why, fix = "text in quotes ends on its line", 'close it with `"`'
     elif head.endswith("{"):
         why = "each entry of a block stands on a line of its own"
     elif "ELSE" in expected and kind in ("$END", "_NL"):
         why, fix = "nothing falls back in silence", "write `else`, and what is meant then"
     elif kind == "$END" and "RBRACE" in expected:
         fix = "close the block with `}`"
-    elif opened is not None and kind == "_NL":
-        why, fix = f"the `{text[opened]}` at column {opened - text.rfind(chr(10), 0, opened)} is open", "close it"
-    fault = f"{fault}, found {shown}" if fault else f"{shown} cannot stand here"
-    return source.error("E001", (at, at + len(found)), fault, why, fix)
+    return misplaced(source, at, found, kind, expected, words, why, fix)
 
 
-def _whole_word(text: str, at: int, found: str) -> str:
-    """The word that begins at `at`; else what was found."""
-    word = re.compile(r"[A-Za-z_][A-Za-z0-9_]*").match(text, at)
-    return word[0] if word else found
+_OF_NEXT_LINE = ("", "$END", "COLON", "EQUAL", "GLOB", "LBRACE")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _in_words(expected: set[str]) -> list[str]:
