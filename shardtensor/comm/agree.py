@@ -23,11 +23,8 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
     """Return if all ranks make this call with equal facts; costs one small exchange.
 
     Every member of the group calls it, before any data moves. A rank that found a fault passes it as `fault` instead
-    of raising it.
-
-    Args:
-        call: the user's call, for messages: ``shard_parameter("fc.weight")``.
-        facts: what must be equal on every rank, by name: specs, shapes, dtypes, options as text.
+    of raising it. `call` is the user's, for messages: ``shard_parameter("fc.weight")``; `facts`, such as specs, shapes
+    and dtypes as text, must be equal on every rank.
 
     Raises:
         ShardTensorError: on every rank, with the type of `fault` and one text, if a rank passed a fault.

@@ -18,9 +18,7 @@ from shardtensor.errors import LayoutError
 
 class DimSizes(NamedTuple):
     """A dim, counted from the front, or from the end if negative, and the size of each group member's slice of it.
-
-    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error.
-    """
+    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
@@ -62,10 +60,8 @@ def all_gather_no_grad(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.
 
 
 def all_gather(x: torch.Tensor, sizes: DimSizes, group: Group, sum_gradient: bool = False) -> torch.Tensor:
-    """`all_gather_no_grad` with a gradient: this member's slice of the result's gradient.
-
-    With `sum_gradient`, for work that is split over the group, the gradients of all members are summed first.
-    """
+    """`all_gather_no_grad` with a gradient: this member's slice of the result's gradient. With `sum_gradient`, for
+    work that is split over the group, the gradients of all members are summed first."""
     if not _differentiates(x, group):
         return all_gather_no_grad(x, sizes, group)
     if sum_gradient:

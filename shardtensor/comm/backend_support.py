@@ -31,11 +31,8 @@ _WIDER = {
 class BackendSupport:
     """Which tensors the backends of a group send as they are, and the conversions for all others.
 
-    Attributes:
-        backends: the backend of each device type that it supports; tensors elsewhere are copied to `device_type`.
-        bound_device: the device that the process group was created with (``device_id``), if any.
-        reduced_as_is, moved_as_is: triples (is on cuda, dtype, op) and pairs (is on cuda, dtype) sent as they are.
-        ops: the reductions that the backend has; only "avg" may be missing.
+    `reduced_as_is` are triples (is on cuda, dtype, op), `moved_as_is` pairs (is on cuda, dtype). Tensors of devices
+    without a backend are copied to `device_type`, or the group's `bound_device`. Of `ops` only "avg" may be missing.
     """
 
     backends: dict[str, str]

@@ -33,10 +33,8 @@ from shardtensor.errors import RuleError
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` for plain tensors (no ShardedTensors), in 3 microseconds instead of 5.
-
-    It skips the checks of torch's Python layer, except under torch.compile and inside the transforms of torch.func.
-    """
+    """Return ``function.apply`` for plain tensors (no ShardedTensors), in 3 microseconds instead of 5. It skips the
+    checks of torch's Python layer, except under torch.compile and inside the transforms of torch.func."""
     plain: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def call(*args: Any) -> Any:
@@ -47,15 +45,18 @@ def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return call
 
 
+FORWARD_MODE_FIX = [
+    "unshard_module(module), or full_tensor(), and differentiate the function of plain tensors",
+    "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
+]
+
+
 def refuse_forward_mode() -> None:
     """Raise, on all ranks alike, if forward-mode differentiation is active: a collective does not send tangents."""
     if forward_ad._current_level >= 0:
         raise RuleError(
             "forward-mode differentiation does not see through ShardedTensors: a collective would lose the tangents",
-            fix=[
-                "unshard_module(module), or full_tensor(), and differentiate the function of plain tensors",
-                "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
-            ],
+            fix=FORWARD_MODE_FIX,
         )
 
 
@@ -81,10 +82,8 @@ def sum_gradient(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over the group of the terms `x`, in a new tensor of its shape, equal on every rank.
-
-    Backward passes the gradient on unchanged: `sum_gradient` is the adjoint.
-    """
+    """Return the sum over the group of the terms `x`, in a new tensor of its shape, equal on every rank. Backward
+    passes the gradient on unchanged: `sum_gradient` is the adjoint."""
     if group.size == 1:
         return x
     return _do_all_reduce(x, group) if differentiates(x) else _sum(x, group)
@@ -165,10 +164,8 @@ def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return the elements of all members, flat, in group order, equal on every rank; counts may differ and may be zero.
-
-    Backward returns this rank's range of the gradient: `local_slice` is the adjoint.
-    """
+    """Return the elements of all members, flat, in group order, equal on every rank; counts may differ and may be
+    zero. Backward returns this rank's range of the gradient: `local_slice` is the adjoint."""
     if group.size == 1:
         return x.reshape(-1)
     return _do_all_gather(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
@@ -201,18 +198,14 @@ class _AllGather(Function):
 
 
 def whole_gradient(grad: Any) -> torch.Tensor:
-    """Return a gradient as a plain tensor: a program may call ``y.backward(sharded)`` for a plain `y`.
-
-    The members of a group must compute with the same values, so a ShardedTensor is gathered.
-    """
+    """Return a gradient as a plain tensor: a program may call ``y.backward(sharded)`` for a plain `y`. The members
+    of a group must compute with the same values, so a ShardedTensor is gathered."""
     return grad if type(grad) is torch.Tensor or not hasattr(grad, "full_tensor") else grad.full_tensor()
 
 
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
-    """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order.
-
-    Counts are the elements sent to and received from each member. Backward sends the gradient of each back.
-    """
+    """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order. Counts are
+    the elements sent to and received from each member. Backward sends the gradient of each back."""
     if group.size == 1:
         return x.reshape(-1)
     if differentiates(x):

@@ -28,10 +28,8 @@ _SWITCH = "SHARDTENSOR_COPY_ENGINES"
 
 @attrs.frozen(eq=False)
 class GatherBuffer:
-    """Memory to gather into, as bytes, and the group whose all-gather to use.
-
-    Call `end` when the memory is no longer used: it ends the registration, so that the memory can be freed.
-    """
+    """Memory to gather into, as bytes, and the group whose all-gather to use. Call `end` when the memory is no
+    longer used: it ends the registration, so that the memory can be freed."""
 
     group: Group
     memory: torch.Tensor

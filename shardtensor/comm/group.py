@@ -62,10 +62,8 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``.
-
-        Use the returned tensor: in a compiled graph it is another tensor with the same values.
-        """
+        """Reduce `t` over the group in place and return it. `op` is one of ``sum avg max min prod``. Use the
+        returned tensor: in a compiled graph it is another tensor with the same values."""
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
         """Start `all_reduce`; do not use `t` before ``wait()`` returns it."""
@@ -84,32 +82,24 @@ class Group(ABC):
         return Pending(self.reduce_scatter(flat, counts))
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain `part`.
-
-        On cuda it runs in the current stream. The version counter of `out` does not change.
-        """
+        """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain
+        `part`. On cuda it runs in the current stream. The version counter of `out` does not change."""
         return Pending(overwrite(out, self.all_gather(part)))
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat `out`.
-
-        On cuda it runs in the current stream, and `out` may be that range of `flat`.
-        """
+        """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat
+        `out`. On cuda it runs in the current stream, and `out` may be that range of `flat`."""
         return Pending(overwrite(out, self.reduce_scatter(flat)))
 
     @abstractmethod
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
-        """Send consecutive ranges of `flat` to the members and return the ranges received, flat, in group order.
-
-        The result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`.
-        """
+        """Send consecutive ranges of `flat` to the members and return the ranges received, flat, in group order. The
+        result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`."""
 
     @abstractmethod
     def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        """Return this member's part, flat, of `count` elements; `parts` is read on the source only.
-
-        `like` gives dtype and device of the result on every member.
-        """
+        """Return this member's part, flat, of `count` elements; `parts` is read on the source only. `like` gives
+        dtype and device of the result on every member."""
 
     @abstractmethod
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
@@ -145,8 +135,8 @@ class Group(ABC):
     def twin(self) -> Group:
         """Return a group of the same ranks with a communicator of its own; all its members call it.
 
-        Collectives of the two groups can run at the same time, and each group has its own order of calls. On cuda the
-        members must still call the collectives of both groups in one order if one waits for another.
+        Each group has its own order of calls. On cuda the members must still call the collectives of both groups in one
+        order if one waits for another.
         """
         return self  # in one process there is no communicator to separate
 
@@ -185,10 +175,8 @@ def group_along(group: Group, names: Iterable[str], error: type[ShardTensorError
 
 
 def group_on_mesh(group: Group, mesh: Mesh) -> Group:
-    """Return the view of a group with this mesh; equal meshes give the same object. Sends nothing.
-
-    Views of one group use the same subgroups.
-    """
+    """Return the view of a group with this mesh; equal meshes give the same object. Sends nothing. Views of one
+    group use the same subgroups."""
     known: dict[Mesh, Group] = vars(group).setdefault("_on_meshes", {})
     if mesh not in known:
         known[mesh] = group.on_mesh(mesh, {})
@@ -285,10 +273,8 @@ def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Raise RuleError if the reduction is undefined for the dtype, as torch's own reductions do.
-
-    A sum of bools is "any", a product "all".
-    """
+    """Raise RuleError if the reduction is undefined for the dtype, as torch's own reductions do. A sum of bools is
+    "any", a product "all"."""
     if op not in REDUCTIONS:
         raise RuleError(f'no reduction is called "{op}"', {"reductions": ", ".join(REDUCTIONS)})
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):

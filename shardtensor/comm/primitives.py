@@ -73,10 +73,8 @@ def _refuse_recording() -> None:
 
 
 def _graph_result(result: torch.Tensor) -> torch.Tensor:
-    """Copy the result of a functional collective.
-
-    torch 2.11 silently loses the gradient of an autograd Function that returns a collective's result itself, or a
-    tensor that it was copied into. The compiler fuses this copy with the next operation.
+    """Copy the result of a functional collective: torch 2.11 silently loses the gradient of an autograd Function that
+    returns it, or a tensor that it was copied into. The compiler fuses this copy with the next operation.
     """
     return result.clone()
 

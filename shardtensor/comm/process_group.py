@@ -168,9 +168,7 @@ def _non_member_group(rank: int) -> Group:
 
 def forget_destroyed() -> None:
     """Drop the references to groups that torch has destroyed, which ends their threads and closes their sockets.
-
-    `as_group` calls it whenever it makes a group.
-    """
+    `as_group` calls it whenever it makes a group."""
     for process_group in [known for known in _groups if known not in _world.pg_map]:
         del _groups[process_group]
     for key, (mesh, group) in list(_mesh_groups.items()):
@@ -213,10 +211,7 @@ def unpickle_group(info: RankInfo | None, mesh: MeshState | None, ranks: tuple[i
     """Return the subgroup of `as_group(None)` with these ranks, or all of it without `ranks`.
 
     A subgroup that this process does not have is made anew: its members must all read the same pickles in one order.
-
-    Raises:
-        RuntimeError: there is no process group, or this process has another rank or world size than the writing one.
-        LayoutError: the ranks are not in the group.
+    Raises where this process has another place in the world than the one that wrote.
     """
     if info is not None and world_place() is None:
         raise RuntimeError(

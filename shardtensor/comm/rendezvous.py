@@ -130,12 +130,10 @@ class Rendezvous:
         self._keys: list[str] = []  # of the last collective, in the store
 
     def wait(self, operation: str, call: str, pairs: int | None = None, own: str = "") -> None:
-        """Return when all ranks have arrived with the same `call`.
+        """Return when all ranks have arrived with the same `call`; `operation` is its short name.
 
-        Args:
-            operation: its short name, for the first line of messages.
-            pairs: a number whose sum over the ranks is zero when each receives as many elements as are sent to it.
-            own: the call of this rank, for messages, if it is not the same on every rank.
+        The sum of `pairs` over the ranks is zero when each receives as many elements as are sent to it; `own` is
+        the call of this rank, for messages, if it is not the same on every rank.
 
         Raises:
             CallMismatchError: on every rank, with one text: some ranks make another call.
@@ -211,10 +209,8 @@ class Rendezvous:
             self._withdraw(here, digest, error)
 
     def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait.
-
-        A rank with one thread, whose last rendezvous is still open, waits there.
-        """
+        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait. A
+        rank with one thread, whose last rendezvous is still open, waits there."""
         path = {self.statuses.rank: here}
         while True:
             at = path[next(reversed(path))]

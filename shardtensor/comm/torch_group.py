@@ -19,11 +19,8 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
 class TorchGroup(Group):
-    """A torch process group of two or more ranks; make one with `as_group`.
-
-    Group order is that of the process group. Tensors whose device, dtype or strides the backend does not support are
-    converted as `support` says; the usual tensor costs one look-up in a set.
-    """
+    """A torch process group of two or more ranks, in its order; make one with `as_group`. Tensors that the backend
+    does not support are converted as `support` says; the usual tensor costs one look-up."""
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()
@@ -160,13 +157,13 @@ class TorchGroup(Group):
     def exchange(self, blob: bytes) -> list[bytes]:
         assert blob, "an exchange carries at least one byte"
         sent = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        data = _as_bytes(self.all_gather(sent))
+        data = bytes_of(self.all_gather(sent))
         return [data[i : i + len(blob)] for i in range(0, len(data), len(blob))]
 
     def exchange_objects(self, value: Any) -> list[Any]:
         blob = pickle.dumps(value)
         counts = [int.from_bytes(count, "little") for count in self.exchange(len(blob).to_bytes(8, "little"))]
-        data = _as_bytes(self.all_gather(torch.frombuffer(bytearray(blob), dtype=torch.uint8), counts))
+        data = bytes_of(self.all_gather(torch.frombuffer(bytearray(blob), dtype=torch.uint8), counts))
         ends = list(accumulate(counts, initial=0))
         return [pickle.loads(data[start:end]) for start, end in pairwise(ends)]
 
@@ -201,10 +198,8 @@ class TorchGroup(Group):
 
 
 class Started(Pending):
-    """A collective that torch runs; `source`, the tensor that it reads, is kept alive until the wait.
-
-    After the wait `finish` copies the result into `t` if a converted tensor was sent.
-    """
+    """A collective that torch runs; `source`, the tensor that it reads, is kept alive until the wait. After the wait
+    `finish` copies the result into `t` if a converted tensor was sent."""
 
     __slots__ = ("call", "finish", "process_group", "source", "work")
 
@@ -236,6 +231,7 @@ def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> 
     return max(counts) * scale, sum(counts) * scale
 
 
-def _as_bytes(t: torch.Tensor) -> bytes:
+def bytes_of(t: torch.Tensor) -> bytes:
+    """The memory of a contiguous tensor of bytes."""
     t = t.cpu()
     return string_at(t.data_ptr(), t.numel())

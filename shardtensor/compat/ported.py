@@ -96,10 +96,8 @@ def create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: 
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put ShardedTensors that are plain attributes of a module into its ``state_dict``.
-
-    Registered with ``module._register_state_dict_hook``; parameters and buffers need no hook.
-    """
+    """Put ShardedTensors that are plain attributes of a module into its ``state_dict``. Registered with
+    ``module._register_state_dict_hook``; parameters and buffers need no hook."""
     for key, owner, name in _attributes(module, prefix):
         value = vars(owner)[name]
         if isinstance(value, ShardedTensor):
@@ -107,10 +105,8 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
 
 
 def pre_load_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Set plain attributes of a module from the ShardedTensors of a ``state_dict``.
-
-    Registered with ``module._register_load_state_dict_pre_hook(hook, True)``.
-    """
+    """Set plain attributes of a module from the ShardedTensors of a ``state_dict``. Registered with
+    ``module._register_load_state_dict_pre_hook(hook, True)``."""
     for key, owner, name in _attributes(module, prefix):
         value = state_dict.get(key)
         if isinstance(value, ShardedTensor):

@@ -23,13 +23,8 @@ from shardtensor.tensor.shard import Shard
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
-class RemoteShards:
+class RemoteShards(dict[int, list[Any]]):
     """What other ranks show of one tensor: RRefs by rank, of those that hold any of it."""
-
-    __slots__ = ("__weakref__", "by_rank")
-
-    def __init__(self) -> None:
-        self.by_rank: dict[int, list[Any]] = {}
 
 
 SHOWN: WeakValueDictionary[int, RemoteShards] = WeakValueDictionary()
@@ -93,20 +88,18 @@ def _receive(number: int, rank: int, shards: list[Any]) -> None:
     shown = SHOWN.get(number)
     if shown is None:
         raise RuntimeError(f"the tensor number {number}, whose shards rank {rank} shows, is gone")
-    shown.by_rank[rank] = shards
+    shown[rank] = shards
 
 
 def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
-    """Return RRefs to the `Shard` objects of other ranks, by rank; ranks that hold nothing are absent. Sends nothing.
-
-    ``rref.to_here()`` brings a shard. The tensor has to be made with ``init_rrefs=True``.
-    """
+    """Return RRefs to the `Shard` objects of other ranks, by rank; ranks that hold nothing are absent. Sends
+    nothing. ``rref.to_here()`` brings a shard. The tensor has to be made with ``init_rrefs=True``."""
     if tensor._remote is None:
         raise RuleError(
             "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available",
             fix=["metadata() tells where all shards lie", "full_tensor() or gather() bring them here"],
         )
-    return dict(sorted(tensor._remote.by_rank.items()))
+    return dict(sorted(tensor._remote.items()))
 
 
 ShardedTensor.remote_shards = remote_shards  # type: ignore[attr-defined]

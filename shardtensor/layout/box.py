@@ -93,16 +93,7 @@ def find_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] |
 
 
 def check_tiling(owned: Owned, shape: tuple[int, ...]) -> None:
-    """Raise LayoutError unless boxes, each with its global rank or None, cover each element of `shape` once.
-
-    Example:
-        >>> check_tiling([(0, Box((0,), (2,))), (1, Box((3,), (2,)))], (5,))
-        Traceback (most recent call last):
-        shardtensor.errors.LayoutError: the shards do not cover the entire tensor: no shard holds element (2)
-          shape   (5)
-          volume  4 of the shards does not match tensor volume 5
-          fix     add a shard that starts at (2), or give the true global size
-    """
+    """Raise LayoutError unless boxes, each with its global rank or None, cover each element of `shape` once."""
     for rank, box in owned:
         if len(box.offsets) != len(shape):
             raise LayoutError(

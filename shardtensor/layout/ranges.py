@@ -34,10 +34,8 @@ _WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
 @attrs.frozen
 class Ranges:
-    """Parameters of `lengths` elements from `starts` on, cut into one range of `chunk` elements for each rank.
-
-    The elements between parameters, and after the last, are padding.
-    """
+    """Parameters of `lengths` elements from `starts` on, cut into one range of `chunk` elements for each rank. The
+    elements between parameters, and after the last, are padding."""
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
@@ -87,11 +85,8 @@ def lay_out(lengths: Sequence[int], ranks: int, units: Sequence[int] | None = No
     not longer than its grain is in one range. None: ranges may end anywhere.
 
     Example:
-        >>> ranges = lay_out([40, 8], 2)
-        >>> ranges.starts, ranges.chunk, ranges.sizes(0), ranges.sizes(1)
-        ((0, 48), 32, (32, 8), (0, 8))
-        >>> lay_out([96, 40], 2, [24, 1]).sizes(0), lay_out([96, 40], 2, [96, 1]).sizes(0)
-        ((72, 24), (96, 0))
+        >>> lay_out([40, 8], 2).starts, lay_out([96, 40], 2, [24, 1]).sizes(0), lay_out([96, 40], 2, [96, 1]).sizes(0)
+        ((0, 48), (72, 24), (96, 0))
     """
     return _lay_out(tuple(lengths), ranks, tuple(units) if units is not None else (1,) * len(lengths))
 
@@ -185,10 +180,8 @@ def _congruent(least: int, boundary: int, unit: int) -> int | None:
 
 
 def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
-    """Lay out one parameter in a buffer of its own, in the ranges of a `FlatLayout` without sizes.
-
-    If its shards differ in size between groups, each group has other ranges; this layout describes them all.
-    """
+    """Lay out one parameter in a buffer of its own, in the ranges of a `FlatLayout` without sizes. If its shards
+    differ in size between groups, each group has other ranges; this layout describes them all."""
     units = -(-length // unit)
     return Ranges((length,), (0,), max(-(-units // ranks) * unit, 1), ranks)
 
@@ -206,13 +199,7 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
 def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:
     """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
-
-    Those are of one kind; those that a rank holds whole are in the order of owners.
-
-    Example:
-        >>> parameter_groups(["f32", "bf16", "f32", "f32"], [None, None, 1, 0])
-        [[0], [1], [3, 2]]
-    """
+    Those are of one kind; those that a rank holds whole are in the order of owners."""
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
@@ -234,10 +221,8 @@ def aligned_bytes(size: int) -> int:
 
 
 def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
-    """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays gathered.
-
-    `modules` says of each its bytes, and whether it stays gathered.
-    """
+    """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays
+    gathered. `modules` says of each its bytes, and whether it stays gathered."""
     turns = [number for number, (_, stays) in enumerate(modules) if not stays]
     users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]
     return [BufferPlan(max((modules[i][0] for i in each), default=0), tuple(each)) for each in users]

@@ -34,9 +34,7 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks, coordinate
 @attrs.frozen(eq=False)
 class Region:
     """The place of a box in a rank's local tensor: `held`, slices of it, and there `within` of the view in `shape`.
-
-    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None.
-    """
+    In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None."""
 
     held: tuple[slice, ...]
     shape: Shape | None
@@ -46,27 +44,13 @@ class Region:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """The regions that one rank keeps, sends and receives, those of one peer in the order of the receiver's boxes.
-
-    Attributes:
-        keeps: pairs of regions of the old and the new local tensor.
-        sends: for each member of the group, in its order, the regions of the old local tensor sent to it.
-        receives: for each member, the regions of the new local tensor received from it.
+    """What one rank keeps, as pairs of regions of its old and new local tensor, and the regions that it sends to and
+    receives from each member of the group, in its order; those of one peer in the order of the receiver's boxes.
     """
 
     keeps: tuple[tuple[Region, Region], ...]
     sends: tuple[tuple[Region, ...], ...]
     receives: tuple[tuple[Region, ...], ...]
-
-    @property
-    def received(self) -> int:
-        """The number of elements received from other ranks."""
-        return sum(region.numel for regions in self.receives for region in regions)
-
-    @property
-    def sent(self) -> int:
-        """The number of elements sent to other ranks."""
-        return sum(region.numel for regions in self.sends for region in regions)
 
 
 @lru_cache(maxsize=1024)
@@ -130,10 +114,8 @@ def _region(part: Box, box: Box, local: Box, packed: bool) -> Region:
 
 @attrs.frozen(cache_hash=True)
 class Step:
-    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after.
-
-    `axes` are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty.
-    """
+    """One step of a reshard: its kind, a name in the table of this module, and the layouts before and after. `axes`
+    are those of the common grid along which ranks communicate, None for all ranks; `op` reduces, or is empty."""
 
     kind: str
     source: Layout
@@ -147,10 +129,6 @@ class Step:
             return as_ranks(sorted({*self.source.ranks, *self.target.ranks}))
         mesh = Mesh(tuple((f"axis{i}", n) for i, n in enumerate(self.source.grid)), self.source.ranks)
         return as_ranks(sorted(mesh.ranks_along(rank, self.axes)))
-
-    def transfer(self, rank: int) -> Transfer:
-        """Return what `rank` keeps, sends and receives in a step that does not reduce."""
-        return transfer(self.source, self.target, rank, self.members(rank))
 
     @property
     def group_size(self) -> int:
@@ -177,28 +155,11 @@ class Step:
         return " * ".join(f"{self.source.axis_name(axis)}={self.source.grid[axis]}" for axis in self.axes)
 
 
-def is_even(layout: CutLayout, axes: tuple[int, ...]) -> bool:
-    """Whether all ranks along `axes` hold the same number of elements: dims cut along them have shards of one size."""
-    cuts = [cut.pieces for cut in layout.dims if cut is not None and not set(axes).isdisjoint(cut.axes)]
-    return all(len({pieces.size(i) for i in range(pieces.count)}) == 1 for pieces in cuts)
-
-
 Partial = tuple[tuple[int, str], ...]
 
 
 def route(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the steps between two layouts of one shape, of any kinds, on any ranks; none if they are the same.
-
-    Raises:
-        LayoutError: the shapes differ.
-
-    Example:
-        >>> from shardtensor.layout.layout import DimCut, replicated
-        >>> from shardtensor.layout.pieces import chunked
-        >>> rows = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(DimCut((0,), chunked(8, 4)), None))
-        >>> [(step.kind, step.received(0)) for step in route(rows, replicated((8, 8), range(4)))]
-        [('all_gather', 48)]
-    """
+    """Return the steps between two layouts of one shape, of any kinds, on any ranks; none if they are the same."""
     return _route(source, target, source.names, target.names)
 
 
@@ -262,7 +223,10 @@ def _move(source: Layout, target: Layout, shared: bool) -> Step:
         return Step("slice", source, target, axes)
     if axes is None:
         return Step("all_to_all", source, target)
-    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even(source, axes):
+    cuts = source.dims if isinstance(source, CutLayout) else ()
+    pieces = [cut.pieces for cut in cuts if cut is not None and not set(axes).isdisjoint(cut.axes)]
+    is_even = all(len({each.size(i) for i in range(each.count)}) == 1 for each in pieces)
+    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even:
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 

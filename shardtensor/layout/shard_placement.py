@@ -37,9 +37,6 @@ class ShardPlacement:
         ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
 
         `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
-
-        Raises:
-            LayoutError, SpecError: it is something else, or does not fit the parameter.
         """
         if asked is None:
             return ANYWHERE

@@ -16,11 +16,7 @@ from shardtensor.rules.dims import one_dim
 
 
 class Answers:
-    """The part of `ShardedTensor` that reads its layout and its leaf and changes nothing.
-
-    A sharded tensor has no strides of its own; it tells those of a contiguous tensor of its shape, which is what
-    `full_tensor` gives.
-    """
+    """The part of `ShardedTensor` that reads its layout and its leaf; strides are those of a contiguous tensor."""
 
     __slots__ = ()
 

@@ -25,10 +25,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
 
 
 def converted(tensor: ShardedTensor, change: Callable[[torch.Tensor], torch.Tensor], group: Group) -> ShardedTensor:
-    """Return `tensor` with ``change(leaf)`` as its leaf, on `group`; itself when neither differs.
-
-    A move to another kind of device rewrites the placements of the spec; `change` must keep the leaf's shape.
-    """
+    """Return `tensor` with ``change(leaf)`` as its leaf, on `group`; itself when neither differs. A move to another
+    kind of device rewrites the placements of the spec; `change` must keep the leaf's shape."""
     local = change(tensor._local)
     if tensor._layout.partial and local.dtype != tensor.dtype:
         tensor = settled(tensor)
@@ -71,45 +69,35 @@ def _example(value: Any) -> Any:
     return value
 
 
-def cpu(tensor: ShardedTensor, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:
-    """``Tensor.cpu``, and ``process_group=``: itself when it is there already."""
-    _check_memory_format(memory_format)
-    group = tensor._group if process_group is None else as_group(process_group)
-    return converted(tensor, lambda local: local.cpu(), group)
-
-
-def cuda(
-    tensor: ShardedTensor,
-    device: Any = None,
-    non_blocking: bool = False,
-    memory_format: Any = None,
-    process_group: Any = None,
-) -> ShardedTensor:
-    """``Tensor.cuda``, and ``process_group=``. As from torch's ShardedTensor a new object, over the same leaf when
-    that is on the device already."""
-    _check_memory_format(memory_format)
-    group = tensor._group if process_group is None else as_group(process_group)
-    found = converted(tensor, lambda local: local.cuda(device, non_blocking=non_blocking), group)
-    return wrap(found._local, found._layout, found._spec, group) if found is tensor else found
-
-
 def _check_memory_format(memory_format: Any) -> None:
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
 
 
-for name, handler in (("to", to), ("cpu", cpu), ("cuda", cuda)):
-    HANDLERS[getattr(torch.Tensor, name)] = handler
-    setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
-
-
 def _short_form(function: Any) -> Callable[..., ShardedTensor]:
-    def handler(tensor: ShardedTensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> ShardedTensor:
+    def handler(
+        tensor: ShardedTensor, *args: Any, memory_format: Any = None, process_group: Any = None, **kwargs: Any
+    ) -> ShardedTensor:
         _check_memory_format(memory_format)
-        return converted(tensor, lambda local: function(local, *args, **kwargs), tensor._group)
+        group = tensor._group if process_group is None else as_group(process_group)
+        return converted(tensor, lambda local: function(local, *args, **kwargs), group)
 
     return handler
 
+
+_on_gpu = _short_form(torch.Tensor.cuda)
+
+
+def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """``Tensor.cuda``, and ``process_group=``. As from torch's ShardedTensor a new object, over the same leaf when
+    that is on the device already."""
+    found = _on_gpu(tensor, *args, **kwargs)
+    return wrap(found._local, found._layout, found._spec, found._group) if found is tensor else found
+
+
+for name, handler in (("to", to), ("cpu", _short_form(torch.Tensor.cpu)), ("cuda", cuda)):
+    HANDLERS[getattr(torch.Tensor, name)] = handler
+    setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
 
 SHORT_FORMS = """
 half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory
@@ -134,10 +122,8 @@ def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
-    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay.
-
-    Any other source, a storage or a plain tensor, would be one shard's.
-    """
+    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay. Any other
+    source, a storage or a plain tensor, would be one shard's."""
     if (
         not isinstance(tensor, ShardedTensor)
         or not isinstance(source, ShardedTensor)
@@ -173,11 +159,8 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
-    """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these.
-
-    It makes them anew in its next forward. It no longer moves its parameters into one piece of memory, which cuDNN
-    wants and sharded parameters cannot have.
-    """
+    """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these. It
+    makes them anew in its next forward, and no longer moves its parameters into one piece of memory, as cuDNN wants."""
     ids = set(map(id, params))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
@@ -192,10 +175,8 @@ def _stay_apart() -> None:
 
 
 def flatten_again(module: nn.Module) -> None:
-    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back.
-
-    In its next forward it notices that its weak references are gone, makes them anew, and flattens.
-    """
+    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back. In its
+    next forward it notices that its weak references are gone, makes them anew, and flattens."""
     for owner in module.modules():
         is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
         if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:

@@ -42,9 +42,7 @@ def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
 
 def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
-
-    As torch does, the gradient comes along for a plain tensor, not for a parameter; hooks do not.
-    """
+    As torch does, the gradient comes along for a plain tensor, not for a parameter; hooks do not."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     is_param = getattr(tensor, "_is_param", False)

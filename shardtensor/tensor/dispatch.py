@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from shardtensor.comm.collectives import FORWARD_MODE_FIX
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.rules.table import ROWS
 
@@ -100,10 +101,8 @@ def bare_name(func: Any) -> str:
 
 
 def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> None:
-    """Say once for each operation that it gathered; an error under `strict`.
-
-    `layouts` of the operands are the cause where the operation has a row in the table of rules.
-    """
+    """Say once for each operation that it gathered; an error under `strict`. `layouts` of the operands are the cause
+    where the operation has a row in the table of rules."""
     name = name_of(func)
     bare = (getattr(func, "__name__", None) or "").strip("_")  # of its form in place, and its operator, too
     row = ROWS.get(bare) or ROWS.get(bare.removeprefix("i"))
@@ -199,10 +198,7 @@ def _at_work() -> tuple[str, list[str]] | None:
             "torch.autograd.grad and torch.autograd.functional (vectorize=False) take sharded parameters",
         ]
     if forward_ad._current_level >= 0:
-        return "forward-mode differentiation", [
-            "unshard_module(module), or full_tensor(), and differentiate the function of plain tensors",
-            "torch.autograd.functional.jvp differentiates backward twice and takes sharded parameters",
-        ]
+        return "forward-mode differentiation", FORWARD_MODE_FIX
     if torch.compiler.is_exporting():
         return "torch.export", ["unshard_module(module) first; shard what is loaded again"]
     if torch.jit.is_tracing():

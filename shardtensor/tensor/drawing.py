@@ -40,11 +40,8 @@ PIECE = 65536
 def serial_pieces(
     sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
 ) -> Iterator[tuple[int, Tensor]] | None:
-    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small scratch.
-
-    Used up, it leaves the generator where the whole call does. None, and the generator as it was, if `sample` is not
-    exact in pieces.
-    """
+    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small
+    scratch. Used up, it leaves the generator where the whole call does. None if `sample` is not exact in pieces."""
     return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
 
 
@@ -99,8 +96,7 @@ def philox_pieces(
     """Yield ``(start, values)``: the wanted passes of a CUDA tensor of `numel` elements, in a scratch of one pass.
 
     Used up, it leaves the generator where the whole call does. None, and the generator as it was, if the tensor fits
-    one pass, or is complex and larger than 2 GiB, or if `sample` is not exact in passes. `wanted` tells whether
-    anything of a flat range is needed.
+    one pass, or is complex and larger than 2 GiB, or if `sample` is not exact in passes.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     lengths = pass_lengths(index)
@@ -129,9 +125,8 @@ def pass_lengths(index: int) -> tuple[int, int]:
 def find_pass(draw: Callable[..., Tensor], stream: Any, lengths: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the ``(length, step)`` of a pass that is proved to reproduce ``draw``, or None. The offset is put back.
 
-    The proof compares two passes and one element drawn at once with the same in three passes, values and final offset.
-    Which of ``lengths`` is right depends on the sampler, its arguments and the dtype (``random_`` over a wide range
-    draws 64 bits), so it is proved for every call; that costs four draws of a pass and one synchronisation.
+    Two passes and one element drawn at once are compared with the same in three passes, values and final offset. Which
+    of `lengths` is right depends on the sampler, its arguments and the dtype, so it is proved for every call.
     """
     base = stream.get_offset()
     try:
@@ -199,11 +194,8 @@ def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) ->
 def agree_on_state(
     group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast.
-
-    All ranks of the group call it. `device` is the one whose default generator is meant when `generator` is None;
-    `note` a few small numbers (0 to 255), as many on every rank.
-    """
+    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast. All
+    ranks of the group call it; without a generator the device's default one is meant. `note` are numbers to 255."""
     if group.size == 1:
         return tuple(note)
     if generator is None:
@@ -260,11 +252,8 @@ def draw(
 
 
 def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them.
-
-    Two dims of one stride are told apart by their sizes: in memory the longer one is the outer. A rank on which both
-    are of length one or less cannot know, which is why the first rank's answer counts.
-    """
+    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them. Of two dims of
+    one stride the longer is the outer; a rank on which both are of length one or less cannot know."""
     dims = tuple(range(len(layout.shape)))
     if layout.packed:
         return dims

@@ -154,9 +154,7 @@ MOST = 1024
 
 class Side(NamedTuple):
     """What leaves, or what comes: the elements for each member that there is a part of its own for, and `total`.
-
-    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so.
-    """
+    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so."""
 
     counts: list[int]
     total: int
@@ -177,9 +175,8 @@ class Plan(NamedTuple):
 def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
     """Return this rank's local tensor after an all-gather, a reduce-scatter or an all-to-all; no gradient.
 
-    All ranks of `team` call it. A rank's own pieces take the same way: what is in order on one side is then moved
-    without a copy of ours. Rows that become columns are put end to end before they are sent and arrive in place;
-    columns that become rows leave from where they lie and are taken apart after.
+    All ranks of `team` call it. A rank's own pieces take the same way. What is in order on one side is moved without a
+    copy of ours, as rows that become columns are where they arrive, and columns that become rows where they leave.
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()

@@ -43,12 +43,8 @@ def from_local_shards_and_global_metadata(
     process_group: Any = None,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Return the tensor that the metadata describes, of which this rank has these shards. Sends and compares nothing.
-
-    Raises:
-        RuntimeError: not as many shards as the metadata gives this rank.
-        LayoutError: (a ValueError) a shard that is not what the metadata says, shards that do not tile the size.
-    """
+    """Return the tensor that the metadata describes, of which this rank has these shards. Sends and compares
+    nothing. Raises RuleError or LayoutError where the shards are not those of the metadata, or do not tile the size."""
     group = as_group(process_group)
     check_metadata_of_all(sharded_tensor_metadata)
     shards, shape = sharded_tensor_metadata.shards_metadata, tuple(sharded_tensor_metadata.size)

@@ -86,10 +86,8 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
 
 
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
-    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce.
-
-    A tensor that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's.
-    """
+    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce. A tensor
+    that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's."""
     layout = tensor._layout
     if not layout.partial:
         return shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
@@ -288,11 +286,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 
 
 def _leaf_of(x: Any) -> Any:
-    """The tensor whose gradient is asked for.
-
-    A parameter of a fully sharded module is in no graph: modules compute with what was gathered, and its gradient is
-    summed over the ranks into ``.grad``.
-    """
+    """The tensor whose gradient is asked for; a parameter of a fully sharded module is in no graph."""
     if getattr(x, "_flat", None) is not None:
         raise RuleError(
             "autograd cannot be asked for the gradients of some parameters of a fully sharded module",

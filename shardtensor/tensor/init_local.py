@@ -102,9 +102,7 @@ def leaf_of(
     requires_grad: bool = False,
 ) -> torch.Tensor:
     """Return the tensor that holds a rank's shards: the only one as it is, several packed, an empty one for none.
-
-    Shards that are results of a graph stay in it.
-    """
+    Shards that are results of a graph stay in it."""
     boxes = layout.boxes(group.rank)
     if len(boxes) == 1 and not layout.packed:
         return by_box[boxes[0]]

@@ -58,10 +58,8 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
 
 
 def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
-    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split.
-
-    It has no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one.
-    """
+    """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split. It has
+    no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one."""
     if step.kind == "all_reduce":
         return team.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
     if step.kind == "split":
@@ -89,11 +87,8 @@ def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torc
 def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part under `target` of the tensor of which `local` is the part under `source`.
 
-    Differentiable. `local` itself, or a view of it, where nothing has to be sent or joined. All ranks of the group call
-    it, and as many run its backward.
-
-    Raises:
-        RuleError: a partial max or min, which has no gradient, is joined while autograd records.
+    Differentiable, but for a partial max or min. `local` itself, or a view of it, where nothing has to be sent or
+    joined. All ranks of the group call it, and as many run its backward.
     """
     if not route(source, target):
         return local if local.numel() else as_nothing(local, target, group.rank)
@@ -110,9 +105,7 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """Return an empty local tensor in the shape that the layout gives it, with the strides that are usual for it.
-
-    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor.
-    """
+    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor."""
     shape = layout.local_shape(rank)
     if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):
         return local

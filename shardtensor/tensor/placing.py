@@ -104,14 +104,6 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
     return None
 
 
-def placement_text(spec: ShardingSpec, rank: int, device: torch.device) -> str:
-    """How the placement of a rank is written: as its spec says, else by the device that this rank uses."""
-    placement = placement_of(spec, rank)
-    if placement is not None:
-        return str(placement)
-    return f"rank:{rank}/{device}" if device.type != "cuda" else f"rank:{rank}/cuda"
-
-
 def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> ShardingSpec | None:
     """The spec of a tensor whose shards went to devices of another kind; None where the layout tells it."""
     if isinstance(spec, EnumerableShardingSpec):
@@ -120,11 +112,8 @@ def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> Sh
 
 
 def mesh_of(group: Group) -> Mesh:
-    """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name.
-
-    Torch does not tell a process which ranks are in a group that it is not a member of; all ranks stand for them, so
-    that specs which name their ranks can be told there too.
-    """
+    """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name. Torch
+    does not tell which ranks are in a group that this process is no member of; all ranks stand for them."""
     if group.mesh is not None:
         return group.mesh
     if not group.size:
@@ -138,9 +127,7 @@ def mesh_of(group: Group) -> Mesh:
 
 def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
     """Say a layout as a spec: with placements of this rank's kind of device where a device form can, else by axes.
-
-    Axes without a name are called ``axis0``, ``axis1``, ...
-    """
+    Axes without a name are called ``axis0``, ``axis1``, ..."""
     if isinstance(layout, CutLayout):
         device_form = None if layout.names or layout.partial else _device_form(layout, device)
         return axis_form(layout) if device_form is None else device_form

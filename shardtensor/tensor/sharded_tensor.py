@@ -147,11 +147,9 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     def _shard_metadata(self, rank: int, index: int) -> ShardMetadata:
         box = self._layout.boxes(rank)[index]
         placement = (self._placements or {}).get(index) if rank == self._group.rank else None
-        return ShardMetadata(
-            list(box.offsets),
-            list(box.sizes),
-            placement if placement is not None else placing.placement_text(self.sharding_spec(), rank, self.device),
-        )
+        placement = placement or placing.placement_of(self.sharding_spec(), rank)
+        device = "cuda" if self.device.type == "cuda" else self.device
+        return ShardMetadata(list(box.offsets), list(box.sizes), placement or f"rank:{rank}/{device}")
 
     def _set_shard_metadata(self, index: int, value: ShardMetadata) -> None:
         box = self._layout.boxes(self._group.rank)[index]
@@ -179,10 +177,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         return self._spec
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole tensor on every rank: one all-gather (one all-reduce where it is partial). Differentiable.
-
-        All ranks of the group call it.
-        """
+        """Return the whole tensor on every rank: one all-gather (one all-reduce where it is partial).
+        Differentiable. All ranks of the group call it."""
         return whole(self._local, self._layout, self._group)
 
     @property
@@ -277,10 +273,8 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
 
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
-    """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds.
-
-    Where the local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked.
-    """
+    """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds. Where the
+    local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked."""
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
     return shell_over(local, layout, spec, group)
@@ -318,10 +312,8 @@ def copy_of(
     name: str,
     again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None,
 ) -> ShardedTensor:
-    """Return `value`, plain or sharded and read from `x`, as a copy of what the dense program has as a view.
-
-    `name` is the view function's, for errors; `again` reads `x` again, and writes such a value into it.
-    """
+    """Return `value`, plain or sharded and read from `x`, as a copy of what the dense program has as a view. `name`
+    is the view function's, for errors; `again` reads `x` again, and writes such a value into it."""
     local = x._local
     if not isinstance(value, ShardedTensor):
         value = wrap(value, replicated(tuple(value.shape), x._group.ranks), None, x._group)
@@ -331,10 +323,8 @@ def copy_of(
 
 
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Return this rank's part of a plain or sharded tensor under `layout`. Differentiable.
-
-    A plain tensor is a copy on every rank. A sharded one of another layout takes the route to this one (collective).
-    """
+    """Return this rank's part of a plain or sharded tensor under `layout`. Differentiable. A plain tensor is a copy
+    on every rank. A sharded one of another layout takes the route to this one (collective)."""
     if isinstance(tensor, ShardedTensor):
         if tensor._layout is layout:
             return tensor._local

@@ -7,16 +7,8 @@ from shardtensor.compat.rrefs import with_rrefs
 from shardtensor.tensor import factories, init_local
 
 from . import metadata, shard, utils
-from .api import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorBase,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    _create_tensor_from_params,
-    _sharded_tensor_map,
-)
+from .api import *
+from .api import _create_tensor_from_params, _sharded_tensor_map
 from .utils import _parse_and_validate_remote_device
 
 empty, full, ones = with_rrefs(factories.empty), with_rrefs(factories.full), with_rrefs(factories.ones)
