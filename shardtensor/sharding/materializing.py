@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -60,14 +59,13 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
     """
     found = on_meta(module)
     groups = _groups(module)
-    fault, calls, where = None, [], None
+    fault, where, wanted = None, None, set[nn.Module]()
     try:
         where = _devices(found, device)
         if init is None:
-            calls = calls_of_resets(module, found)
+            wanted = having_resets(module, found)
         else:
             wanted = {m for m in module.modules() if any(t.is_meta for below in m.modules() for _, t in owned(below))}
-            calls = [(m, partial(init, m)) for m in built_order(module) if m in wanted]
     except ShardTensorError as error:
         fault = error
     facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
@@ -77,7 +75,8 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
         with torch.no_grad():
             for each, place in zip(found, where, strict=True):
                 each.get_memory(place)
-            _fill(calls, found, groups, where)
+            owners = [owner for owner in built_order(module) if owner in wanted]
+            _fill(owners, init or _reset, found, groups, where)
         _agree(groups, f"materialize({type(module).__name__}), values", {}, _without_values(found, init))
     except BaseException:
         for each in found:
@@ -131,7 +130,8 @@ def _there(device: torch.device) -> torch.device:
 
 
 def _fill(
-    calls: Sequence[Call],
+    owners: Iterable[nn.Module],
+    init: Init,
     found: Sequence[MetaTensor],
     groups: Sequence[Group],
     where: Sequence[torch.device],
@@ -143,9 +143,9 @@ def _fill(
             agree_on_state(group, stream, None)  # plain tensors, too, are then drawn alike on every rank
     mine = {id(each.tensor) for each in found}
     with device:
-        for owner, call in calls:
+        for owner in owners:
             kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in mine]
-            call()
+            init(owner)
             for name, tensor, values in kept:
                 if getattr(owner, name, None) is not tensor:
                     setattr(owner, name, tensor)
@@ -238,9 +238,6 @@ def on_meta(module: nn.Module) -> list[MetaTensor]:
 Init = Callable[[nn.Module], Any]
 """A user's function that gives one module its values."""
 
-Call = tuple[nn.Module, Callable[[], Any]]
-"""A module, and what sets its values."""
-
 RESETS = ("reset_parameters", "_reset_parameters")
 """How modules call what gives them their first values; the second is that of ``nn.MultiheadAttention``."""
 
@@ -262,34 +259,33 @@ def built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterab
     yield module
 
 
-def calls_of_resets(module: nn.Module, found: Sequence[MetaTensor]) -> list[Call]:
-    """The calls of the modules' own methods: each tensor's nearest one, in its module or above."""
-    paths = {owner: path for path, owner in module.named_modules()}
+def having_resets(module: nn.Module, found: Sequence[MetaTensor]) -> set[nn.Module]:
+    """The modules whose own methods set the tensors: each tensor's nearest one, its module or one above."""
+    modules = dict(module.named_modules())
+    paths = {owner: path for path, owner in modules.items()}
     wanted: set[nn.Module] = set()
     nobody: dict[str, list[str]] = {}
-    for each in found:
-        for owner, name in each.homes:
-            nearest = next((m for m in _upwards(module, paths[owner]) if _reset_of(m) is not None), None)
-            if nearest is None:
-                nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
-            else:
-                wanted.add(nearest)
+    for owner, name in (home for each in found for home in each.homes):
+        path = paths[owner]
+        while _reset_of(modules[path]) is None and path:
+            path = path.rpartition(".")[0]
+        if _reset_of(modules[path]) is None:
+            nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
+        wanted.add(modules[path])
     if nobody:
         raise PlanError(
             "modules hold tensors without values and have no reset_parameters()",
             {who: ", ".join(names) for who, names in nobody.items()},
             FIXES,
         )
-    return [(m, reset) for m in built_order(module) if m in wanted and (reset := _reset_of(m)) is not None]
-
-
-def _upwards(module: nn.Module, path: str) -> Iterable[nn.Module]:
-    while True:
-        yield module.get_submodule(path)
-        if not path:
-            return
-        path = path.rpartition(".")[0]
+    return wanted
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+
+
+def _reset(module: nn.Module) -> None:
+    reset = _reset_of(module)
+    assert reset is not None, "it has one"
+    reset()
