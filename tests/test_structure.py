@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 48_353
+LINES = 46_439
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 43
 LATE_IMPORTS = 19
-OF_ONE_IMPORTER = 67
+OF_ONE_IMPORTER = 64
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 OWN_CODE = {"custom_ops", "ported", "rrefs"}

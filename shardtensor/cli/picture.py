@@ -65,14 +65,9 @@ class Picture:
         """How many ranks hold each element."""
         return len(self.layout.ranks) // math.prod(self.layout.grid[axis] for axis in self.axes)
 
-    @property
-    def merged(self) -> int:
-        """How many places, at most, are drawn as one part."""
-        return max(part.places for part in self.parts)
-
     def number(self, index: int) -> int:
         """The number that stands in a part and gives it its colour: its rank, where every part is one rank's."""
-        return self.parts[index].rank if self.copies == 1 and self.merged == 1 else index
+        return self.parts[index].rank if self.copies == 1 and all(part.places == 1 for part in self.parts) else index
 
     def place_text(self, part: Part) -> str:
         """Where the ranks of a part stand: ``tp 1``, or ``tp 1, dp 0 to 31``."""

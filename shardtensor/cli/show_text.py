@@ -19,16 +19,7 @@ from shardtensor.layout.explain import say_bytes
 from shardtensor.spec.nodes import Spec
 
 WIDTH, HEIGHT = 16, 4
-_COLOURS = (
-    "cornflower_blue",
-    "sandy_brown",
-    "aquamarine3",
-    "pink3",
-    "khaki3",
-    "light_salmon3",
-    "sky_blue1",
-    "medium_purple2",
-)
+_COLOURS = "cornflower_blue sandy_brown aquamarine3 pink3 khaki3 light_salmon3 sky_blue1 medium_purple2".split()
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _BAR = 24
 _OTHERS = 3
