@@ -85,7 +85,7 @@ def measure_profile(ranks_per_node: int) -> Profile:
     node = [r for r in world.ranks if r // ranks_per_node == world.rank // ranks_per_node]
     within = _curves(world.subgroup(node) if len(node) < world.size else world, world)
     across = [r for r in world.ranks if r % ranks_per_node == world.rank % ranks_per_node]
-    base = read_profile(_closest() if world.device_type == "cuda" else "cpu")  # ranks of gloo may stand beside GPUs
+    base = read_profile(nearest() if world.device_type == "cuda" else "cpu")  # ranks of gloo may stand beside GPUs
     between: Mapping[str, Curve] = base.between
     if len(across) > 1:
         between = _curves(world.subgroup(across), world)
@@ -206,7 +206,7 @@ def _growing(times: list[float]) -> list[float]:
     return list(accumulate(reversed(times), min))[::-1]
 
 
-def _closest() -> str:
+def nearest() -> str:
     """The packaged profile that this machine is like."""
     if not torch.cuda.is_available():
         return "cpu"

@@ -88,19 +88,7 @@ def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...
 
     make, name = small_model(options, resolved)
     plan, said = resolved.plan, f"{name} on {options.world:,} ranks"
-    with _bar() as bar:
-        task = bar.add_task(f"one step of {said}", total=None)
-        found = check_numeric(plan, make, progress=lambda done, total: bar.update(task, completed=done, total=total))
-    return found, said
-
-
-def _bar() -> Any:
-    """A bar on a terminal; it leaves nothing behind."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    return check_numeric(plan, make), said
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:

@@ -1,4 +1,4 @@
-"""Who holds what of a tensor, in few enough parts to be drawn, and where these lie on a plane."""
+"""Who holds what of a tensor, in few enough parts to be drawn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayou
 
 PARTS = 16
 """About as many are drawn of one tensor."""
-
-MAX_RUNS = 2000
-"""Stretches of rows that are drawn of one tensor; with more there is nothing to see."""
 
 
 @attrs.frozen(eq=False)
@@ -68,14 +65,9 @@ class Picture:
         """How many ranks hold each element."""
         return len(self.layout.ranks) // math.prod(self.layout.grid[axis] for axis in self.axes)
 
-    @property
-    def merged(self) -> int:
-        """How many places, at most, are drawn as one part."""
-        return max(part.places for part in self.parts)
-
     def number(self, index: int) -> int:
         """The number that stands in a part and gives it its colour: its rank, where every part is one rank's."""
-        return self.parts[index].rank if self.copies == 1 and self.merged == 1 else index
+        return self.parts[index].rank if self.copies == 1 and all(part.places == 1 for part in self.parts) else index
 
     def place_text(self, part: Part) -> str:
         """Where the ranks of a part stand: ``tp 1``, or ``tp 1, dp 0 to 31``."""
@@ -181,55 +173,6 @@ def _joined(boxes: Iterable[Box]) -> list[Box]:
                 joined.append(box)
         found = joined
     return found
-
-
-@attrs.frozen
-class Plane:
-    """A tensor as a table: its first `split` dims down, row by row, the others across."""
-
-    shape: tuple[int, ...]
-    split: int
-
-    @property
-    def height(self) -> int:
-        return math.prod(self.shape[: self.split])
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape[self.split :])
-
-    def rects(self, boxes: Iterable[Box]) -> list[Box]:
-        """Where boxes lie in the table; empty ones nowhere, and those that touch in one."""
-        return _joined(rect for box in boxes if box.numel for rect in self._rects(box))
-
-    def _rects(self, box: Box) -> Iterator[Box]:
-        after = math.prod(self.shape[self.split + 1 :])
-        left, wide = (box.offsets[self.split] * after, box.sizes[self.split] * after) if self.shape else (0, 1)
-        last = _last_cut(box, self.shape[: self.split])
-        tall = math.prod(box.sizes[last : self.split])
-        for index in product(*(range(box.offsets[dim], box.ends[dim]) for dim in range(last))):
-            place = (*index, *box.offsets[last : self.split])
-            top = sum(i * math.prod(self.shape[dim + 1 : self.split]) for dim, i in enumerate(place))
-            yield Box((top, left), (tall, wide))
-
-
-def plane_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> Plane | None:
-    """Choose the table in which all boxes of a tensor are seen; None where they are too fine for any.
-
-    Example:
-        >>> plane = plane_of((4, 8, 6), [Box((0, 0, 0), (4, 8, 3)), Box((0, 0, 3), (4, 8, 3))])
-        >>> plane.height, plane.width, str(plane.rects([Box((0, 0, 3), (4, 8, 3))])[0])
-        (32, 6, '[0:32, 3:6]')
-    """
-    full = [box for box in boxes if box.numel]
-    last = max((_last_cut(box, shape) for box in full), default=0)
-    plane = Plane(shape, max(last, 1) if len(shape) > 1 else 0)
-    runs = sum(math.prod(box.sizes[: _last_cut(box, shape[: plane.split])]) for box in full)
-    return plane if runs <= MAX_RUNS else None
-
-
-def _last_cut(box: Box, shape: tuple[int, ...]) -> int:
-    return max((dim for dim, size in enumerate(shape) if box.sizes[dim] != size), default=0)
 
 
 def _places(

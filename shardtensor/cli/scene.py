@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from shardtensor.cli.picture import Picture, Plane, picture_of, plane_of
+from shardtensor.cli.picture import Picture, picture_of
 from shardtensor.layout.explain import say_bytes
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
@@ -24,7 +24,6 @@ class Shown:
     Attributes:
         folded: the names of the tensors in few words: by each pattern the names it stands for.
         spec: what the plan says, in its axes.
-        plane: None where the boxes are too fine to be drawn.
         stored: what `store` keeps of it on a rank, as the plan says it; empty where it is kept as it computes.
         storing: over how many ranks that is cut.
         tied: for each pattern, the name whose tensor it is.
@@ -34,7 +33,6 @@ class Shown:
     tensor: TensorInfo
     spec: ShardingSpec
     picture: Picture
-    plane: Plane | None
     stored: str
     storing: int
     tied: Mapping[str, str]
@@ -147,9 +145,8 @@ def _shown(group: Sequence[Placed], axes: Axes) -> Shown:
     tied = {pattern: by_name[names[0]].tied_to for pattern, names in folded.items() if by_name[names[0]].tied_to}
     names = axes.mesh.names if isinstance(first.spec, Spec) else ()
     picture = picture_of(first.layout, names=names, made_of=axes.made_of)
-    plane = plane_of(first.layout.shape, (box for part in picture.parts for box in part.boxes))
     storing = 1 if first.stored is None else math.prod(map(axes.size, first.stored.axes))
-    return Shown(folded, first.tensor, first.spec, picture, plane, str(first.stored or ""), storing, tied)
+    return Shown(folded, first.tensor, first.spec, picture, str(first.stored or ""), storing, tied)
 
 
 ACROSS, DOWN = 16, 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from io import StringIO
@@ -18,16 +19,7 @@ from shardtensor.layout.explain import say_bytes
 from shardtensor.spec.nodes import Spec
 
 WIDTH, HEIGHT = 16, 4
-_COLOURS = (
-    "cornflower_blue",
-    "sandy_brown",
-    "aquamarine3",
-    "pink3",
-    "khaki3",
-    "light_salmon3",
-    "sky_blue1",
-    "medium_purple2",
-)
+_COLOURS = "cornflower_blue sandy_brown aquamarine3 pink3 khaki3 light_salmon3 sky_blue1 medium_purple2".split()
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _BAR = 24
 _OTHERS = 3
@@ -42,16 +34,18 @@ def draw_boxes(
     shape: tuple[int, ...],
     boxes_by_rank: Sequence[Sequence[Box]],
     *,
+    split: int = 1,
     whole: str = " ",
     missing: str = "?",
     lines: int = 0,
 ) -> Text:
-    """Draw a tensor, dim 0 down and dim 1 to the right (the others at their start), a cell for what lies there.
+    """Draw a tensor, its first dims down and the others to the right, row by row; a cell for what lies there.
 
-    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where dim 0 is
-    not cut, one line stands for all.
+    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where no dim
+    that goes down is cut, one line stands for all.
 
     Args:
+        split: how many dims go down; of a vector none does.
         whole: what stands in a cell that all ranks hold.
         missing: what stands in a cell that none of them holds.
         lines: how tall the map is; by default 4, or 8 where many ranks lie one below the other.
@@ -64,18 +58,17 @@ def draw_boxes(
         1111
         1111
     """
-    rows = shape[0] if len(shape) > 1 else 1
-    columns = shape[1] if len(shape) > 1 else shape[0] if shape else 1
+    split = split if len(shape) > 1 else 0
+    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
     height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
-    if len({box.offsets[0] for boxes in boxes_by_rank for box in boxes if box.numel} if shape else ()) <= 1:
-        height = 1  # nothing is cut along dim 0
+    if len({box.offsets[:split] for boxes in boxes_by_rank for box in boxes if box.numel}) <= 1:
+        height = 1
     text = Text()
     for line in range(height):
         if line:
             text.append("\n")
         for cell in range(width):
-            row, column = line * rows // height, cell * columns // width
-            at = (row, column, *[0] * (len(shape) - 2)) if len(shape) > 1 else (column,) if shape else ()
+            at = (*_index(line * rows // height, shape[:split]), *_index(cell * columns // width, shape[split:]))
             holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
             if len(holders) == len(boxes_by_rank):
                 text.append(whole, style="black on grey70")
@@ -84,6 +77,15 @@ def draw_boxes(
             else:
                 text.append(missing)
     return text
+
+
+def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of the element that stands at a place of a row-major tensor."""
+    found = []
+    for size in reversed(shape):
+        place, i = divmod(place, size)
+        found.append(i)
+    return tuple(reversed(found))
 
 
 def _holds(box: Box, at: tuple[int, ...]) -> bool:
@@ -163,14 +165,21 @@ def _mesh_map(scene: Scene) -> RenderableType:
 
 def _map(shown: Shown) -> Text:
     """The map of a layout, each part in the colour and with the character of its number."""
-    picture, plane, shape = shown.picture, shown.plane, shown.tensor.shape
-    if plane is None or not all(shape):
-        return Text("too fine to draw" if plane is None else "no elements", style="dim")
-    held = {picture.number(i): plane.rects(part.boxes) for i, part in enumerate(picture.parts)}
-    rects = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
-    tops = {rect.offsets[0] for each in rects for rect in each}
-    lines = min(plane.height, PARTS, max(HEIGHT, len(tops)))
-    return draw_boxes((plane.height, plane.width), rects, whole="·", missing=" ", lines=lines)
+    picture, shape = shown.picture, shown.tensor.shape
+    if not all(shape):
+        return Text("no elements", style="dim")
+    held = {picture.number(i): [box for box in part.boxes if box.numel] for i, part in enumerate(picture.parts)}
+    boxes = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
+    split = max((_last_cut(box.sizes, shape) for each in boxes for box in each), default=0) or 1
+    down = {(box.offsets[:split], box.sizes[:split]) for each in boxes for box in each}
+    stretches = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # of rows, one below the other
+    lines = min(PARTS, max(HEIGHT, stretches))
+    return draw_boxes(shape, boxes, split=split, whole="·", missing=" ", lines=lines)
+
+
+def _last_cut(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """The last dim of a box that is not whole; 0 where all are."""
+    return max((dim for dim, size in enumerate(sizes) if size != shape[dim]), default=0)
 
 
 def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableType]:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.picture import picture_of, plane_of
+from shardtensor.cli.picture import picture_of
 from shardtensor.cli.scene import Scene, mesh_rows
 from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
@@ -74,35 +74,30 @@ def test_parts_cover_each_element_once_and_ranks_find_theirs(text, shape, mesh, 
     assert set(holders) == set(layout.ranks)
 
 
-@pytest.mark.parametrize(("text", "shape", "mesh"), [*CASES, ("flat(dp)", (2, 4, 5, 8), "dp=3")])
-def test_rectangles_fill_the_plane_that_is_drawn(text, shape, mesh):
-    picture = picture_of(layout_of(text, shape, mesh))
-    plane = plane_of(shape, [box for part in picture.parts for box in part.boxes])
-    assert plane is not None
-    assert plane.height * plane.width == math.prod(shape)
-    drawn = [cell for part in picture.parts for cell in cells(plane.rects(part.boxes))]
-    assert sorted(drawn) == (list(product(range(plane.height), range(plane.width))) if math.prod(shape) else [])
+MAPS = [
+    (text, shape, mesh, split)
+    for text, shape, mesh in (*CASES, ("flat(dp)", (2, 2, 5), "dp=3"))
+    for split in range(1 if len(shape) > 1 else 0, max(len(shape), 1))
+    if all(shape) and math.prod(shape[split:]) <= 16 and not text.startswith("replicate")
+]
 
 
-def test_elements_lie_in_the_plane_row_by_row():
-    picture = picture_of(layout_of("[dp, ep, tp]", (4, 4, 6), "dp=2, ep=2, tp=3"))
-    plane = plane_of((4, 4, 6), [box for part in picture.parts for box in part.boxes])
-    assert (plane.height, plane.width) == (16, 6)
-    for part in picture.parts:
-        flat = [(a * 4 + b, c) for a, b, c in cells(part.boxes)]
-        assert sorted(cells(plane.rects(part.boxes))) == sorted(flat)
-
-
-def test_boxes_too_fine_for_a_line_are_not_drawn():
-    boxes = [Box((i % 3, i, i % 7, 0), (64, 64, 64, 2)) for i in range(40)]
-    assert plane_of((128, 128, 128, 4), boxes) is None
+@pytest.mark.parametrize(("text", "shape", "mesh", "split"), MAPS)
+def test_each_cell_of_a_map_shows_who_holds_it(text, shape, mesh, split):
+    parts = picture_of(layout_of(text, shape, mesh)).parts
+    holders = {at: i for i, part in enumerate(parts) for at in cells(part.boxes)}
+    places = ["0123456789abcdef"[holders[at]] for at in product(*map(range, shape))]
+    width = math.prod(shape[split:])
+    rows = ["".join(places[i : i + width]) for i in range(0, len(places), width)]
+    lines = draw_boxes(shape, [part.boxes for part in parts], split=split, lines=1000).plain.splitlines()
+    assert lines == rows or (len(lines) == 1 and set(rows) == {lines[0]})
 
 
 def test_a_large_world_takes_a_few_parts():
     layout = layout_of("[tp*dp, -] ", (1 << 20, 8), "dp=2048, tp=8")
     picture = picture_of(layout, 64)
     assert len(picture.parts) == 64
-    assert picture.merged == 256
+    assert {part.places for part in picture.parts} == {256}
     assert picture.place_text(picture.parts[1]) == "tp 0, dp 256 to 511"
     assert picture.ranks(picture.parts[1], 2) == ((2048, 2056), 256)
 

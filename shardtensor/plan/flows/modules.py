@@ -48,8 +48,7 @@ class Stated:
 
     def line(self, side: str, name: str = "") -> Line | None:
         """What said a flow."""
-        found = (self.passing.ins if side == "in" else self.passing.outs).get(name)
-        return found[1] if found is not None else None
+        return (self.passing.ins if side == "in" else self.passing.outs).get(name, (None, None))[1]
 
 
 @attrs.frozen(eq=False)

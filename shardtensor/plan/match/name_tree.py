@@ -156,10 +156,9 @@ def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
 class Disputes:
     """Compares the lines that match one name: E302 and W302."""
 
-    def __init__(self, matches: Matches, tree: NameTree) -> None:
+    def __init__(self, matches: Matches) -> None:
         self.findings: list[Finding] = []
         self._matches = matches
-        self._tree = tree
         self._pairs: dict[object, str] = {}
 
     def winner(self, name: str, lines: Sequence[Line], meanings: Mapping[int, Any], what: str = "") -> Line | None:
@@ -185,25 +184,16 @@ class Disputes:
         said = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)
         where = f"the other rule is {place} `{place.text}`" if place is not None else ""
-        if agrees:
-            fault, fix = f"{said} is matched by two rules that agree", "drop one of them, or narrow its pattern"
-        else:
-            fault = f"{said} is matched by two rules that disagree"
+        code, how, fix = "W302", "agree", "drop one of them, or narrow its pattern"
+        if not agrees:
             only = self._only(line, other)
-            fix = "narrow one pattern" + (f" (`{only}`)" if only else "")
-        self.findings.append(
-            Finding(
-                "W302" if agrees else "E302",
-                fault,
-                pattern_place(line),
-                "one tensor, one rule: order in the file never decides"
-                if not what
-                else "a value passes a module in one way: order in the file never decides",
-                fix,
-                (where or f"the rules are {_said(line)} and {_said(other)}",),
-                name,
-            )
-        )
+            code, how, fix = "E302", "disagree", "narrow one pattern" + (f" (`{only}`)" if only else "")
+        rule = "a value passes a module in one way" if what else "one tensor, one rule"
+        self.findings.append(Finding(
+            code, f"{said} is matched by two rules that {how}", pattern_place(line),
+            f"{rule}: order in the file never decides", fix,
+            (where or f"the rules are {_said(line)} and {_said(other)}",), name,
+        ))  # fmt: skip
 
     def _only(self, line: Line, other: Line) -> str:
         """A segment of a pattern that stands for what `line` matches and `other` does not; empty if too long."""

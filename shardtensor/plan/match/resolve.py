@@ -49,7 +49,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     binder = Binder(plan, model, tree)
     ties, tie_findings = read_ties(plan, model, tree)
     matches = match_lines(plan.lines, tree)
-    disputes = Disputes(matches, tree)
+    disputes = Disputes(matches)
 
     placing = _Placing(plan, model, binder, ties, matches, disputes)
     tensors = placing.tensors()
@@ -138,17 +138,10 @@ class _Placing:
             line = Line("**", value=default.spec, origin=default.origin)
             self.findings.append(self._binder.finding(bound, info, line))
             return None
-        self.findings.append(
-            Finding(
-                "N003",
-                f"no rule matches it, so it falls to `unmatched: {default.spec}`",
-                default.origin,
-                f"{info.name} is {shape_text(info.shape, info.dims)}",
-                "",
-                (),
-                info.name,
-            )
-        )
+        self.findings.append(Finding(
+            "N003", f"no rule matches it, so it falls to `unmatched: {default.spec}`", default.origin,
+            f"{info.name} is {shape_text(info.shape, info.dims)}", "", (), info.name,
+        ))  # fmt: skip
         return Placed(info, bound.spec, bound.layout)
 
 

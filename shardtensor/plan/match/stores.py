@@ -268,14 +268,9 @@ def _differ(name: str, to: str, model: Model, group: Mapping[str, tuple[str, ...
     if one.shape != other.shape:
         why = f"{name} is {shape_text(one.shape, one.dims)}, {to} is {shape_text(other.shape, other.dims)}"
         return Finding(
-            "E304",
-            f"`{name}` and `{to}` have different shapes",
-            None,
-            why,
-            "tie tensors that are one in the model",
-            (),
-            name,
-        )
+            "E304", f"`{name}` and `{to}` have different shapes", None, why,
+            "tie tensors that are one in the model", (), name,
+        )  # fmt: skip
     if model.modules and name not in group.get(to, ()):
         return Finding(
             "E304", f"`{name}` and `{to}` are two tensors in the module", None,
@@ -298,19 +293,13 @@ def untied(plan: Plan, model: Model, placed: Mapping[str, Placed]) -> list[Findi
             line = other.line or first.line
             says = [f"`{each.spec}` for {each.tensor.name}{_by(each.line)}" for each in (first, other)]
             one, two = first.tensor.name, other.tensor.name
-            found.append(
-                Finding(
-                    "E304",
-                    f"`{two}` and `{one}` are one tensor with two layouts",
-                    line.origin if line else None,
-                    f"the plan says {says[0]} and {says[1]}",
-                    f"give both the same cut, or drop the one of `{two}`: it is the same tensor"
-                    if plan.is_part
-                    else f"add the line `tie {two} = {one}`",
-                    (),
-                    two,
-                )
-            )
+            fix = f"add the line `tie {two} = {one}`"
+            if plan.is_part:
+                fix = f"give both the same cut, or drop the one of `{two}`: it is the same tensor"
+            found.append(Finding(
+                "E304", f"`{two}` and `{one}` are one tensor with two layouts", line.origin if line else None,
+                f"the plan says {says[0]} and {says[1]}", fix, (), two,
+            ))  # fmt: skip
     return found
 
 
