@@ -56,7 +56,7 @@ def shard_parameter(
         >>> shard_parameter(mlp, "0.weight", "[tp, -]")
         >>> shard_parameter(mlp, "2.weight", "[-, tp]")
         >>> mlp(torch.ones(2, 4)).shape, mlp[0].weight.sharding_spec()
-        (torch.Size([2, 4]), Spec('tp', None))
+        (torch.Size([2, 4]), parse_spec('[tp, -]'))
     """
     shell, tensor = _sharded(
         f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group

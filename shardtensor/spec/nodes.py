@@ -48,12 +48,6 @@ def _dim(value: Any) -> Dim:
         return Cut(value)
 
 
-def used_twice(axis: str) -> tuple[str, dict[str, str], str]:
-    """What is wrong with a spec that uses an axis twice, why, and what to do."""
-    fix = "keep one of the two, or make the mesh of two axes"
-    return f"axis `{axis}` is used twice in one spec", {"why": f"each rank has a single {axis} coordinate"}, fix
-
-
 @attrs.frozen(init=False, repr=False)
 class Spec(ShardingSpec):
     """One entry per dim of the tensor, in mesh axes.
@@ -110,7 +104,12 @@ class Spec(ShardingSpec):
         self.__attrs_init__(*parts, used, hash(parts))
         if len(used) < len(axes):
             twice = next(axis for axis, count in Counter(axes).items() if count > 1)
-            raise SpecError(*used_twice(twice), code="E204")
+            raise SpecError(
+                f"axis `{twice}` is used twice in one spec",
+                {"why": f"each rank has a single {twice} coordinate"},
+                "keep one of the two, or make the mesh of two axes",
+                code="E204",
+            )
 
     @classmethod
     def of(

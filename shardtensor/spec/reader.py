@@ -13,7 +13,7 @@ from lark import Token, Tree
 from shardtensor.errors import SpecError
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.diagnostics import Source, listed, nearest
-from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec, used_twice
+from shardtensor.spec.nodes import Cut, Dim, Replicate, ShardingSpec, Spec
 from shardtensor.spec.parts import MAX_NUMBER
 from shardtensor.spec.placement import Run, parse_run
 
@@ -296,7 +296,9 @@ class Reader:
         """The axes that a name means, here."""
         name = str(token)
         if name in self.used:
-            raise self.source.locate(SpecError(*used_twice(name), code="E204"), span(token))
+            fix = "keep one of the two, or make the mesh of two axes"
+            why = f"each rank has a single {name} coordinate"
+            raise self.fault("E204", token, f"axis `{name}` is used twice in one spec", why, fix)
         self.used[name] = Use((name,), self.place)
         return (name,)
 

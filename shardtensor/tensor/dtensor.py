@@ -56,7 +56,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
         >>> theirs = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         >>> ours = shardtensor.from_dtensor(theirs)
         >>> ours.sharding_spec(), ours.local_tensor().shape
-        (Spec('dp', 'tp'), torch.Size([4, 6]))
+        (parse_spec('[dp, tp]'), torch.Size([4, 6]))
         >>> ours.to_dtensor().placements
         (Shard(dim=0), Shard(dim=1))
         >>> dist.destroy_process_group()
