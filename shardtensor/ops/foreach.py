@@ -7,6 +7,7 @@ take one reduction for the whole list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,10 +41,11 @@ def on_lists(func: Any) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         operands = [*args, *kwargs.values()]
         places = [i for i, x in enumerate(operands) if isinstance(x, _LISTS) and x and isinstance(x[0], torch.Tensor)]
-        align = _step_column if is_step else _column
-        locals_, columns = _aligned(func.__name__, [operands[i] for i in places], in_place, align)
-        if locals_ is None:
+        lists = [operands[i] for i in places]
+        aligned = _aligned(func.__name__, lists, in_place, is_step)
+        if aligned is None:
             return fall_back(func, args, kwargs)
+        locals_, columns, is_moved = aligned
         for i, tensors in zip(places, locals_, strict=True):
             operands[i] = tensors
         operands = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in operands]  # one number for all
@@ -52,8 +54,8 @@ def on_lists(func: Any) -> Callable[..., Any]:
         if in_place:
             if is_step:  # these kernels count no version, which autograd and fully sharded modules go by
                 torch._C._increment_version(locals_[0])
-                for i, tensors in zip(places, locals_, strict=True) if columns else ():
-                    _write_back((*args, *kwargs.values())[i], tensors, args[0])
+                for tensors, given in zip(locals_, lists, strict=True) if is_moved else ():
+                    _write_back(given, tensors, columns)
             return args[0] if out is not None and args else out
         return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
 
@@ -61,63 +63,71 @@ def on_lists(func: Any) -> Callable[..., Any]:
 
 
 Column = tuple[Layout, Group] | None
+"""The layout and the group of what belongs together at one place of the lists; None for plain tensors."""
 
 
 def _aligned(
-    name: str, lists: list[Tensors], in_place: bool, align: Callable[..., tuple[list[torch.Tensor], Column] | None]
-) -> tuple[list[list[torch.Tensor]] | None, list[Column]]:
-    """Local tensors that belong together at every place of the lists, and what the results there are part of."""
-    layouts = list(map(_layouts_of, lists))
+    name: str, lists: list[Tensors], in_place: bool, is_step: bool
+) -> tuple[list[list[torch.Tensor]], list[Column], bool] | None:
+    """Local tensors that belong together at every place of the lists; the columns, and whether anything was moved."""
+    layouts = [_of_each(tensors, _LAYOUT, lambda _: None) for tensors in lists]
     first = layouts[0]
     if all(
         other == first or all([y is None and not x.dim() for x, y in zip(tensors, other, strict=True)])
         for tensors, other in zip(lists, layouts, strict=True)
     ) and not any([layout is not None and layout.partial for layout in first]):
-        locals_ = list(map(_locals_of, lists))
+        locals_ = [_of_each(tensors, _LOCAL, lambda x: x) for tensors in lists]
         if in_place:
-            return locals_, []
-        return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
+            return locals_, [], False
+        return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]], False
     locals_, columns = [[] for _ in lists], []
     for column in zip(*lists, strict=True):
-        found = align(name, column, in_place)
+        found = _column(name, column, in_place, is_step)
         if found is None:
-            return None, []
+            return None
         columns.append(found[1])
         for tensors, x in zip(locals_, found[0], strict=True):
             tensors.append(x)
-    return locals_, columns
+    return locals_, columns, True
 
 
-def _layouts_of(tensors: Any) -> list[Layout | None]:
+_LAYOUT, _LOCAL = attrgetter("_layout"), attrgetter("_local")
+
+
+def _of_each(tensors: Any, read: Callable[[Any], Any], plain: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """What `read` gives of sharded tensors, and `plain` of others."""
     if isinstance(tensors[0], ShardedTensor):
         try:
-            return [x._layout for x in tensors]  # as they mostly are, when each need not be asked
+            return list(map(read, tensors))  # as they mostly are, when each need not be asked
         except AttributeError:
             pass
-    return [x._layout if isinstance(x, ShardedTensor) else None for x in tensors]
+    return [read(x) if isinstance(x, ShardedTensor) else plain(x) for x in tensors]
 
 
-def _locals_of(tensors: Any) -> list[torch.Tensor]:
-    if isinstance(tensors[0], ShardedTensor):
-        try:
-            return [x._local for x in tensors]
-        except AttributeError:
-            pass
-    return list(map(local_of, tensors))
+def _column(
+    name: str, column: tuple[torch.Tensor, ...], in_place: bool, is_step: bool
+) -> tuple[list[torch.Tensor], Column] | None:
+    """Bring the tensors at one place of the lists to one layout; None when the result has none of their layouts.
 
-
-def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tuple[list[torch.Tensor], Column] | None:
-    """Bring the tensors at one place of the lists to one layout; None when the result has none of their layouts."""
+    That of the tensor that is written. The others that a fused step writes, state of another layout as after a load,
+    are copies here, which `_write_back` copies to the tensors themselves.
+    """
     base = next((x for x in column if isinstance(x, ShardedTensor)), None)
     if base is None:
         return list(column), None
-    if in_place and not isinstance(column[0], ShardedTensor):  # a plain tensor is written: every rank needs the whole
-        return [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in column], None
     if base._layout.partial:
         if in_place:
             refuse_partial_write(base, name)
         base = settled(base)
     shape, layout, group = base.shape, base._layout, base._group
+    if in_place and not isinstance(column[0], ShardedTensor):  # a plain tensor is written: every rank needs the whole
+        shape, layout = column[0].shape, replicated(tuple(column[0].shape), group.ranks)
+    if is_step and any(x.dim() and x.shape != shape for x in column):
+        raise RuleError(
+            f"{name}: a parameter and its state or gradient differ in shape",
+            {"parameter": tuple(shape), "other": next(tuple(x.shape) for x in column if x.shape != shape and x.dim())},
+            "load a state dict of this model; whole tensors have the global shape",
+        )
     if torch.broadcast_shapes(*(x.shape for x in column)) != shape:
         return None
     locals_ = []
@@ -127,55 +137,23 @@ def _column(name: str, column: tuple[torch.Tensor, ...], in_place: bool) -> tupl
         else:
             x = x.full_tensor() if isinstance(x, ShardedTensor) else x
             locals_.append(x if x.dim() == 0 else part(x.expand(shape), layout, group))
+        if is_step and x is not column[0] and locals_[-1] is not local_of(x):
+            locals_[-1] = locals_[-1].detach().clone(memory_format=torch.contiguous_format)
     return locals_, (layout, group)
 
 
-def _step_column(
-    name: str, column: tuple[torch.Tensor, ...], in_place: bool
-) -> tuple[list[torch.Tensor], Column] | None:
-    """Move what a fused step reads and writes for one parameter to the parameter's layout.
+def _write_back(tensors: Tensors, locals_: list[torch.Tensor], columns: list[Column]) -> None:
+    """Copy what a fused step wrote into copies to the tensors themselves, on every rank.
 
-    State that has another layout, as after a load, is laid out as the parameter from then on: the kernel writes into
-    it. A plain tensor stays plain, and is written by `_write_back`.
+    A sharded one has the layout of the parameter from then on, so that it is moved once.
     """
-    param, group = column[0], next((x._group for x in column if isinstance(x, ShardedTensor)), None)
-    if group is None:
-        return list(column), None
-    if isinstance(param, ShardedTensor):
-        if param._layout.partial:
-            refuse_partial_write(param, name)
-        layout: Layout = param._layout
-        group = param._group
-    else:
-        layout = replicated(tuple(param.shape), group.ranks)
-    locals_ = []
-    for x in column:
-        if not x.dim() and param.dim():
-            locals_.append(x.full_tensor() if isinstance(x, ShardedTensor) else x)  # a count of steps
-        elif x.shape != param.shape:
-            raise RuleError(
-                f"{name}: a parameter and its state or gradient differ in shape",
-                {"parameter": tuple(param.shape), "other": tuple(x.shape)},
-                "load a state dict of this model; whole tensors have the global shape",
-            )
-        elif not isinstance(x, ShardedTensor):
-            local = part(x, layout, group)
-            locals_.append(x if layout.is_whole_on_all(group.size) else local.clone())
-        else:
-            if x._layout != layout:
-                local = local_as(x, layout, group).detach()
-                x._local = local.clone(memory_format=torch.contiguous_format)
-                x._layout, x._group, x._spec, x._placements = layout, group, None, None
-            locals_.append(x._local)
-    return locals_, None
-
-
-def _write_back(tensors: Tensors, locals_: list[torch.Tensor], params: Tensors) -> None:
-    """Copy what a fused step wrote into parts of plain tensors to the tensors themselves, on every rank."""
-    for x, local, param in zip(tensors, locals_, params, strict=True):
-        if local is not x and not isinstance(x, ShardedTensor):
-            assert isinstance(param, ShardedTensor)
-            x.copy_(wrap(local, param._layout, None, param._group))
+    for x, local, column in zip(tensors, locals_, columns, strict=True):
+        if column is None or local is x:
+            continue
+        if not isinstance(x, ShardedTensor):
+            x.copy_(wrap(local, column[0], None, column[1]))
+        elif x._layout != column[0]:
+            x._local, x._layout, x._group, x._spec, x._placements = local, *column, None, None
 
 
 _REDUCE = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"})
@@ -244,23 +222,18 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool =
         for group, places in groups.values():
             same.setdefault(tuple(group.ranks), (group, []))[1].extend(places)
         groups = dict(enumerate(same.values()))
-    alone = next(iter(groups.values())) if len(groups) == 1 else None
-    if alone is not None and len(alone[1]) == len(tensors):
-        sums = _reduce(sums.sum(0, keepdim=True) if together else sums, ord, alone[0])
-    elif groups:  # places are picked on the host: an index would be a copy to the device, and a wait for it
-        each = list(sums.unbind())
-        for group, places in groups.values():
-            given = torch.stack([each[i] for i in places])
-            reduced = _reduce(given.sum(0, keepdim=True) if together else given, ord, group).unbind()
-            if together:
-                each[places[0]] = reduced[0]
-                for i in places[1:]:
-                    each[i] = torch.zeros_like(reduced[0])
-                continue
-            for i, x in zip(places, reduced, strict=True):
-                each[i] = x
-        sums = torch.stack(each)
-    return sums
+    each: list[torch.Tensor | None] = list(sums.unbind())
+    for group, places in groups.values():
+        # Places are picked on the host: an index would be a copy to the device, and a wait for it.
+        given = sums if len(places) == len(each) else torch.stack([each[i] for i in places])  # type: ignore[misc]
+        found = _reduce(given.sum(0, keepdim=True) if together else given, ord, group)
+        if given is sums:
+            return found
+        for i in places:
+            each[i] = None
+        for i, x in zip(places, found.unbind(), strict=False):
+            each[i] = x
+    return torch.stack([x for x in each if x is not None]) if groups else sums
 
 
 def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreach: bool) -> torch.Tensor:

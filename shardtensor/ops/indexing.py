@@ -7,7 +7,8 @@ first, and tensors index what they give; a mask becomes the indices where it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import implements, refuse_partial_write
+from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_partial_write, spellings
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
@@ -230,34 +231,21 @@ def select(input: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     return input[(slice(None),) * one_dim(input.dim(), dim) + (index,)]
 
 
-@implements(torch.split, torch.Tensor.split, torch.split_with_sizes, torch.Tensor.split_with_sizes)
-def split(
-    tensor: torch.Tensor,
-    split_size_or_sections: Any = None,
-    dim: int = 0,
-    *,
-    split_size: Any = None,
-    split_sizes: Any = None,
-) -> tuple[torch.Tensor, ...]:
-    """Parts of given sizes along a dim, each a view."""
-    sizes = next(s for s in (split_size_or_sections, split_size, split_sizes) if s is not None)
-    parts = torch.split(torch.empty(tensor.shape, device="meta"), sizes if isinstance(sizes, int) else list(sizes), dim)
-    return _cut_up(tensor, dim, [part.shape[dim] for part in parts])
+def _splitting(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a function that gives the parts of a tensor along a dim, each a view."""
+
+    def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        parts = func(torch.empty(input.shape, device="meta"), *args, **kwargs)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        starts = accumulate((part.shape[dim] for part in parts), initial=0)
+        return tuple(narrow(input, dim, start, part.shape[dim]) for start, part in zip(starts, parts, strict=False))
+
+    return handler
 
 
-@implements(torch.chunk, torch.Tensor.chunk)
-def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """At most `chunks` parts along a dim, each a view."""
-    parts = torch.chunk(torch.empty(input.shape, device="meta"), chunks, dim)
-    return _cut_up(input, dim, [part.shape[dim] for part in parts])
-
-
-def _cut_up(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(narrow(x, dim, start, size))
-        start += size
-    return tuple(parts)
+for _name in ("split", "split_with_sizes", "chunk"):
+    for _func in spellings(_name):
+        HANDLERS[_func] = _splitting(_func)
 
 
 @implements(torch.unbind, torch.Tensor.unbind)

@@ -1,10 +1,10 @@
-"""New values: random numbers, tensors like a sharded one, and torch.nn.init; bit for bit those of the dense call.
+"""New values: random numbers, tensors like a sharded one, and torch.nn.init, with the numbers of the dense call.
 
-Each rank draws its own part of the dense draw, in bounded scratch wherever torch's sampler can be cut into pieces, and
-leaves the generator where the dense draw leaves it. The ranks may have different generator states; the state of the
-group's first rank counts, for the default generator as for one passed as ``generator=``. What is not here
-(``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of sharded probabilities, ``alpha_dropout``) is gathered,
-with the same promise.
+Random numbers are bit for bit what the dense call draws, with the generator left where it leaves it. Each rank draws
+its own part, in bounded scratch wherever torch's sampler can be cut into pieces. The ranks may come with different
+generator states; the group's first rank's is the one that counts, for the default generator as for one passed as
+``generator=``. What is not here (``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of sharded
+probabilities, ``alpha_dropout``) is gathered, with the same promise.
 
 Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` ask a tensor's
 class to do their work. Their own body is run here on a proxy that does not ask again, so that every rank computes
@@ -123,28 +123,15 @@ def _normal() -> Sample:
     return lambda t, g: t.normal_(generator=g)
 
 
-def _integers(low: int, high: int | None = None) -> Sample:
-    start, stop = (0, low) if high is None else (low, high)
+def _integers(*bounds: Any, low: int = 0, high: int | None = None) -> Sample:
+    bounds = (low, *bounds) if high is None else (low, *bounds, high)
+    start, stop = map(int, bounds[-2:])
     return lambda t, g: t.random_(start, stop, generator=g)
 
 
 HANDLERS[torch.rand_like] = _makes_like(_uniform)
 HANDLERS[torch.randn_like] = _makes_like(_normal)
-
-
-@implements(torch.randint_like)
-def randint_like(x: ShardedTensor, *numbers: Any, **options: Any) -> Any:
-    """Draw integers from ``[low, high)`` in the layout of `x`."""
-    bounds: dict[str, Any] = {name: options.pop(name) for name in ("low", "high") if name in options}
-    if any(isinstance(value, torch.Tensor) for value in (*numbers, *bounds.values())):
-        return fall_back(torch.randint_like, (x, *numbers), {**bounds, **options})
-    if len(numbers) == 2 or "low" in bounds:
-        low, high = bounds["low"] if "low" in bounds else numbers[0], bounds.get("high", numbers[-1] if numbers else 0)
-        return _ranged(x, low, high, **options)
-    return _ranged(x, bounds["high"] if "high" in bounds else numbers[0], **options)
-
-
-_ranged = _makes_like(_integers)
+HANDLERS[torch.randint_like] = _makes_like(_integers)
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
@@ -227,8 +214,6 @@ def _fused_mask(p: float, dtype: torch.dtype) -> Sample:
 
 # -- tensors like another ----------------------------------------------------------------------------------------------
 
-# -- tensors like another ----------------------------------------------------------------------------------------------
-
 
 def _filled(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -247,30 +232,21 @@ for _like in ("zeros_like", "ones_like", "empty_like", "full_like"):
 
 
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of ``new_zeros`` and its kin: of the shape of `input`, a tensor has its layout; others are plain."""
+
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         size = kwargs.pop("size", None)
         if size is None:
-            size, rest = (args[0], args[1:]) if args and not isinstance(args[0], int) else (args, ())
-        else:
-            rest = args
-        shape = tuple(size)
-        if shape != tuple(input.shape):
-            return func(input._local, shape, *rest, **kwargs)
-        return _likeness(func(input._local, input._local.shape, *rest, **kwargs), input)
+            size, args = (args[0], args[1:]) if args and not isinstance(args[0], int) else (args, ())
+        if tuple(size) != tuple(input.shape):
+            return func(input._local, tuple(size), *args, **kwargs)
+        return _likeness(func(input._local, input._local.shape, *args, **kwargs), input)
 
     return handler
 
 
-for _func in (torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty):
+for _func in (torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full):
     HANDLERS[_func] = _new(_func)
-
-
-@implements(torch.Tensor.new_full)
-def new_full(input: ShardedTensor, size: Any, fill_value: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor of one value; of the shape of `input`, it has its layout."""
-    if tuple(size) != tuple(input.shape):
-        return input._local.new_full(tuple(size), fill_value, **kwargs)
-    return _likeness(input._local.new_full(input._local.shape, fill_value, **kwargs), input)
 
 
 @implements(torch.Tensor.new_tensor)

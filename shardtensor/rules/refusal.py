@@ -19,13 +19,12 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
 
     Example:
         >>> from shardtensor.layout.pieces import chunked
-        >>> from shardtensor.rules.rule import parse_rule
         >>> cut = DimCut((0,), chunked(8, 4))
         >>> rows, columns = (
         ...     CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), names=("tp",), dims=dims)
         ...     for dims in ((cut, None), (None, cut))
         ... )
-        >>> fault_in(parse_rule("b k, n k -> b n"), (columns, rows), ("input", "weight"))
+        >>> fault_in(Rule((("b", "k"), ("n", "k")), ("b", "n")), (columns, rows), ("input", "weight"))
         'axis "tp" splits k in the input but n in the weight'
     """
     layouts = [operand for operand in operands if isinstance(operand, Layout)]

@@ -13,8 +13,6 @@ A `Rule` is for operands of fixed numbers of dims; `shardtensor.rules.pattern` m
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import attrs
 
 Letters = tuple[str | None, ...]
@@ -42,30 +40,3 @@ class Rule:
             return " ".join("1" if x is None else f"!{x}" if x in self.whole else x for x in letters) or "()"
 
         return f"{', '.join(map(side, self.inputs))} -> {side(self.output)}"
-
-
-@lru_cache(maxsize=4096)
-def parse_rule(text: str) -> Rule:
-    """Parse the text of a rule.
-
-    Example:
-        >>> rule = parse_rule("b k, n k -> b n")
-        >>> rule.inputs, rule.output
-        ((('b', 'k'), ('n', 'k')), ('b', 'n'))
-        >>> parse_rule("b !k -> b !k").whole
-        frozenset({'k'})
-    """
-    left, _, right = text.partition("->")
-    whole: set[str] = set()
-
-    def letters(side: str) -> Letters:
-        found: list[str | None] = []
-        for word in side.split():
-            if word.startswith("!"):
-                whole.add(word[1:])
-            if word != "()":
-                found.append(None if word == "1" else word.lstrip("!"))
-        return tuple(found)
-
-    inputs = tuple(letters(side) for side in left.split(","))
-    return Rule(inputs, letters(right), frozenset(whole))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice, product
 
 from harness import FULL
+from rules.fixed_rules import parse_rule
 from test_propagate import MESH, RULES, SIZES, every_choice, reduced
 
 from shardtensor.layout.bind import bind
@@ -13,7 +14,7 @@ from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
 from shardtensor.layout.pieces import chunked, listed
 from shardtensor.rules.assign import MOST, assignments, base_of
 from shardtensor.rules.propagate import cost, propagate, received, recipe_of
-from shardtensor.rules.rule import Rule, parse_rule
+from shardtensor.rules.rule import Rule
 from shardtensor.spec.parse import parse_spec
 
 Operand = Layout | tuple[int, ...]

@@ -10,6 +10,7 @@ import torch
 from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from rules.fixed_rules import parse_rule
 
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, ListedLayout
@@ -17,7 +18,7 @@ from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import EVERY, Recipe, follow, propagate, received
 from shardtensor.rules.propagate import recipe_of as recipe_for
-from shardtensor.rules.rule import Rule, parse_rule
+from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import rule_of
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec

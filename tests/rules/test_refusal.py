@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from rules.fixed_rules import parse_rule
 
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import propagate
 from shardtensor.rules.refusal import fault_in, ways_out
-from shardtensor.rules.rule import parse_rule
 from shardtensor.spec.devices import ChunkShardingSpec
 from shardtensor.spec.parse import parse_spec
 
