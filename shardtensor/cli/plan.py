@@ -66,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plan is None:
         print("shardtensor plan: name a plan, or --calibrate FILE", file=sys.stderr)
         return 2
-    from shardtensor.cli.plan_report import plan_report, search_report
-    from shardtensor.cli.plan_tables import show_plan, show_search
+    from shardtensor.cli.plan_report import plan_report, search_report, show_plan, show_search
 
     try:
         report = search_report(options) if options.search else plan_report(options)

@@ -36,7 +36,7 @@ def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
     module, step = _made(options, config)
     import torch
 
-    from shardtensor.sharding.example_step import example_step
+    from shardtensor.sharding.numeric import example_step
     from shardtensor.trace.step import trace_step
 
     if options.dtype is not None:

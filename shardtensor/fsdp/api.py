@@ -27,8 +27,7 @@ from shardtensor.fsdp.policy import (
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import parameter_groups
 from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
-from shardtensor.parallel.loading import load_keeps_layouts
-from shardtensor.parallel.memory import Home
+from shardtensor.parallel.memory import Home, load_keeps_layouts
 from shardtensor.plan.match.units import name_order
 from shardtensor.tensor.gradient import grad_dtype_of
 from shardtensor.tensor.placing import own_device

@@ -20,8 +20,7 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
-from shardtensor.ops.empty_parts import computed_alike
-from shardtensor.ops.engine import Prepared, finish, prepare, write_out
+from shardtensor.ops.engine import Prepared, computed_alike, finish, prepare, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
-from shardtensor.ops.empty_parts import computed_alike
-from shardtensor.ops.engine import HALF, finish, group_of
+from shardtensor.ops.engine import HALF, computed_alike, finish, group_of
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.table import rule_of

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout, Layout
-from shardtensor.ops.empty_parts import computed, computed_alike
+from shardtensor.ops.engine import computed, computed_alike
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS

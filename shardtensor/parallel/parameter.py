@@ -13,8 +13,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.parallel.loading import load_keeps_layouts
-from shardtensor.parallel.memory import become
+from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec

@@ -6,16 +6,19 @@ What no reading of a plan can find, a sum that is forgotten or done twice, shows
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import ShardTensorError
+from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.layout.layout import replicated
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding, Origin
@@ -25,7 +28,6 @@ from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved, layout_text
-from shardtensor.sharding.example_step import example_step
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.simulate import simulate
@@ -218,3 +220,62 @@ def _not_run(error: Exception, resolved: Resolved) -> Finding:
     fix = "an attribute that counts may want a `local`, or a value an `in` or `out`"
     fault = f"{where}: {type(error).__name__}: {fault}"
     return Finding("E405", fault, _origin_of(resolved, path), "its code meets parts of values", fix, tensor=path)
+
+
+# -- an example step ---------------------------------------------------------------------------------------------------
+
+_IDS = ("input_ids", "ids", "idx", "tokens", "input")
+_IMAGES = ("pixel_values", "images", "image")
+
+
+def example_step(module: nn.Module, sample: int, length: int, samples: int = 2) -> torch.Tensor:
+    """Return the loss of a few samples, those of the number `sample`, of `length` tokens; equal on every rank.
+
+    A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
+    that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
+    The loss is the one that the module gives, else a mean of what it gives, squared and weighed.
+
+    Example:
+        >>> example_step(nn.Linear(3, 2), 0, 4).shape
+        torch.Size([])
+    """
+    g = torch.Generator().manual_seed(sample)
+    names = list(inspect.signature(module.forward).parameters)
+    first = next((m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear | nn.Conv2d)), None)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    given: dict[str, Any] = {}
+    if isinstance(first, nn.Embedding):
+        x = torch.randint(0, first.num_embeddings, (samples, length), generator=g)
+        given = {"labels": x} if "labels" in names else {}
+        given |= {"decoder_input_ids": x} if "decoder_input_ids" in names and not given else {}
+    elif isinstance(first, nn.Conv2d):
+        size = getattr(getattr(module, "config", None), "image_size", 4 * max(first.kernel_size))
+        x = torch.randn(samples, first.in_channels, size, size, generator=g, dtype=dtype)
+    elif isinstance(first, nn.Linear):
+        x = torch.randn(samples, length, first.in_features, generator=g, dtype=dtype)
+    else:
+        raise PlanError(
+            f"it is not known how to call {type(module).__name__}",
+            {"forward takes": ", ".join(names)},
+            "give its step, too: let the function return (module, step), with step(module, sample) -> loss",
+        )
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    x, given = x.to(device), {key: value.to(device) for key, value in given.items()}
+    name = next((n for n in (*_IDS, *_IMAGES) if n in names), None)
+    output = module(**{name: x}, **given) if name else module(x, **given)
+    return _loss(output)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if isinstance(named.get("loss"), torch.Tensor):
+        return named["loss"]
+    parts = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    terms = [_weighed(y) for y in parts if isinstance(y, torch.Tensor) and y.is_floating_point()]
+    return torch.stack([term for term in terms if term.requires_grad] or terms).sum()
+
+
+def _weighed(y: torch.Tensor) -> torch.Tensor:
+    """A mean to which every element adds by another weight, so that no mistake hides in a sum."""
+    weights = torch.linspace(0.5, 1.5, max(y.shape[-1], 1), dtype=y.dtype, device=y.device) if y.dim() else 1.0
+    return (y.square() * weights).sum() / max(math.prod(y.shape), 1)

@@ -14,8 +14,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.fsdp.api import move_rest
-from shardtensor.parallel.loading import load_keeps_layouts
-from shardtensor.parallel.memory import become
+from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.parallel.output import collecting, resharding
 from shardtensor.parallel.parameter import scatter
 from shardtensor.plan.loading import load_plan

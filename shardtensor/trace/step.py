@@ -6,14 +6,17 @@ there. Nothing is guessed: what is counted is what the module's own code, and th
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtensor.mesh import Ranks
@@ -26,8 +29,6 @@ from shardtensor.sim.group_names import axes_along
 from shardtensor.sim.traffic import counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
-from shardtensor.trace.attention import FusedAttention
-from shardtensor.trace.layers import few_layers
 
 Step = Callable[[nn.Module], torch.Tensor]
 
@@ -223,3 +224,136 @@ def _mark(output: Any, path: str) -> None:
             continue
         known[_WHERE] = path
         nodes += [following for following, _ in node.next_functions]
+
+
+# -- deep modules ------------------------------------------------------------------------------------------------------
+
+KEPT = 3
+"""Layers of each kind that are run of a deep module; with fewer, one would be first and last at once, and two buffers
+for gathered parameters would be enough for all."""
+
+DEEP = 16
+"""Layers of one list from which on a module counts as deep; others run in full."""
+
+
+def few_layers(module: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, int]]]:
+    """Return a copy of a module with `KEPT` layers of each kind, and for each kind of which there are more a copy with
+    one more, and how many are missing. Layers are the children of a ModuleList of more than `DEEP` that is in no other.
+    The copies are on the meta device.
+
+    Example:
+        >>> deep = nn.Sequential(nn.Embedding(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(32)))
+        >>> base, [(more, missing)] = few_layers(deep)
+        >>> len(base[1]), len(more[1]), missing
+        (3, 4, 29)
+    """
+    lists = {path: layers for path, layers in _lists(module) if len(layers) > DEEP}
+    kept: dict[tuple[str, Hashable], list[int]] = {}
+    for path, layers in lists.items():
+        for i, layer in enumerate(layers):
+            kept.setdefault((path, _kind(layer)), []).append(i)
+    chosen = {key: numbers[:KEPT] for key, numbers in kept.items()}
+    others = []
+    for key, numbers in kept.items():
+        if len(numbers) > KEPT:
+            more = {**chosen, key: numbers[: KEPT + 1]}
+            others.append((_with(module, lists, more), len(numbers) - KEPT))
+    return _with(module, lists, chosen), others
+
+
+def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        if isinstance(child, nn.ModuleList):
+            yield below, child
+        else:
+            yield from _lists(child, below)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """What is equal for layers that are alike: their classes, and their tensors' names, shapes and dtypes."""
+    classes = tuple((name, type(part).__qualname__) for name, part in layer.named_modules())
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return classes, tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+
+
+def _with(
+    module: nn.Module, lists: dict[str, nn.ModuleList], chosen: dict[tuple[str, Hashable], list[int]]
+) -> nn.Module:
+    """A copy of a module with some of its layers, in their order."""
+    before = {path: dict(layers._modules) for path, layers in lists.items()}
+    try:
+        for path, layers in lists.items():
+            numbers = sorted(i for (of, _), some in chosen.items() if of == path for i in some)
+            kept = [layers[i] for i in numbers]
+            layers._modules.clear()
+            layers._modules.update({str(i): layer for i, layer in enumerate(kept)})
+        return copy.deepcopy(module, {id(tensor): on_meta for tensor, on_meta in _on_meta(module)})
+    finally:
+        for path, layers in lists.items():
+            layers._modules.clear()
+            layers._modules.update(before[path])
+
+
+def _on_meta(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of a module, each with the one that takes its place in a copy: tied ones stay tied."""
+    for owner in module.modules():
+        for tensor in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
+            if isinstance(tensor, torch.Tensor):
+                on_meta = torch.empty_like(tensor, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                yield tensor, nn.Parameter(on_meta, tensor.requires_grad) if is_parameter else on_meta
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class FusedAttention(TorchFunctionMode):
+    """While it is entered, `scaled_dot_product_attention` of meta tensors is the operation of a fused kernel.
+
+    By itself torch takes meta tensors to be without one, multiplies all pairs of tokens, and autograd keeps the result.
+
+    Example:
+        >>> q = torch.empty(1, 2, 1024, 8, device="meta", requires_grad=True)
+        >>> kept = []
+        >>> hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda _: q)
+        >>> with FusedAttention(), hooks:
+        ...     y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> y.shape, max(kept) == q.numel()
+        (torch.Size([1, 2, 1024, 8]), True)
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and type(args[0]) is torch.Tensor and _is_of_kernels(*args[:3]):
+            return _fused(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_of_kernels(query: torch.Tensor, *others: torch.Tensor) -> bool:
+    return query.is_meta and query.dim() == 4 and all(each.dim() == 4 for each in others)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+    if attn_mask is None:
+        aten = torch.ops.aten._scaled_dot_product_flash_attention
+        return aten(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)  # of which the kernel takes a bias
+    bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]

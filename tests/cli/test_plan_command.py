@@ -14,7 +14,7 @@ from plan.configs import LLAMA_405B, SMALL
 from plan.recorded_models import config_path
 
 from shardtensor.cli.main import main
-from shardtensor.cli.plan_tables import say_seconds
+from shardtensor.cli.plan_report import say_seconds
 from shardtensor.cost.profile import read_profile
 
 

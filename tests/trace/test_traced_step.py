@@ -23,7 +23,6 @@ from shardtensor.plan.loading import load_plan
 from shardtensor.sharding import expert_dispatch
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.process_state import ProcessState
-from shardtensor.trace import layers
 from shardtensor.trace.step import trace_step
 
 BATCH, SEQ = 2, 8
@@ -364,7 +363,7 @@ def test_layers_that_are_alike_count_as_often_as_there_are(name, monkeypatch):
     world, params, sizes = CASES[name]
     plan, module = load_plan(DECODER, world=world, **params), Decoder(**sizes, layers=20)
     few = trace_step(module, plan, loss_of)
-    monkeypatch.setattr(layers, "DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
     assert few == trace_step(module, plan, loss_of)
 
 
@@ -373,7 +372,7 @@ def test_stored_layers_that_are_alike_count_as_often_as_there_are(name, monkeypa
     world, params, sizes = STACKS[name]
     plan, module = load_plan(STORED, world=world, **params), Stack(**sizes, blocks=20)
     few = trace_step(module, plan, loss_of)
-    monkeypatch.setattr(layers, "DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
     assert few == trace_step(module, plan, loss_of)
 
 

@@ -1,25 +1,34 @@
 """The flows of a plan: what each known layer does with values and gradients, and what would go wrong silently.
 
 A missing or doubled reduction raises nothing: the loss falls, a little slower. Here it is an error of the plan's text.
-What raises by itself at the first call, as parts do that reach the wrong module, is not looked for.
+What raises by itself at the first call, as parts do that reach the wrong module, is not looked for. Experts of ``use
+dispatch(ep)`` have findings of their own (E401 to E403), and so have blocks laid end to end, such as a fused q, k and
+v, that are cut as if they were one (E206): code takes them apart by their lengths, so a rank's piece has to hold a
+share of each, unless that code gets the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import attrs
 
+from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.expert_flows import expert_findings
-from shardtensor.plan.flows.flow import as_written, cut_axes, partial_axes
-from shardtensor.plan.flows.fused_flows import fused_findings
+from shardtensor.plan.findings.places import origin_of
+from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
-from shardtensor.plan.flows.modules import Layer, Modules, flow_finding
+from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, flow_finding, is_inside
 from shardtensor.plan.flows.sums import Sums
 from shardtensor.plan.flows.takers import Takers
-from shardtensor.plan.resolved import Resolved
+from shardtensor.plan.line import Line
+from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.resolved import Placed, Resolved
+from shardtensor.spec.nodes import Cut, Spec
 
 
 @attrs.frozen(eq=False)
@@ -142,3 +151,156 @@ def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
             except Contradiction as found:
                 findings.append(flow_finding(found.code, found.fault, line, found.why, found.fix, path))
     return findings
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+TOKENS, WEIGHTS = "", "top_k_weights"
+"""The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
+
+
+def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
+    """What is wrong with the experts of a plan.
+
+    Args:
+        is_whole: the plan says along which axes samples differ.
+    """
+    for path, stated in modules.stated.items():
+        own = modules.owned.get(path, {})
+        is_stacked = any(len(placed.tensor.shape) > 2 for placed in own.values())
+        for hook, line in stated.passing.uses:
+            if hook.name == "dispatch" and hook.args:
+                names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
+                axes = modules.leaves(name for said in names for name in said.split("*"))
+                experts = f"{path}.experts".lstrip(".")
+                if axes and is_whole and (is_stacked or any(is_inside(other, experts) for other in modules.owned)):
+                    yield from _same_samples(path, axes, line, modules)
+                if axes and is_stacked:
+                    yield from _stacked(path, axes, modules)
+        if path in modules.layers or not (stated.ins or stated.outs) or stated.passing.uses:
+            continue
+        for name, placed in own.items():
+            shown = modules.named(axis for axis in _cut(placed, modules) if axis in modules.data)
+            if shown:
+                yield flow_finding(
+                    "E403", f"`{name}` is cut along {shown}, and no token is sent there", placed.line,
+                    f"ranks along {shown} have other samples and other parts of `{placed.spec}`: each sample meets one "
+                    "part alone",
+                    f"write `use dispatch({shown}, top_k=...)` in the block of `{path}`, or a hook of your own", path,
+                )  # fmt: skip
+                break
+
+
+def _cut(placed: Placed, modules: Modules) -> Names:
+    """The axes over which a parameter is cut, those of one rank left out, as they are of flows."""
+    layout = placed.layout
+    if not isinstance(layout, CutLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
+        return ()
+    sizes = enumerate(modules.axes.mesh.axes)
+    return tuple(name for i, (name, size) in sizes if i in layout.parting_axes and size > 1)
+
+
+def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
+    """Flows of experts that are cut inside, each making addends of its result and of its inputs' gradients."""
+    stated, params = modules.stated[path], modules.owned[path]
+    inside: dict[str, str] = {}
+    for name, placed in params.items():
+        inside = dict.fromkeys(_cut(placed, modules), name) | inside
+    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dealt and a not in modules.data)
+    if not axes or modules.axes.mesh.size == 1:
+        return
+    shown = modules.named(axes)
+    placed = params[inside[axes[0]]]
+    why = f"`{inside[axes[0]]}` is `{placed.spec}`: a rank has a part of each expert along {shown}"
+    out = stated.out
+    if out is None or not set(axes) <= set(partial_axes(out.before)):
+        line = stated.line("out") if out is not None else placed.line
+        said = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
+        yield flow_finding(
+            "E402", f"{said} for experts that leave addends along {shown}", line,
+            f"{why}, so what it makes is an addend until it is summed",
+            f"write `out: partial({shown}) -> {as_written(out.after) if out is not None else 'replicate'}`", path,
+        )  # fmt: skip
+    for name in (TOKENS, WEIGHTS):
+        flow = _entering(stated, name)
+        if flow is not None and ((flow.says_grad and not flow.addends) or set(axes) <= set(flow.addends)):
+            continue
+        side = f"in {name}".strip()
+        came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
+        what = f"`{side}` is not said" if flow is None else f"`{side}: {came}` does not sum its gradient"
+        yield flow_finding(
+            "E401", f"{what}, and it is an addend along {shown}", stated.line("in", name) or placed.line,
+            f"{why}, and multiplies what enters with it: one rank's gradient would be taken for the sum",
+            f"write `{side}: {came} grad partial({shown})`", path,
+        )  # fmt: skip
+
+
+def _entering(stated: Stated, name: str) -> Flow | None:
+    return stated.ins.get(name) or (stated.ins.get("hidden_states") if not name else None)
+
+
+def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iterator[Finding]:
+    """Tokens sent along axes on which all ranks have the same ones."""
+    axes = [axis for axis in dealt if axis not in modules.data]
+    if axes:
+        shown, data = modules.named(axes), modules.axes.data
+        yield flow_finding(
+            "E401", f"tokens are sent along {shown}, and samples do not differ along it", line,
+            f"every rank along {shown} sends the same tokens: the gradients of experts would be {modules.times(axes)} "
+            f"times too large; the data axes are {', '.join(data) or 'none'}",
+            f"write `data {'*'.join([*data, shown])}`", path,
+        )  # fmt: skip
+
+
+# -- blocks laid end to end --------------------------------------------------------------------------------------------
+
+
+def fused_findings(modules: Modules) -> Iterator[Finding]:
+    """Parameters of blocks, known from `dims` lines or a class, that a rank's code would take apart wrongly."""
+    for path, params in modules.owned.items():
+        stated = modules.stated.get(path)
+        if stated is None or not (stated.ins or stated.outs):
+            continue
+        for placed in params.values():
+            dims, spec = placed.tensor.dims or (), placed.spec
+            for dim, lengths in modules.resolved.model.blocks(placed.tensor.name).items():
+                cut = spec.dims[dims.index(dim)] if isinstance(spec, Spec) and len(spec.dims) == len(dims) else None
+                if not isinstance(cut, Cut) or set(accumulate(lengths)) <= set(_ends(cut, sum(lengths))):
+                    continue
+                if _is_met_cut(cut, dim, path, stated, modules):
+                    yield _told(placed, dim, lengths, cut)
+
+
+def _is_met_cut(cut: Cut, dim: str, path: str, stated: Stated, modules: Modules) -> bool:
+    """Whether code meets pieces of this dim, not the whole."""
+    axes = set(modules.leaves(cut.axes))
+    layer = modules.layers.get(path)
+    if layer is None or layer.kind.name != "linear" or dim not in ("in", "out"):
+        return bool(axes)
+    flow: Flow | None = stated.out if dim == "out" else stated.ins.get("")
+    if flow is None:
+        return bool(axes)
+    return bool(axes & set(cut_axes(flow.after if dim == "out" else flow.before)))
+
+
+def _ends(cut: Cut, length: int) -> list[int]:
+    """Where the blocks end in which a dim is cut."""
+    shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
+    return [length * end // sum(shares) for end in accumulate(shares)]
+
+
+def _told(placed: Placed, dim: str, lengths: Sequence[int], cut: Cut) -> Finding:
+    tensor, origin = placed.tensor, origin_of(placed.line)
+    shares = [length // math.gcd(*lengths) for length in lengths]
+    said = str(len(lengths)) if len(set(shares)) == 1 else ", ".join(map(str, shares))
+    call = re.fullmatch(r"(colwise\(.*?)(?:,\s*blocks\s*=\s*\w+)?(\s*\))", origin.text, re.DOTALL) if origin else None
+    written = f"`blocks({said})` after `{'*'.join(cut.axes)}`"
+    if call is not None and said.isdecimal():
+        written = f"`{call[1]}, blocks={said}{call[2]}`"
+    as_what = "one" if cut.blocks == 1 else f"{len(_ends(cut, sum(lengths)))} others"
+    return flow_finding(
+        "E206", f"dim `{dim}` is {len(lengths)} blocks laid end to end, and is cut as {as_what}", placed.line,
+        f"{tensor.name} is {shape_text(tensor.shape, tensor.dims)}, and {dim} = {' + '.join(map(str, lengths))}: code "
+        "that takes the blocks apart would find other shares of them on each rank",
+        f"write {written}", tensor.name, "layout",
+    )  # fmt: skip
