@@ -21,8 +21,7 @@ from report import write
 
 from shardtensor.cli.calibrate import measure, measure_profile, nearest
 from shardtensor.comm.process_group import as_group
-from shardtensor.cost.profile import KINDS, read_profile
-from shardtensor.cost.seconds import seconds
+from shardtensor.cost.profile import KINDS, read_profile, seconds
 
 MIB = 1 << 20
 SIZES = {"cuda": (6 * MIB, 96 * MIB), "cpu": (3 * MIB // 2, 12 * MIB)}

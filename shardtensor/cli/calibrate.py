@@ -17,9 +17,7 @@ import torch.distributed as dist
 from shardtensor.cli.arguments import quiet_processes
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
-from shardtensor.cost.curve import Curve
-from shardtensor.cost.profile import KINDS, Profile, read_profile
-from shardtensor.cost.seconds import received_share
+from shardtensor.cost.profile import KINDS, Curve, Profile, read_profile, received_share
 
 _ROUNDS = 12
 _ROUND_S = 0.02

@@ -3,7 +3,6 @@
 from shardtensor.ops import by_rule as by_rule
 from shardtensor.ops import embedding as embedding
 from shardtensor.ops import foreach as foreach
-from shardtensor.ops import ids as ids
 from shardtensor.ops import indexing as indexing
 from shardtensor.ops import indices as indices
 from shardtensor.ops import inplace as inplace

@@ -10,8 +10,8 @@ import torch
 
 from shardtensor.layout.layout import Shape
 from shardtensor.rules.call import ALIASES, Signature
-from shardtensor.rules.dims import several_dims
 from shardtensor.rules.pattern import Pattern, Side
+from shardtensor.rules.rule import several_dims
 from shardtensor.rules.table import Row
 
 

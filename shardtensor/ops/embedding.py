@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
 from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
-from shardtensor.ops.ids import check_ids
+from shardtensor.ops.indices import check_ids
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back

@@ -20,8 +20,8 @@ from shardtensor.ops.indices import index_of, index_put
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.ops.pointwise import written_through
 from shardtensor.ops.views import copied, local_view, to_view, view
-from shardtensor.rules.dims import one_dim
 from shardtensor.rules.indexing import Item, indexing, normalize
+from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_partial_write, spellings
 from shardtensor.tensor.fallback import fall_back

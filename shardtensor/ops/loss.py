@@ -17,7 +17,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.ids import check_ids, places
+from shardtensor.ops.indices import check_ids, places
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
 from shardtensor.tensor.dispatch import HANDLERS, implements

@@ -14,8 +14,8 @@ import torch
 from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
 from shardtensor.ops.engine import run, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
-from shardtensor.rules.einsum import einsum_rule
 from shardtensor.rules.propagate import propagate
+from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
 

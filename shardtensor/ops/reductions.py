@@ -16,7 +16,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.ids import places
+from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
 from shardtensor.tensor.dispatch import HANDLERS, spellings
 from shardtensor.tensor.fallback import fall_back

@@ -16,7 +16,7 @@ import torch
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
-from shardtensor.rules.dims import one_dim
+from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, spellings
 from shardtensor.tensor.fallback import fall_back

@@ -11,7 +11,7 @@ from shardtensor.comm.checked import CheckedGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.ids import strays_of, widest
+from shardtensor.ops.indices import strays_of, widest
 from shardtensor.parallel.cut_cross_entropy import Classes, RowSums, classes_of
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.sharded_tensor import ShardedTensor

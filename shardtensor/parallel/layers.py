@@ -21,7 +21,7 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.ids import strays_of, widest
+from shardtensor.ops.indices import strays_of, widest
 from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_large, shared_linear
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor

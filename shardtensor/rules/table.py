@@ -107,7 +107,7 @@ cosine_similarity    | ... [!d], ... [!d] -> ...               |              | 
 bucketize            | ..., !b -> ...                          |              | input, boundaries
 searchsorted         | !b, ... -> ...                          |              | sorted_sequence, input
 isin                 | ..., !t -> ...                          |              | elements, test_elements
-einsum tensordot     | @einsum.einsum_rule
+einsum tensordot     | @rule.einsum_rule
 
 # norms: local over unsharded dims, two passes over sharded ones
 

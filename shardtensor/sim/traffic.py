@@ -14,10 +14,9 @@ from shardtensor.comm.call_site import call_site
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import LayoutError
 from shardtensor.layout.explain import say_bytes
-from shardtensor.mesh import Mesh, Ranks, read_mesh
+from shardtensor.mesh import Mesh, Ranks, name_group, read_mesh
 from shardtensor.sim.counting_group import CountingGroup
-from shardtensor.sim.group_names import name_group
-from shardtensor.sim.process_state import ProcessState
+from shardtensor.sim.world import ProcessState
 
 
 @attrs.frozen

@@ -13,7 +13,6 @@ from shardtensor.tensor import dtensor as dtensor
 from shardtensor.tensor import fallback as fallback
 from shardtensor.tensor import from_metadata as from_metadata
 from shardtensor.tensor import gradient as gradient
-from shardtensor.tensor import plain_operands as plain_operands
 from shardtensor.tensor import reshard as reshard
 from shardtensor.tensor import state as state
 from shardtensor.tensor.answers import Answers

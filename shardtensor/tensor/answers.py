@@ -12,7 +12,7 @@ import torch
 
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout
-from shardtensor.rules.dims import one_dim
+from shardtensor.rules.rule import one_dim
 
 
 class Answers:

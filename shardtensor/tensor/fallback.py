@@ -5,6 +5,8 @@ of a gathered operand, told by the version counter (by the values, where torch w
 to the shards. What it cannot do it refuses: an operation that shows memory (``data_ptr``, ``numpy``), one that changes
 a tensor's shape in place.
 
+A plain tensor that meets a sharded one is a copy on every rank: under `check_collectives` its checksum is compared.
+
 It is also under ``torch.autograd.Function.apply``. A Function ties its results to its arguments below the level that a
 subclass of Tensor can see: on ShardedTensors it would tie the shells, whose leaves would have no history. It has no
 override hook, so importing this module replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2
@@ -20,14 +22,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
+from shardtensor.comm.call_site import call_site
+from shardtensor.comm.checked import WHEN_CHECKED, CheckedGroup
+from shardtensor.comm.torch_group import bytes_of
 from shardtensor.errors import RuleError
+from shardtensor.tensor import dispatch
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import ANY_OTHER, bare_name, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
@@ -291,3 +299,58 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 
 Function.apply = apply  # type: ignore[method-assign]
+
+
+# -- plain operands ----------------------------------------------------------------------------------------------------
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+_OVERWRITTEN = ("copy_", "set_", "out", "__set__", "__get__")  # what they write into need not be equal before
+
+
+def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise DisagreementError on every rank where a plain operand is not the same on all; all ranks call it."""
+    name = dispatch.name_of(func)
+    leaves = tree_flatten_with_path((args, {key: value for key, value in kwargs.items() if key != "out"}))[0]
+    group = next((x._group for _, x in leaves if isinstance(x, ShardedTensor)), None)
+    if not isinstance(group, CheckedGroup) or group.index < 0 or name.rpartition(".")[2] in _OVERWRITTEN:
+        return
+    plain = {
+        _say(path): f"{' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}, checksum {_checksum(x)}"
+        for path, x in leaves
+        if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.device.type != "meta"
+    }
+    if plain:
+        group.compare(f"{name} in {call_site()}", plain)
+
+
+def _say(path: Any) -> str:
+    where, *rest = path
+    if where.idx == 1:
+        return f"operand {rest[0].key}{keystr(tuple(rest[1:]))}"
+    return f"operand {rest[0].idx + 1}{keystr(tuple(rest[1:]))}"
+
+
+def _checksum(x: torch.Tensor) -> str:
+    """A checksum of the bytes of a tensor in their order."""
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return sha256(bytes_of(flat)).hexdigest()[:16]
+
+
+def _watch() -> None:
+    """Have every operation of sharded tensors compare its plain operands first."""
+    inner: Any = ShardedTensor.__torch_function__
+
+    def __torch_function__(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _inside.get() or torch.compiler.is_compiling():
+            return inner(func, types, args, kwargs)
+        mark = _inside.set(True)
+        try:
+            compare_plain_operands(func, args, kwargs or {})
+            return inner(func, types, args, kwargs)
+        finally:
+            _inside.reset(mark)
+
+    ShardedTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[method-assign, assignment]
+
+
+WHEN_CHECKED.append(_watch)

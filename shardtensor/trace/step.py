@@ -19,13 +19,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtensor.mesh import Ranks
+from shardtensor.mesh import Ranks, axes_along
 from shardtensor.plan.match.patterns import starred, unwrapped
 from shardtensor.plan.outlook.estimate import Collective, TracedStep
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.counting_group import CountingGroup
-from shardtensor.sim.group_names import axes_along
 from shardtensor.sim.traffic import counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in

@@ -7,8 +7,7 @@ import pytest
 import shardtensor as st
 from shardtensor.cli import calibrate
 from shardtensor.comm.process_group import as_group
-from shardtensor.cost.profile import KINDS, read_profile
-from shardtensor.cost.seconds import received_share, seconds
+from shardtensor.cost.profile import KINDS, read_profile, received_share, seconds
 
 
 @pytest.fixture

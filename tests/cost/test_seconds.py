@@ -8,9 +8,7 @@ from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtensor.cost.curve import Curve
-from shardtensor.cost.profile import KINDS, profile_names, read_profile
-from shardtensor.cost.seconds import ranks_in_node, received_share, seconds
+from shardtensor.cost.profile import KINDS, Curve, profile_names, ranks_in_node, read_profile, received_share, seconds
 from shardtensor.errors import LayoutError
 from shardtensor.mesh import Mesh
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardtensor.rules.dims import one_dim, several_dims
-from shardtensor.rules.einsum import einsum_rule
 from shardtensor.rules.indexing import first_of, reading, writing
-from shardtensor.rules.rule import Letters, Rule
+from shardtensor.rules.rule import Letters, Rule, einsum_rule, one_dim, several_dims
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:

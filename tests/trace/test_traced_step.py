@@ -22,7 +22,7 @@ from shardtensor.mesh import read_mesh
 from shardtensor.plan.loading import load_plan
 from shardtensor.sharding import expert_dispatch
 from shardtensor.sim.counting_group import CountingGroup
-from shardtensor.sim.process_state import ProcessState
+from shardtensor.sim.world import ProcessState
 from shardtensor.trace.step import trace_step
 
 BATCH, SEQ = 2, 8

@@ -13,8 +13,7 @@ from typing import Literal
 
 import attrs
 
-from shardtensor.cost.profile import Profile
-from shardtensor.cost.seconds import ranks_in_node, seconds
+from shardtensor.cost.profile import Profile, ranks_in_node, seconds
 from shardtensor.plan.outlook.memory import RankBytes
 from shardtensor.plan.resolved import Resolved
 
