@@ -18,7 +18,8 @@ from itertools import accumulate
 import attrs
 
 from shardtensor.layout.layout import CutLayout
-from shardtensor.plan.findings.finding import Finding, origin_of
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import origin_of
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, flow_finding, is_inside

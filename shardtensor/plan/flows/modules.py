@@ -14,7 +14,8 @@ import attrs
 from shardtensor.layout.layout import CutLayout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
-from shardtensor.plan.findings.finding import Finding, origin_of, style_note
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written
 from shardtensor.plan.line import Line
 from shardtensor.plan.models.model import LayerKind

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from shardtensor.plan.findings.finding import Finding, pattern_place, statement
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import pattern_place, statement
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.patterns import Segment, pattern
 

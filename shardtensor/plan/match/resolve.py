@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from shardtensor.plan.findings.finding import Finding, name_place, segment_place
+from shardtensor.plan.findings.finding import Finding
+from shardtensor.plan.findings.places import name_place, segment_place
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text

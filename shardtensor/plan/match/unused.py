@@ -9,7 +9,8 @@ from itertools import islice, product
 import attrs
 
 from shardtensor.plan.findings.brief import brief_names, skeleton
-from shardtensor.plan.findings.finding import Finding, Origin, pattern_place, segment_place, statement, style_note
+from shardtensor.plan.findings.finding import Finding, Origin
+from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
 from shardtensor.plan.match.patterns import Pattern, Segment, one_of, pattern
