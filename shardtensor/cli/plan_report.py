@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -12,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shardtensor.cli.model_source import family_first, model_of, resolved_of
-from shardtensor.cli.traced import NotTraced, tracer_of
 from shardtensor.cost.profile import Profile, read_profile
 from shardtensor.errors import PlanError
 from shardtensor.layout.explain import say_bytes
@@ -30,6 +30,7 @@ from shardtensor.plan.outlook.estimate import (
 )
 from shardtensor.plan.outlook.memory import RankBytes, plan_bytes, rank_bytes
 from shardtensor.plan.outlook.search import readable_plan, search
+from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 
 
@@ -275,3 +276,77 @@ def _table(title: str, *columns: str) -> Table:
         table.add_column(column, no_wrap=column not in ("where", "why"), overflow="fold")
         table.columns[-1].justify = "left" if column in left else "right"
     return table
+
+
+# -- a counted step ----------------------------------------------------------------------------------------------------
+
+Tracer = Callable[[Plan, int, int], TracedStep]
+"""What counts a step of a plan, of so many samples of a data rank, of so many tokens."""
+
+_GIVE = "give --module PKG:FN; FN() returns the model, or (model, step) with step(model, sample) -> loss"
+
+
+class NotTraced(Exception):
+    """A step cannot be counted; the text says why, and what to give."""
+
+
+def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
+    """Return what counts the steps of the model that a command's options name. Imports torch where there is one.
+
+    The module is that of ``--module``, else the one that transformers makes of the config.json, where it is installed.
+
+    Raises:
+        NotTraced: there is no such module.
+    """
+    if options.no_step:
+        raise NotTraced("leave out --no-step for its collectives, FLOPs and seconds")
+    if not _is_installed("torch"):
+        raise NotTraced("install torch to count its collectives, FLOPs and seconds")
+    module, step = _made(options, config)
+    import torch
+
+    from shardtensor.sharding.numeric import example_step
+    from shardtensor.trace.step import trace_step
+
+    if options.dtype is not None:
+        module = module.to(getattr(torch, options.dtype))
+
+    def trace(plan: Plan, samples: int, seq: int) -> TracedStep:
+        def run(of: Any) -> torch.Tensor:
+            try:
+                return step(of, 0) if step is not None else example_step(of, 0, seq, samples)
+            except Exception as error:
+                raise _not_run(error, seq) from error
+
+        try:
+            return trace_step(module, plan, run, rank=plan.axes.mesh.ranks[0])
+        except NotTraced:
+            raise
+        except Exception as error:
+            raise _not_run(error, seq) from error
+
+    return trace
+
+
+def _not_run(error: Exception, seq: int) -> NotTraced:
+    fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return NotTraced(f"it does not run with --seq {seq} on tensors without memory ({fault}); {_GIVE}")
+
+
+def _made(options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The module on the meta device, and its step where one is given."""
+    from shardtensor.cli.model_source import builder_of, transformers_model
+
+    if options.module is not None:
+        made = builder_of(options.module)()
+        return made if isinstance(made, tuple) else (made, None)
+    if not _is_installed("transformers"):
+        raise NotTraced(f"{_GIVE}; or install transformers, which makes it of a config.json")
+    try:
+        return transformers_model(config), None
+    except ValueError as error:
+        raise NotTraced(f"{error}; {_GIVE}") from None
+
+
+def _is_installed(package: str) -> bool:
+    return sys.modules[package] is not None if package in sys.modules else find_spec(package) is not None

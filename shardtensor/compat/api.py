@@ -2,8 +2,8 @@
 
 import shardtensor.ops  # gives ShardedTensor its operations
 from shardtensor.comm.process_group import load_with_process_group
-from shardtensor.parallel.output import collect_local_shard as _collect_local_shard
-from shardtensor.parallel.output import reshard_output as _reshard_output
+from shardtensor.parallel.parameter import collect_local_shard as _collect_local_shard
+from shardtensor.parallel.parameter import reshard_output as _reshard_output
 from shardtensor.parallel.parameter import shard_parameter
 from shardtensor.parallel.parameter import shard_tensor as _shard_tensor
 from shardtensor.sharding.shard_module import shard_module

@@ -25,8 +25,7 @@ from shardtensor.fsdp.policy import (
     selects,
 )
 from shardtensor.fsdp.state import FSDPState, state_of
-from shardtensor.layout.ranges import parameter_groups
-from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
+from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, parameter_groups
 from shardtensor.parallel.memory import Home, load_keeps_layouts
 from shardtensor.plan.match.units import name_order
 from shardtensor.tensor.gradient import grad_dtype_of

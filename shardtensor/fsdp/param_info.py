@@ -10,8 +10,7 @@ import attrs
 import torch
 
 from shardtensor.fsdp.data_mesh import TPSpec
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, lay_out_owned
-from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
+from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
 from shardtensor.tensor.dispatch import is_dtensor

@@ -15,16 +15,14 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.fsdp.api import move_rest
 from shardtensor.parallel.memory import become, load_keeps_layouts
-from shardtensor.parallel.output import collecting, resharding
-from shardtensor.parallel.parameter import scatter
+from shardtensor.parallel.parameter import collecting, resharding, scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
-from shardtensor.sharding.from_plan import work_of
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.settle import Binder, unsettle
 from shardtensor.sharding.stores import is_called, keep_as_before
-from shardtensor.sharding.work import Target, Work, count_as_before
+from shardtensor.sharding.work import Target, Work, count_as_before, work_of
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device

@@ -1,15 +1,289 @@
-"""`simulate`: run a function as every rank of a world, in this process."""
+"""`Group` over the ranks of a simulated world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copyreg
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+import torch
+from torch import Tensor
+
 from shardtensor.comm import process_group
-from shardtensor.comm.group import Group, SingleRankGroup
-from shardtensor.mesh import Mesh, read_mesh
-from shardtensor.sim.group import SimGroup
-from shardtensor.sim.world import World
+from shardtensor.comm.backend_support import BackendSupport
+from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
+from shardtensor.comm.process_group import reduce_group
+from shardtensor.mesh import Mesh, Ranks, as_ranks, read_mesh
+from shardtensor.sim.channel import Call, Slot
+from shardtensor.sim.world import Member, World
+
+# Tensors stay on their devices; sums have the dtypes of gloo and NCCL.
+_SUPPORT = BackendSupport.of_backends("cpu:gloo,cuda:nccl", None)
+_SUPPORT = attrs.evolve(_SUPPORT, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+class SimGroup(Group):
+    """Two or more ranks of a simulated world; inside `simulate`, `as_group()` returns it.
+
+    It behaves as a `TorchGroup`: results are new tensors, and the version counter of a tensor that is reduced in place
+    changes only if a backend would have to convert it. Sums are computed in group order.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, world: World, member: Member, ranks: Ranks, twin: int = 0) -> None:
+        super().__init__()
+        self._number = twin
+        self.world, self.member = world, member
+        self.process_group: Any = self  # `as_group` accepts it
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = member.rank
+        self.index = ranks.index(member.rank)
+        self.mesh: Mesh | None = None
+        self._twin: SimGroup | None = None
+
+    def _post(
+        self, name: str, text: str, signature: tuple[Any, ...], data: Any, combine: Any, check: Any = None
+    ) -> Slot:
+        call = Call(name, text, (name, *signature), data, combine, check)
+        return self.world.post(self.member, self.ranks, call, self._number)
+
+    def _collect(self, *args: Any) -> Any:
+        return self.world.wait(self.member, self._post(*args))
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self.all_reduce_async(t, op).wait()
+
+    def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
+        check_reduction(op, t.dtype)
+        slot = self._post(
+            *("all_reduce", f"{op} of {_elements(t)}", (op, t.numel(), t.dtype)),
+            *(_product_terms(t) if op == "prod" else _SUPPORT.to_reduce(t), lambda terms: _reduced(terms, op)),
+        )
+
+        def finish(total: torch.Tensor) -> torch.Tensor:
+            as_is = (t.is_cuda, t.dtype, "sum") in _SUPPORT.reduced_as_is and t.is_contiguous()
+            _overwrite(t, _SUPPORT.from_reduce(total, t), as_is)
+            return t
+
+        return _Started(self, slot, finish)
+
+    def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return self.reduce_scatter_async(flat, counts).wait()
+
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        check_reduction("sum", flat.dtype)
+        assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
+        counts = [flat.numel() // self.size] * self.size if counts is None else list(counts)
+        assert sum(counts) == flat.numel(), "counts must add up to the elements given"
+        slot = self._post(
+            *("reduce_scatter", f"{_elements(flat)} as {_counts(counts)}", (tuple(counts), flat.dtype)),
+            *(_SUPPORT.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
+        )
+        scale = 2 if flat.dtype.is_complex else 1
+        return _Started(
+            self, slot, lambda total: _SUPPORT.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
+        )
+
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
+        return _Into(out, self.reduce_scatter_async(flat))
+
+    # -- data movement ------------------------------------------------------------------------------------------
+
+    def all_gather(self, t: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        return self._start_all_gather(t, counts).wait()
+
+    def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
+        return _Into(out, self._start_all_gather(part, None))
+
+    def _start_all_gather(self, t: torch.Tensor, counts: Sequence[int] | None) -> Pending:
+        counts = [t.numel()] * self.size if counts is None else list(counts)
+        assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
+        slot = self._post(
+            *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
+            *(_SUPPORT.to_move(t), _concatenated),
+        )
+        return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
+
+    def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
+        assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
+        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
+        result = self._route("all_to_all", text, flat, send_counts, recv_counts)
+        return result if out is None else out.copy_(result)
+
+    def _route(
+        self,
+        name: str,
+        text: str,
+        flat: torch.Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        signature: tuple[Any, ...] = (),
+    ) -> torch.Tensor:
+        data = (_SUPPORT.to_move(flat), list(send_counts), list(recv_counts))
+        sent = self._collect(name, text, (flat.dtype, *signature), data, _copied, self._unmatched)
+        scale = _SUPPORT.elements_per_item(flat.dtype)
+        return _SUPPORT.from_move(
+            _concatenated([_range(data, counts, self.index, scale) for data, counts in sent]), flat
+        )
+
+    def _unmatched(self, calls: Sequence[Call]) -> str:
+        """Describe the first pair of members of which one sends more or fewer elements than the other expects."""
+        for i, sender in enumerate(calls):
+            for j, receiver in enumerate(calls):
+                sends, expects = sender.data[1][j], receiver.data[2][i]
+                if sends != expects:
+                    return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
+        return ""
+
+    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
+        send, recv = [0] * self.size, [0] * self.size
+        recv[src_index] = count
+        flat = like.new_empty(0)
+        if self.index == src_index:
+            assert parts is not None, "the source gives the parts"
+            assert len(parts) == self.size, "one part for each member"
+            flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
+            send = [part.numel() for part in parts]
+        text = f"{count} {_name(like.dtype)} from rank {self.ranks[src_index]}"
+        return self._route("scatter", text, flat, send, recv, (src_index,))
+
+    def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        sent = self._collect(
+            *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
+            *(_SUPPORT.to_move(t), lambda all_sent: all_sent[src_index].clone()),
+        )
+        if self.index != src_index:
+            _overwrite(t, _SUPPORT.from_move(sent, t), (t.is_cuda, t.dtype) in _SUPPORT.moved_as_is)
+        return t
+
+    # -- small exchanges ----------------------------------------------------------------------------------------
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        assert blob, "an exchange carries at least one byte"
+        return list(self._collect("exchange", f"{len(blob)} bytes", (len(blob),), blob, list))
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        pickled = self._collect("exchange_objects", "", (), pickle.dumps(value), list)
+        return [pickle.loads(blob) for blob in pickled]
+
+    def barrier(self) -> None:
+        self._collect("barrier", "", (), None, list)
+
+    # -- other groups -------------------------------------------------------------------------------------------
+
+    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
+        if self.rank not in ranks:
+            return NonMemberGroup(self.rank, ranks)
+        if len(ranks) == 1:
+            return SingleRankGroup(self.rank)
+        return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
+
+    def twin(self) -> Group:
+        if self._twin is None:
+            self._twin = SimGroup(self.world, self.member, self.ranks, self._number + 1)
+        return self._twin
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
+        group = SimGroup(self.world, self.member, self.ranks)
+        group._share_subgroups(self, mesh, axes)
+        return group
+
+    def __repr__(self) -> str:
+        return f"SimGroup(ranks={self.ranks}, index={self.index})"
+
+
+class _Started(Pending):
+    """A started collective; `finish` makes this rank's result from the common one."""
+
+    __slots__ = ("finish", "found", "group", "slot")
+
+    def __init__(self, group: SimGroup, slot: Slot, finish: Callable[[Any], torch.Tensor]) -> None:
+        self.group, self.slot, self.finish = group, slot, finish
+        self.found: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.found is None:
+            self.found = self.finish(self.group.world.wait(self.group.member, self.slot))
+        return self.found
+
+
+class _Into(Pending):
+    """A started collective that writes its result into a tensor."""
+
+    __slots__ = ("out", "started")
+
+    def __init__(self, out: torch.Tensor, started: Pending) -> None:
+        self.out, self.started = out, started
+
+    def wait(self) -> torch.Tensor:
+        return overwrite(self.out, self.started.wait())
+
+
+def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:
+    # A backend writes without a change of the version counter; the copy of a converted result changes it.
+    (t.data if as_is else t.detach()).copy_(flat.view(t.shape))
+
+
+def _reduced(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total = _REDUCE[op](total, term.to(total.device))
+    if op == "avg":
+        total.div_(len(terms))
+    return torch.view_as_real(total).view(-1) if total.is_complex() else total
+
+
+def _product_terms(t: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers unconverted: as pairs of reals, like for sums, a product would be wrong."""
+    return t.detach().resolve_conj().reshape(-1) if t.is_complex() else _SUPPORT.to_reduce(t)
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _copied(data: Sequence[tuple[torch.Tensor, list[int], list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
+    return [(sent.clone(), counts) for sent, counts, _ in data]
+
+
+def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) -> torch.Tensor:
+    """Return a member's range of `flat`, in which `scale` items make one element."""
+    return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _elements(t: torch.Tensor) -> str:
+    return f"{t.numel()} {_name(t.dtype)}"
+
+
+def _counts(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{len(counts)} x {counts[0]}"
+    shown = "+".join(map(str, counts[:16]))
+    return shown if len(counts) <= 16 else f"{shown}+... ({len(counts)} parts)"
+
+
+copyreg.pickle(SimGroup, reduce_group)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def simulate(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

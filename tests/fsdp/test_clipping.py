@@ -14,7 +14,7 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.fsdp import fully_shard
 from shardtensor.mesh import Mesh
-from shardtensor.sim.group import SimGroup
+from shardtensor.sim.simulate import SimGroup
 
 NORMS = {"ours": st.clip_grad_norm_, "torch": torch.nn.utils.clip_grad_norm_}
 VALUES = {"ours": st.clip_grad_value_, "torch": torch.nn.utils.clip_grad_value_}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.shard_placement import ANYWHERE, ShardPlacement
+from shardtensor.layout.ranges import ANYWHERE, ShardPlacement
 from shardtensor.mesh import Mesh
 
 ASKED = [None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=4)", "only(dp, 1)", Shard(0), Shard(1), Shard(-1)]
