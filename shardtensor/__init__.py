@@ -159,7 +159,7 @@ def __getattr__(name: str) -> Any:
 def _rebuild(*state: Any) -> Any:
     """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
     importlib.import_module("shardtensor.ops")
-    return importlib.import_module("shardtensor.tensor.copying").rebuild(*state)
+    return importlib.import_module("shardtensor.tensor.convert").rebuild(*state)
 
 
 when_imported("torch.serialization", lambda module: module.add_safe_globals([_rebuild]))

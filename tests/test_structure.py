@@ -24,7 +24,7 @@ LINES = 42_170
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 39
 LATE_IMPORTS = 17
-OF_ONE_IMPORTER = 56
+OF_ONE_IMPORTER = 47
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 OWN_CODE = {"custom_ops", "ported", "rrefs"}

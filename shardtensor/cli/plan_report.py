@@ -152,8 +152,6 @@ def _head(options: argparse.Namespace, counted: Resolved | Model, batch: Batch) 
     }  # fmt: skip
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
 _BYTES = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "total")
 
 

@@ -13,9 +13,9 @@ import torch
 
 from shardtensor.comm.group import Pending
 from shardtensor.errors import AbsentRankError
+from shardtensor.fsdp.comm_context import Streams
 from shardtensor.fsdp.gradients import Grads, InputBuffer
 from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 

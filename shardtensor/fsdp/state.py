@@ -15,11 +15,11 @@ from shardtensor.comm.group import Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import Versions, not_in_buffer, watch_backward, with_hook
+from shardtensor.fsdp.comm_context import Stream, Streams
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup, PostForwardMesh
 from shardtensor.fsdp.policy import MixedPrecisionPolicy, Reshard
-from shardtensor.fsdp.streams import Stream, Streams
 from shardtensor.layout.ranges import SMALL_BYTES
 from shardtensor.tensor.trees import cast_floats, tensors_in
 

@@ -17,8 +17,8 @@ import torch
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.comm_context import Streams
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.streams import Streams
 
 _SHOWN = 8
 _LOOK_S, _PAUSE_S = 1.0, 2e-5

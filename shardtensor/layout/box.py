@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardtensor.errors import LayoutError
-from shardtensor.spec.boxes import find_overlap
+from shardtensor.spec.devices import find_overlap
 
 
 class Box(NamedTuple):

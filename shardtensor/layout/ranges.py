@@ -237,8 +237,6 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# -- placements of parameters ------------------------------------------------------------------------------------------
-
 if TYPE_CHECKING:
     import torch
 

@@ -125,7 +125,7 @@ class GraphedStep:
         outputs = self._outputs
         if self._clones:
             outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs]
-        return tree_unflatten(outputs, self._structure) if self._structure is not None else outputs[0]
+        return tree_unflatten(outputs, self._structure)
 
     def _warm_up(self, recorder: CudaRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = StaticInputs(args, kwargs, self._device).arguments()
@@ -156,11 +156,7 @@ class GraphedStep:
                     "leave out what copies from the host: torch.tensor(..., device=...); pass it as an argument",
                 ],
             ) from error
-        result = _detached(result)
-        if isinstance(result, torch.Tensor):
-            self._outputs, self._structure = [result], None
-        else:
-            self._outputs, self._structure = tree_flatten(result)
+        self._outputs, self._structure = tree_flatten(_detached(result))
         return inputs
 
     def release(self) -> None:

@@ -84,7 +84,11 @@ class ShardedOptimizer(optim.Optimizer):
         self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
         self._records: dict[int, ParamRecord] = {}
         named, self._records, self._aliases, fault = self._read_records(groups)
-        self._agree("ShardedOptimizer", self._records, groups, options_text(optimizer_class, args, kwargs), fault)
+        facts = {
+            "options": options_text(optimizer_class, args, kwargs),
+            "parameters": "\n".join(map(params_text, groups)),
+        }
+        agree_in_groups(self._records.values(), "ShardedOptimizer", facts, fault)
         self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
@@ -146,17 +150,6 @@ class ShardedOptimizer(optim.Optimizer):
         """Return the tensors that the inner optimizer steps: the leaves of parameters, or the parameters."""
         return [local_of(param) if self._on_leaves else param for param in params]
 
-    def _agree(
-        self,
-        call: str,
-        records: dict[int, ParamRecord],
-        groups: list[dict[str, Any]],
-        options: str,
-        fault: ShardTensorError | None,
-    ) -> None:
-        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))}
-        agree_in_groups(records.values(), call, facts, fault)
-
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add named parameters with hyperparameters of their own. All ranks of the parameters' group call it.
@@ -173,7 +166,8 @@ class ShardedOptimizer(optim.Optimizer):
         [(options, params)], records, again, fault = self._read_records([group])
         if again and fault is None:
             fault = LayoutError(f"some parameters are in another group already: {', '.join(sorted(again))}")
-        self._agree("add_param_group", self._records | records, [group], options_text(None, (), options), fault)
+        facts = {"options": options_text(None, (), options), "parameters": params_text(group)}
+        agree_in_groups((self._records | records).values(), "add_param_group", facts, fault)
         self._flat_groups.split_all()
         self._inner.add_param_group({**options, "params": self._inner_params(params)})
         self._records.update(records)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.tensor.copying import attributes_of
+from shardtensor.tensor.convert import attributes_of
 from shardtensor.tensor.gradient import give_hooks, keep_grad_dtype, take_hooks
 from shardtensor.tensor.placing import device_for, moved, own_device, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
@@ -87,9 +87,6 @@ def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]
     for owner, name in homes:
         setattr(owner, name, made)
     return made
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def load_keeps_layouts(owner: nn.Module, group: Group) -> RemovableHandle | None:

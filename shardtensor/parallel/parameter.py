@@ -199,8 +199,6 @@ def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
     return None
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------
-
 Hook = Callable[[nn.Module, Any, Any], Any]
 
 

@@ -222,8 +222,6 @@ def _not_run(error: Exception, resolved: Resolved) -> Finding:
     return Finding("E405", fault, _origin_of(resolved, path), "its code meets parts of values", fix, tensor=path)
 
 
-# -- an example step ---------------------------------------------------------------------------------------------------
-
 _IDS = ("input_ids", "ids", "idx", "tokens", "input")
 _IMAGES = ("pixel_values", "images", "image")
 

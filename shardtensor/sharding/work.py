@@ -161,9 +161,6 @@ class Work:
         return {path: frozenset(names) for path, names in found.items()}
 
 
-# -- from a plan -------------------------------------------------------------------------------------------------------
-
-
 def _group_of(plan: Plan, group: Group) -> Group:
     """The ranks of a group seen as the mesh of a plan, axes that are made of others spelled out."""
     mesh = plan.axes.mesh

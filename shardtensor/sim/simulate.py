@@ -283,9 +283,6 @@ def _counts(counts: Sequence[int]) -> str:
 copyreg.pickle(SimGroup, reduce_group)
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
 def simulate(mesh: str | int | Mesh, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` as every rank of a world in this process and return the results, by rank.
 

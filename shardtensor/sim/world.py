@@ -67,8 +67,6 @@ class ProcessState:
 _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what warnings.catch_warnings saves
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
-
 _ORDER = "make the same calls in the same order on every rank of the group"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardtensor.tensor import convert as convert
-from shardtensor.tensor import copying as copying
 from shardtensor.tensor import dtensor as dtensor
 from shardtensor.tensor import fallback as fallback
 from shardtensor.tensor import from_metadata as from_metadata

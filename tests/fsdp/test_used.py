@@ -15,8 +15,8 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CallMismatchError, DisagreementError, RuleError
 from shardtensor.fsdp import fully_shard
+from shardtensor.fsdp.comm_context import Streams
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.streams import Streams
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.mesh import Mesh
 

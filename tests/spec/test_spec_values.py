@@ -13,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtensor.errors import SpecError
-from shardtensor.spec.boxes import find_overlap
-from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, infer_sharding_spec
+from shardtensor.spec.devices import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardMetadata,
+    find_overlap,
+    infer_sharding_spec,
+)
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import as_spec, parse_spec
 

@@ -12,8 +12,8 @@ from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
 from shardtensor.layout.pieces import Pieces
 from shardtensor.plan.findings.brief import brief_names, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
-from shardtensor.plan.findings.places import mesh_place, origin_of
 from shardtensor.plan.flows.gradients import Flows, check_flows
+from shardtensor.plan.line import mesh_place, origin_of
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.models.model import BYTES

@@ -19,13 +19,12 @@ import attrs
 
 from shardtensor.layout.layout import CutLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
 from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, flow_finding, is_inside
 from shardtensor.plan.flows.sums import Sums
 from shardtensor.plan.flows.takers import Takers
-from shardtensor.plan.line import Line
+from shardtensor.plan.line import Line, origin_of
 from shardtensor.plan.match.misfit import shape_text
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import Cut, Spec

@@ -15,9 +15,8 @@ from shardtensor.layout.layout import CutLayout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, style_note
 from shardtensor.plan.flows.flow import Flow, as_written
-from shardtensor.plan.line import Line
+from shardtensor.plan.line import Line, origin_of, style_note
 from shardtensor.plan.models.model import LayerKind
 from shardtensor.plan.resolved import Passing, Placed, Resolved
 from shardtensor.spec.nodes import Dim, Replicate, Spec

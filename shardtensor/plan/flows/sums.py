@@ -10,10 +10,10 @@ from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import origin_of, pattern_place
 from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import addends_of
 from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, around, flow_finding
+from shardtensor.plan.line import origin_of, pattern_place
 from shardtensor.plan.resolved import Placed
 from shardtensor.spec.nodes import Spec
 

@@ -14,8 +14,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import positional
 from shardtensor.layout.layout import Layout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import mesh_place, style_note
-from shardtensor.plan.line import Line
+from shardtensor.plan.line import Line, mesh_place, style_note
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import pattern_place, statement
-from shardtensor.plan.line import Line
+from shardtensor.plan.line import Line, pattern_place, statement
 from shardtensor.plan.match.patterns import Segment, pattern
 
 Way = tuple[Segment, ...]

@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.findings.places import name_place, segment_place
 from shardtensor.plan.flows.flow import Flow
-from shardtensor.plan.line import Hook, Line
+from shardtensor.plan.line import Hook, Line, name_place, segment_place
 from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import pattern

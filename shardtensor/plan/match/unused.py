@@ -10,8 +10,7 @@ import attrs
 
 from shardtensor.plan.findings.brief import brief_names, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
-from shardtensor.plan.findings.places import pattern_place, segment_place, statement, style_note
-from shardtensor.plan.line import Line
+from shardtensor.plan.line import Line, pattern_place, segment_place, statement, style_note
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
 from shardtensor.plan.match.patterns import Pattern, Segment, one_of, pattern
 from shardtensor.plan.plan import Plan
