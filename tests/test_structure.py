@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 42_170
+LINES = 41_993
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 39
 LATE_IMPORTS = 17
-OF_ONE_IMPORTER = 47
+OF_ONE_IMPORTER = 45
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""
 
 OWN_CODE = {"custom_ops", "ported", "rrefs"}

@@ -28,10 +28,10 @@ CASES: dict[str, Case] = {
         },
     ),
     "strict, and flat operands": Case(
-        lambda: strictly(lambda: torch.cumsum(weight("flat(tp)"), 0)),
+        lambda: strictly(lambda: torch.softmax(weight("flat(tp)"), 0)),
         {
             f'reshard(input, "{spec}")': lambda spec=spec: strictly(
-                lambda: torch.cumsum(st.reshard(weight("flat(tp)"), spec), 0)
+                lambda: torch.softmax(st.reshard(weight("flat(tp)"), spec), 0)
             )
             for spec in ("[tp, -]", "[-, tp]", "replicate")
         },
