@@ -149,12 +149,16 @@ def reduce_scatter_async(process_group: Any, flat: torch.Tensor) -> tuple[Any, t
 
 def all_gather_into(process_group: Any, out: torch.Tensor, t: torch.Tensor) -> Any:
     """Start `all_gather` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
-    return _start(process_group, _GATHER_NAME, out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
+    if _dispatch_modes():
+        _refuse_recording()
+    return getattr(process_group, _GATHER_NAME)(out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
 
 
 def reduce_scatter_into(process_group: Any, out: torch.Tensor, flat: torch.Tensor) -> Any:
     """Start `reduce_scatter` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
-    return _start(process_group, _SCATTER_NAME, out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
+    if _dispatch_modes():
+        _refuse_recording()
+    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
 
 
 def all_to_all(

@@ -108,14 +108,9 @@ class Runtime:
                 self._begin_forward(state)
             else:
                 self.start_backward()
-        if self.order.is_recording or not self._is_at_hand(state):
+        if self.order.is_recording or not (state.stays_unsharded and state.sharded_state is UNSHARDED):
             self._unshard(state)
         self._depth += 1
-
-    @staticmethod
-    def _is_at_hand(state: FSDPState) -> bool:
-        """Whether a state was gathered and waited for, and stays so until the end of its backward."""
-        return state.stays_unsharded and state.sharded_state is UNSHARDED
 
     def _begin_forward(self, state: FSDPState) -> None:
         refuse_transform(state)
@@ -313,7 +308,7 @@ class Runtime:
         if generation != self.generation:
             raise written_too_early(info for group in state.param_groups for info in group.params_info)
         self.start_backward()
-        if not (state.skips_backward or self._is_at_hand(state)):
+        if not (state.skips_backward or (state.stays_unsharded and state.sharded_state is UNSHARDED)):
             self._unshard(state)
 
     @untraced(UNCOMPILED)

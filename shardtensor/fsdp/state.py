@@ -216,7 +216,8 @@ class FSDPState:
                 )
             self.versions.set(self.versions.absent)
         self.sharded_state = SHARDED
-        self.finish()
+        if self._pending:
+            self.finish()
 
     def move_from(self, unsharded: list[torch.Tensor]) -> None:
         """Copy what was gathered into other buffers."""
