@@ -284,7 +284,7 @@ def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Te
         if x.requires_grad and (local.is_floating_point() or local.is_complex()):
             link = x.sum()
             link = link.real if link.is_complex() and not local.is_complex() else link
-            local = local + link.to(local.dtype) * 0
+            local = local + (link.to(local.dtype) * 0).expand_as(local)  # else a dim of size 1 gets stride 0
     return local
 
 

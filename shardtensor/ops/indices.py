@@ -167,6 +167,8 @@ def _checked(name: str) -> Callable[..., torch.Tensor]:
                     _narrowed(result, index, others).copy_(follow(place, dim, index, *args, **kwargs))
                     return result
                 input = place
+        if not any(isinstance(x, ShardedTensor) for x in (input, index, *args, *kwargs.values())):
+            return getattr(torch, name)(input, dim, index, *args, **kwargs)  # the index was a replicated one
         return follow(input, dim, index, *args, **kwargs)
 
     return handler

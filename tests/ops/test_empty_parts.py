@@ -178,6 +178,14 @@ def test_norms_of_every_order(ord):
         check("tp=3", lambda x, dim=dim: torch.linalg.vector_norm(x, ord, dim), [distinct], ["[tp balanced, -]"])
 
 
+def test_a_result_without_elements_is_written_alike_on_all_ranks():
+    def body():
+        x = st.distribute(values(1, 4, 3), 'chunk(dim=1, placements=["rank:1/cpu"])', requires_grad=True)
+        return tuple(torch.topk(x, 0, 0)[0].relu_().shape)
+
+    assert st.simulate("tp=2", body) == [(0, 4, 3)] * 2
+
+
 @pytest.mark.parametrize("ord", [-inf, -1, inf])
 @pytest.mark.parametrize("spec", ["[tp balanced, -]", "[-, tp balanced]"])
 def test_nothing_has_no_norm_of_an_extreme(ord, spec):

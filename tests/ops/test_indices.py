@@ -252,3 +252,24 @@ def two_meanings() -> None:
 
 def test_gather_means_what_its_second_argument_is(world):
     world(two_meanings, 2)
+
+
+INDEXED = {
+    "gather": lambda x, at: torch.gather(x, 0, at.view(-1, 1)),
+    "index_select": lambda x, at: torch.index_select(x, 0, at),
+    "scatter": lambda x, at: torch.scatter(x, 0, at.view(-1, 1), 7.0),
+    "index_fill": lambda x, at: torch.index_fill(x, 0, at, 7.0),
+    "index_add": lambda x, at: torch.index_add(x, 0, at, x[:2]),
+    "index_copy": lambda x, at: torch.index_copy(x, 0, at, x[:2]),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize("spec", ["replicate", "[tp]"])
+def test_a_plain_tensor_is_indexed_by_a_sharded_one(name, spec):
+    x, at = torch.arange(12.0).view(4, 3), torch.tensor([2, 0])
+
+    def body():
+        return whole(INDEXED[name](x, st.distribute(at, spec)))
+
+    assert all(torch.equal(found, INDEXED[name](x, at)) for found in st.simulate("tp=2", body))
