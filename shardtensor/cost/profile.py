@@ -86,8 +86,6 @@ class Curve:
         return attrs.asdict(self)
 
 
-# -- machines ----------------------------------------------------------------------------------------------------------
-
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The collectives for which a profile has curves."""
 
@@ -183,8 +181,6 @@ def _from(fields: Mapping[str, Any]) -> Profile:
     values = {field.name: fields[field.name] for field in attrs.fields(Profile)}
     return Profile(**{**values, **links})
 
-
-# -- seconds of a collective -------------------------------------------------------------------------------------------
 
 _LIKE = {
     "all_gather": "all_gather",

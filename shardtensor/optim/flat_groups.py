@@ -82,6 +82,15 @@ class FlatGroup:
         return True
 
     def _merged(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return tensors of the leaves as one; without a copy if they are its views, as `split` made them."""
+        base = parts[0]._base
+        if (
+            base is not None
+            and base.shape == self.tensor.shape
+            and all(part._base is base for part in parts)
+            and [part.storage_offset() for part in parts] == self._starts
+        ):
+            return base
         whole = torch.zeros_like(self.tensor, dtype=parts[0].dtype, requires_grad=False)
         torch._foreach_copy_([self.part(i, whole) for i in range(len(parts))], parts)
         return whole

@@ -48,9 +48,6 @@ class Rule:
         return f"{', '.join(map(side, self.inputs))} -> {side(self.output)}"
 
 
-# -- dims --------------------------------------------------------------------------------------------------------------
-
-
 def one_dim(ndim: int, dim: int) -> int:
     """Return `dim` of a tensor of `ndim` dims, counted from the front.
 
@@ -87,9 +84,6 @@ def several_dims(ndim: int, dim: int | Iterable[int] | None) -> tuple[int, ...]:
         twice = next(d for d in dims if dims.count(d) > 1)
         raise RuntimeError(f"dim {twice} appears multiple times in the list of dims")
     return dims or tuple(range(ndim))
-
-
-# -- einsum ------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)

@@ -225,8 +225,6 @@ def _mark(output: Any, path: str) -> None:
         nodes += [following for following, _ in node.next_functions]
 
 
-# -- deep modules ------------------------------------------------------------------------------------------------------
-
 KEPT = 3
 """Layers of each kind that are run of a deep module; with fewer, one would be first and last at once, and two buffers
 for gathered parameters would be enough for all."""
@@ -302,9 +300,6 @@ def _on_meta(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 on_meta = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 yield tensor, nn.Parameter(on_meta, tensor.requires_grad) if is_parameter else on_meta
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 class FusedAttention(TorchFunctionMode):

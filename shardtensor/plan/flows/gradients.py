@@ -152,8 +152,6 @@ def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
     return findings
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
-
 TOKENS, WEIGHTS = "", "top_k_weights"
 """The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
 
@@ -249,9 +247,6 @@ def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iter
             f"times too large; the data axes are {', '.join(data) or 'none'}",
             f"write `data {'*'.join([*data, shown])}`", path,
         )  # fmt: skip
-
-
-# -- blocks laid end to end --------------------------------------------------------------------------------------------
 
 
 def fused_findings(modules: Modules) -> Iterator[Finding]:
