@@ -159,7 +159,11 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
     given = attrs.evolve(given, compute=lambda local: call.func(local, *call.args[1:], **call.kwargs))
 
     def compute(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return join(attrs.evolve(given, locals=[local]))
+        given.locals.append(local)  # a new Cut for each call would take longer than the reduction
+        try:
+            return join(given)
+        finally:
+            given.locals.clear()
 
     return LocalCall(compute, None if recipe.settled.is_replicated else recipe.settled)
 
