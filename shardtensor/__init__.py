@@ -125,8 +125,8 @@ _HOME = {
 """Where each public name lives; it is imported when first asked for, so that planning never pays for torch."""
 
 _UPSTREAM = {
-    "_collect_local_shard": ("parallel.output", "collect_local_shard"),
-    "_reshard_output": ("parallel.output", "reshard_output"),
+    "_collect_local_shard": ("parallel.parameter", "collect_local_shard"),
+    "_reshard_output": ("parallel.parameter", "reshard_output"),
     "_shard_tensor": ("parallel.parameter", "shard_tensor"),
 }
 """Names that torch's own code spells with an underscore."""
