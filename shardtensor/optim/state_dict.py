@@ -108,7 +108,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 def by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return an optimizer's state and groups; `names` has the name of each parameter by its id."""
-    state = {names.get(id(key), key): dict(values) for key, values in optimizer.state.items() if len(values)}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    places = {id(param): i for i, param in enumerate(params)}  # the order of groups, however parameters are stepped
+    entries = sorted(optimizer.state.items(), key=lambda entry: places.get(id(entry[0]), len(places)))
+    state = {names.get(id(key), key): dict(values) for key, values in entries if len(values)}
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}

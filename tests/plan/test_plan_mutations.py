@@ -140,7 +140,9 @@ MUTATIONS = {
     "the last norm of a stream is forgotten": Mutation(
         "    norm: along(stream)", "    norm: replicate", "E401", "norm: replicate", params=SP
     ),
-    "a stream is not gathered": Mutation(f"in: stream -> replicate\n            {GATE}", GATE, LOUD, "", params=SP),
+    "a stream is not gathered": Mutation(
+        f"in: stream -> replicate\n            {GATE}", GATE, "E401", "in: replicate -> stream", params=SP
+    ),
     "a stream enters products as it is": Mutation(
         f"in: stream -> replicate\n            {GATE}", f"in: stream\n{GATE}", LOUD, "", params=SP
     ),
