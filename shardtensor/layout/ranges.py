@@ -3,8 +3,8 @@
 All ranges have one size, so that an all-gather or a reduce-scatter of the buffer is one collective without copies.
 A range must not end inside a grain of a parameter. If it would, the ranges become larger or padding is added between
 parameters, whichever wastes less. A parameter whose shards have different sizes on the tensor-parallel ranks gets a
-buffer of its own (`lay_out_alone`). Ranges of
-different sizes would need no padding, but NCCL has no collective for them: it broadcasts each in turn.
+buffer of its own (`lay_out_alone`). Ranges of different sizes would need no padding, but NCCL has no collective for
+them: it broadcasts each in turn. `ShardPlacement` says how a user wants a parameter cut.
 """
 
 from __future__ import annotations

@@ -272,14 +272,15 @@ def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> A
     """The local result, or results; one that is empty is in the graph of all its operands."""
     local = compute(*operands)
     if isinstance(local, torch.Tensor):
-        return local if local.numel() else _in_graph(local, operands)
+        return local if local.numel() else in_graph(local, operands)
     if all(x.numel() for x in local):
         return local
-    found = [x if x.numel() else _in_graph(x, operands) for x in local]
+    found = [x if x.numel() else in_graph(x, operands) for x in local]
     return type(local)(found) if isinstance(local, tuple) else found
 
 
-def _in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`local` as a result of the operands, of which it takes no value: backward is collective."""
     for x in operands:
         if x.requires_grad and (local.is_floating_point() or local.is_complex()):
             link = x.sum()

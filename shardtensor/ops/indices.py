@@ -19,7 +19,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import CutLayout
 from shardtensor.ops.by_rule import Cut, by_rule, joins
-from shardtensor.ops.engine import finish, prepare, write_out
+from shardtensor.ops.engine import finish, in_graph, prepare, write_out
 from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.dispatch import HANDLERS, implements
@@ -95,8 +95,6 @@ def places(layout: CutLayout, rank: int, dim: int, device: torch.device) -> torc
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-# -- reads and writes --------------------------------------------------------------------------------------------------
-
 Indices = Sequence[torch.Tensor | None]
 
 
@@ -126,9 +124,8 @@ def read(cut: Cut) -> torch.Tensor:
 
 
 def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros of a rank that holds nothing of what is read; in the graph, as backward is collective."""
-    zeros = local.new_zeros(tuple(shape))
-    return zeros + local.sum() * 0 if local.requires_grad else zeros
+    """Zeros of a rank that holds nothing of what is read."""
+    return in_graph(local.new_zeros(tuple(shape)), (local,))
 
 
 @joins("write", blocks=True)
@@ -149,7 +146,8 @@ def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
 
 def _checked(name: str) -> Callable[..., torch.Tensor]:
     """The handler of an operation along one dim, which first looks whether all indices are in range, on all ranks."""
-    follow = by_rule(getattr(torch, name), name)
+    func = getattr(torch, name)
+    follow = by_rule(func, name)
 
     def handler(input: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.dim():
@@ -168,7 +166,7 @@ def _checked(name: str) -> Callable[..., torch.Tensor]:
                     return result
                 input = place
         if not any(isinstance(x, ShardedTensor) for x in (input, index, *args, *kwargs.values())):
-            return getattr(torch, name)(input, dim, index, *args, **kwargs)  # the index was a replicated one
+            return func(input, dim, index, *args, **kwargs)  # the index was a replicated one
         return follow(input, dim, index, *args, **kwargs)
 
     return handler
@@ -289,7 +287,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
     if not cut:
         out = torch.ops.aten.index_put(local, places, brought, accumulate)
     elif not all(local.shape[k] for k in cut[1:]):
-        out = local + brought.sum().to(local.dtype) * 0 if brought.requires_grad else local.clone()
+        out = in_graph(local.clone(), (brought,))
     else:
         d, count = cut[0], local.shape[cut[0]]
         here = places[d]

@@ -196,14 +196,12 @@ class Reducer:
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"
-        found = [
-            f"{g.name} {tuple(g.param.shape)} {g.param.dtype} {getattr(g.param, '_layout', '')}" for g in gradients
-        ]
-        facts = {"axes": ", ".join(self.axes.names), "parameters": "\n".join(found) or "(none)"}
-        agree(self.axes.whole, call, facts, fault)
         layouts = [(g.name, g.param, getattr(g.param, "_layout", "plain")) for g in gradients]
         found = [f"{name} {tuple(param.shape)} {param.dtype} {layout}" for name, param, layout in layouts]
-        agree(self.axes.data, call, {"parts": "\n".join(found) or "(none)"})
+        facts = {"axes": ", ".join(self.axes.names), "parameters": "\n".join(found) or "(none)"}
+        agree(self.axes.whole, call, facts, fault)
+        parts = [f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0]
+        agree(self.axes.data, call, {"parts": "\n".join(parts) or "(none)"})
         known = {id(leaf) for *_, leaf, _ in self._leaves}
         self._take_off_leaves()
         self.gradients, self.buckets = gradients, make_buckets(gradients, self.bucket_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,6 @@ from shardtensor.spec.parts import Flat
 
 if TYPE_CHECKING:
     from shardtensor.plan.plan import Plan
-import re
 
 
 @attrs.frozen(eq=False)
