@@ -147,7 +147,12 @@ def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
 def _checked(name: str) -> Callable[..., torch.Tensor]:
     """The handler of an operation along one dim, which first looks whether all indices are in range, on all ranks."""
     func = getattr(torch, name)
-    follow = by_rule(func, name)
+    sharded = by_rule(func, name)
+
+    def follow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # A replicated operand that was narrowed, or whose negative indices were replaced, may be a plain tensor now.
+        is_sharded = any(isinstance(x, ShardedTensor) for x in (*args, *kwargs.values()))
+        return (sharded if is_sharded else func)(*args, **kwargs)
 
     def handler(input: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.dim():
@@ -165,8 +170,6 @@ def _checked(name: str) -> Callable[..., torch.Tensor]:
                     _narrowed(result, index, others).copy_(follow(place, dim, index, *args, **kwargs))
                     return result
                 input = place
-        if not any(isinstance(x, ShardedTensor) for x in (input, index, *args, *kwargs.values())):
-            return func(input, dim, index, *args, **kwargs)  # the index was a replicated one
         return follow(input, dim, index, *args, **kwargs)
 
     return handler
