@@ -11,10 +11,9 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import after_load, check
-from shardtensor.fsdp.data_mesh import DataMesh, TPSpec
+from shardtensor.fsdp.data_mesh import DataMesh, ParamInfo, TPSpec
 from shardtensor.fsdp.module import sharded_class
 from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import (
     ON_DEVICE,
     OWN_PRECISION,
@@ -25,9 +24,8 @@ from shardtensor.fsdp.policy import (
     selects,
 )
 from shardtensor.fsdp.state import FSDPState, state_of
-from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, parameter_groups
+from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, name_order, parameter_groups
 from shardtensor.parallel.memory import Home, load_keeps_layouts
-from shardtensor.plan.match.units import name_order
 from shardtensor.tensor.gradient import grad_dtype_of
 from shardtensor.tensor.placing import own_device
 

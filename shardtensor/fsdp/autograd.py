@@ -185,7 +185,7 @@ def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
         for x in tensors_in(output):
             with_hook(x, hook, leaf_hook)
     elif output.requires_grad:
-        _register(local_of(output), hook, leaf_hook)
+        _register(output if type(output) is torch.Tensor else local_of(output), hook, leaf_hook)
     return output
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.outside import join, part_from_flat
+from shardtensor.fsdp.data_mesh import ParamInfo
+from shardtensor.fsdp.outside import join, leave_group
 from shardtensor.fsdp.param_group import ParamGroup
-from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of
 from shardtensor.parallel.memory import become, cannot_change, laid_out_as
@@ -43,7 +43,7 @@ def check(modules: Sequence[nn.Module], params_info: Sequence[ParamInfo], policy
 
 
 def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
-    group = getattr(info.param, "_flat", None)
+    group = getattr(info.param, "_param_group", None)
     if group is None:
         return
     [other] = [known for known in group.params_info if known.param is info.param]
@@ -225,7 +225,7 @@ def _adopt(group: ParamGroup, i: int, param: Any) -> None:
     join(param, group, i)
     group.leaf_changed(is_replaced=True)
     if old is not param:
-        part_from_flat(old)
+        leave_group(old)
 
 
 def _mixed_error(group: ParamGroup) -> RuleError:

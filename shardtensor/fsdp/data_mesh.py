@@ -1,4 +1,4 @@
-"""The ranks that hold a module together, and how parameters are sharded over other axes already.
+"""The ranks that hold a module together, and its parameters: how each lies over them, and over other axes already.
 
 Along one axis of the data ranks parameters are sharded; along another, if there, they are replicated. Where a parameter
 was sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
@@ -7,7 +7,7 @@ was sharded before, what is gathered is this rank's part, and modules compute wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import combinations
 from typing import Any
@@ -20,9 +20,13 @@ from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import CutLayout, has_equal_parts
+from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.layers import Flowing
+from shardtensor.parallel.memory import Home
 from shardtensor.spec.nodes import ShardingSpec, Spec
-from shardtensor.tensor.dtensor import as_dtensor
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import as_dtensor, parameter_of
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
 
@@ -32,7 +36,7 @@ class DataMesh:
     """Groups of ranks and the axes they lie along.
 
     Args:
-        whole: all the ranks.
+        whole: all the ranks; each computes gradients of its own part of the batch.
         shard: those that hold one copy together.
         reduce: the same ranks as `shard`, for reductions that run beside its gathers.
         replicate: those that hold the same part; of size 1 without hybrid sharding.
@@ -49,11 +53,6 @@ class DataMesh:
     def is_named(self) -> bool:
         """Whether `axis` is a name that the mesh gave it; else it goes by any."""
         return self.whole.mesh is not None
-
-    @property
-    def size(self) -> int:
-        """How many ranks compute a gradient, each of its own part of the batch."""
-        return self.whole.size
 
     @classmethod
     def of(cls, mesh: Any) -> DataMesh:
@@ -199,6 +198,77 @@ class TPSpec:
             unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
         unsharded_params._is_param = True
         return unsharded_params
+
+
+@attrs.define(eq=False)
+class ParamInfo:
+    """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is sharded.
+
+    `tp_spec` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
+    what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
+    """
+
+    name: str
+    param: torch.Tensor
+    homes: list[Home]
+    placement: ShardPlacement = ANYWHERE
+    tp_spec: TPSpec | None = None
+    dtensor: Any = None
+
+    @classmethod
+    def of(cls, name: str, param: torch.Tensor) -> ParamInfo:
+        """An entry that no module is known of yet."""
+        return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the data ranks hold copies of."""
+        return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together."""
+        return self.placement.grain(tuple(self.values.shape))
+
+    def may_be_summed(self, has_neighbours: bool) -> bool:
+        """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
+
+        Args:
+            has_neighbours: whether parameters that are gathered with it are sharded over other axes.
+        """
+        if self.tp_spec is not None:
+            return self.tp_spec.has_copies
+        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
+        return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is gathered by itself: ranks compute with parts of different sizes."""
+        return self.tp_spec is not None and not self.tp_spec.has_equal_parts
+
+    def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
+        """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
+
+        A spec is the same on all ranks, those of other parts among them.
+        """
+        if not self.is_alone:
+            return ranges.sizes(index)
+        if self.placement.dim is None:
+            return None
+        rows = lay_out_alone(self.values.shape[self.placement.dim], ranges.ranks).sizes(0)
+        return tuple(count * self.grain for count in rows)
+
+
+def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
+    """How parameters that are gathered together lie in one tensor."""
+    lengths = [info.values.numel() for info in params_info]
+    owners = [info.placement.owner for info in params_info if info.placement.owner is not None]
+    if owners:
+        assert len(owners) == len(params_info), "parameters with owners have a group of their own"
+        return lay_out_owned(lengths, ranks, owners)
+    if params_info[0].is_alone:
+        return lay_out_alone(lengths[0], ranks, params_info[0].grain)
+    return lay_out(lengths, ranks, [info.grain for info in params_info])
 
 
 def _first_call(dtensor: Any) -> str:

@@ -6,32 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.param_info import FlatViews
-from shardtensor.tensor.gradient import Pieces
+from shardtensor.tensor.bucket import Bucket, FlatShard, GradientBuffer, Grads
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-Grads = Sequence[torch.Tensor | None]
-
-
-@attrs.frozen(eq=False)
-class InputBuffer:
-    """A reduce-scatter's input, views of it, and its output.
-
-    Attributes:
-        packed: the gradients of all parameters, end to end.
-        params, padding: views of it.
-        summed: this rank's range of the sum. NCCL writes it in place, other backends behind the input.
-    """
-
-    packed: torch.Tensor
-    params: list[torch.Tensor]
-    padding: list[torch.Tensor]
-    summed: torch.Tensor
 
 
 class GroupGradients:
@@ -46,26 +26,26 @@ class GroupGradients:
         is_accumulating: whether there are unsharded gradients of earlier backwards.
         hook, stream: `FSDPModule.set_all_reduce_hook`.
         offload_to: starts to copy this rank's range of a gradient to the CPU; None where it stays.
-        pieces: says whether any leaf has hooks.
+        flat_shard: says whether any leaf has hooks.
     """
 
     def __init__(
         self,
-        flat: FlatViews,
+        bucket: Bucket,
         data_mesh: DataMesh,
         sharded_params: list[ShardedTensor],
         offload_to: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self._flat, self.data_mesh, self._sharded_params = flat, data_mesh, sharded_params
+        self._bucket, self.data_mesh, self._sharded_params = bucket, data_mesh, sharded_params
         self.offload_to = offload_to
         self.position = -1
         self.requires_sync = self.all_reduces = True
         self.hook: Callable[[torch.Tensor], None] | None = None
         self.stream: Any = None
-        self.pieces: Pieces
+        self.flat_shard: FlatShard
         self.dtype = self.reduce_dtype = torch.float32
         self.dtypes: list[torch.dtype] | None = None
-        self.divide_by(float(data_mesh.size))
+        self.divide_by(float(data_mesh.whole.size))
         self.forget()
 
     def forget(self) -> None:
@@ -135,17 +115,14 @@ class GroupGradients:
     @property
     def input_bytes(self) -> int:
         """Bytes of an input buffer, and of the output behind it."""
-        count = self._flat.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._flat.chunk)
+        count = self._bucket.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._bucket.chunk)
         return count * self.reduce_dtype.itemsize
 
-    def input_buffer(self, memory: torch.Tensor) -> InputBuffer:
+    def input_buffer(self, memory: torch.Tensor) -> GradientBuffer:
         """Return the input buffer in `memory`, bytes."""
-        whole = memory[: self.input_bytes].view(self.reduce_dtype)
-        packed, behind = whole[: self._flat.total], whole[self._flat.total :]
-        params, padding = self._flat.views(packed)
-        return InputBuffer(packed, params, padding, behind if len(behind) else self._flat.own(packed))
+        return self._bucket.gradient_buffer(memory[: self.input_bytes].view(self.reduce_dtype))
 
-    def pack(self, buffer: InputBuffer) -> list[bool]:
+    def pack(self, buffer: GradientBuffer) -> list[bool]:
         """Copy all gradients that wait into a buffer, zeros for parameters that have none.
 
         Returns:
@@ -155,21 +132,12 @@ class GroupGradients:
         if self.is_accumulating:
             self._accumulate(grads)
             grads, self._unsharded, self.is_accumulating = self._unsharded, [], False
-        params, zeros = buffer.params, buffer.padding
-        used = [grad is not None for grad in grads]
-        if not all(used):
-            zeros = zeros + [param for param, grad in zip(params, grads, strict=True) if grad is None]
-            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if params:
-            torch._foreach_copy_(params, grads)  # type: ignore[arg-type]
+        used = buffer.pack(grads)
         if self._prescale:
             buffer.packed.mul_(self._prescale)
         return used
 
-    def reduce(self, buffer: InputBuffer) -> Pending:
+    def reduce(self, buffer: GradientBuffer) -> Pending:
         """Start to sum packed gradients over the ranks of one copy."""
         return self.data_mesh.reduce.reduce_scatter_into(buffer.summed, buffer.packed)
 
@@ -193,7 +161,7 @@ class GroupGradients:
             summed.mul_(scale)
             self._run_hook(summed)
             scale = 1.0
-        grad = None if self.pieces.has_hooks else self._flat_gradient()  # hooks see each sum by itself
+        grad = None if self.flat_shard.has_hooks else self._flat_gradient()  # hooks see each sum by itself
         if self.offload_to is not None:
             averaged = summed.mul_(scale).to(self.dtype)
             return self.offload_to(averaged) if grad is None else grad.add_(averaged.cpu())
@@ -231,7 +199,7 @@ class GroupGradients:
         """
         grads = [sharded._local.grad for sharded in self._sharded_params]
         whole = grads[0]._base if grads[0] is not None else None
-        if whole is None or whole.shape != (self._flat.chunk,):
+        if whole is None or whole.shape != (self._bucket.chunk,):
             return None
         return None if any([grad is None or grad._base is not whole for grad in grads]) else whole
 
@@ -243,8 +211,8 @@ class GroupGradients:
             own = leaf.grad
             if not is_used or (own is not None and own._base is grad):
                 continue
-            shards = self._flat.shards(grad) if shards is None else shards
-            shard = _hooked(leaf, shards[i]) if self.pieces.has_hooks else shards[i]
+            shards = self._bucket.shards(grad) if shards is None else shards
+            shard = _hooked(leaf, shards[i]) if self.flat_shard.has_hooks else shards[i]
             if own is None:
                 leaf.grad = shard if self.dtypes is None else shard.to(self.dtypes[i])
             else:

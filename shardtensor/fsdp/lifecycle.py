@@ -10,7 +10,7 @@ from torch import nn
 
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.checks import after_load
-from shardtensor.fsdp.outside import part_from_flat
+from shardtensor.fsdp.outside import leave_group
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.runtime import Runtime
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of, states_in
@@ -91,7 +91,7 @@ def _release_state(state: FSDPState) -> None:
     for group in state.param_groups:
         group.show_sharded()
         for sharded in group.sharded_params:
-            part_from_flat(sharded)
+            leave_group(sharded)
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -94,13 +94,13 @@ SHELLS.add(FSDPParameter)
 
 def join(sharded: ShardedTensor, group: Any, number: int) -> None:
     """Make a ShardedTensor the parameter of a unit that has this number in a group."""
-    sharded._flat, sharded._unit = group, (ref(group), group.params_info[number].name)
+    sharded._param_group, sharded._unit = group, (ref(group), group.params_info[number].name)
     sharded.__class__ = FSDPParameter
 
 
-def part_from_flat(sharded: ShardedTensor) -> None:
+def leave_group(sharded: ShardedTensor) -> None:
     """Make a parameter one of no unit."""
-    sharded._flat = sharded._unit = None
+    sharded._param_group = sharded._unit = None
     sharded.__class__ = ShardedTensor
 
 
@@ -127,7 +127,7 @@ def _unit_of(source: Source | None) -> Any:
     """The unit of a parameter, unless that is gone or has one rank alone, whose own batch is the whole one."""
     group = None if source is None else source[0]()
     unit = None if group is None else group.state()
-    return None if unit is None or unit.data_mesh.size == 1 else unit
+    return None if unit is None or unit.data_mesh.whole.size == 1 else unit
 
 
 def _source(operands: Iterable[Any]) -> Source | None:
@@ -146,7 +146,7 @@ def _computed(x: Any, source: Source | None) -> Any:
     if unit is None:
         return x
     if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad:
-        size = unit.data_mesh.size
+        size = unit.data_mesh.whole.size
         x = sum_gradient(x, unit.data_mesh.whole)
         x.register_hook(lambda grad: grad / size)
     return x

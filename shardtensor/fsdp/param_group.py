@@ -20,13 +20,13 @@ from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import written_too_early
-from shardtensor.fsdp.data_mesh import DataMesh
-from shardtensor.fsdp.gradients import Grads, GroupGradients
+from shardtensor.fsdp.data_mesh import DataMesh, ParamInfo, ranges_of
+from shardtensor.fsdp.gradients import GroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join
-from shardtensor.fsdp.param_info import FlatViews, ParamInfo, ranges_of
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.parallel.memory import become
-from shardtensor.tensor.gradient import Pieces, grad_dtype_of, keep_grad_dtype
+from shardtensor.tensor.bucket import Bucket, FlatShard, Grads
+from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -65,13 +65,13 @@ class ParamGroup:
         self.dtype, self.trains = params[0].dtype, tuple(param.requires_grad for param in params)
         self.shapes = [tuple(info.values.shape) for info in params_info]
         ranges = ranges_of(self.params_info, data_mesh.shard.size)
-        self.flat = FlatViews([info.placement for info in params_info], self.shapes, ranges, data_mesh.shard.index)
+        self.bucket = Bucket([info.placement for info in params_info], self.shapes, ranges, data_mesh.shard.index)
         self.shard = self._first_shard()
         self.sharded_params: list[ShardedTensor] = []
         offload_to = _to_cpu(self._pins) if self.is_offloaded else None
-        self.gradients = GroupGradients(self.flat, data_mesh, self.sharded_params, offload_to)
-        self._use_pieces(has_hooks=False)
-        for i, shard in enumerate(self.flat.flat_shards(self.shard)):
+        self.gradients = GroupGradients(self.bucket, data_mesh, self.sharded_params, offload_to)
+        self._mark_shard(has_hooks=False)
+        for i, shard in enumerate(self.bucket.flat_shards(self.shard)):
             self.sharded_params.append(self._sharded(i, shard))
         self.settle_dtypes()
         self.state: Callable[[], Any] = type(None)
@@ -99,11 +99,11 @@ class ParamGroup:
 
     def _first_shard(self) -> torch.Tensor:
         if self.params_info[0].param.is_meta:
-            return torch.zeros(self.flat.chunk, dtype=self.dtype, device="meta")
+            return torch.zeros(self.bucket.chunk, dtype=self.dtype, device="meta")
         device = None if self.is_offloaded else self.device
-        shard = torch.zeros(self.flat.chunk, dtype=self.dtype, device=device, pin_memory=self._pins)
-        for i, (info, part) in enumerate(zip(self.params_info, self.flat.flat_shards(shard), strict=True)):
-            start, stop = self.flat.ranges.piece(i, self.flat.index)
+        shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=device, pin_memory=self._pins)
+        for i, (info, part) in enumerate(zip(self.params_info, self.bucket.flat_shards(shard), strict=True)):
+            start, stop = self.bucket.ranges.piece(i, self.bucket.index)
             if start < stop:
                 part.copy_(info.placement.stored(info.values)[start:stop])
         return shard
@@ -111,7 +111,7 @@ class ParamGroup:
     def _sharded(self, i: int, shard: torch.Tensor) -> ShardedTensor:
         """The sharded parameter over a flat shard."""
         info = self.params_info[i]
-        placement, tp_spec, sizes = info.placement, info.tp_spec, info.sizes(self.flat.ranges, i)
+        placement, tp_spec, sizes = info.placement, info.tp_spec, info.sizes(self.bucket.ranges, i)
         if tp_spec is None:
             group = self.data_mesh.whole
             spec = placement.spec(None, self.shapes[i], self.data_mesh.axis, sizes)
@@ -121,20 +121,20 @@ class ParamGroup:
         layout = bind_named(spec, tuple(info.param.shape), mesh_of(group))
         if not layout.packed:
             shape = layout.local_shape(group.rank)
-            self.flat.reshape(i, shape)
+            self.bucket.reshape(i, shape)
             shard = placement.as_param(shard, shape)
         leaf = shard.detach().requires_grad_(self.trains[i])
         self._number(leaf, i)
         return wrap(leaf, layout, spec, group)
 
-    def _use_pieces(self, has_hooks: bool) -> None:
+    def _mark_shard(self, has_hooks: bool) -> None:
         """Mark the leaves made from now on as parts of `shard`, which optimizers step as one tensor."""
-        self.gradients.pieces = self._pieces = Pieces(self.shard, self.flat.starts)
-        self._pieces.has_hooks = has_hooks
+        self.gradients.flat_shard = self._flat_shard = FlatShard(self.shard, self.bucket.starts)
+        self._flat_shard.has_hooks = has_hooks
 
     def _number(self, leaf: torch.Tensor, i: int) -> None:
         if leaf.is_contiguous():  # in another order of elements it is no piece of memory
-            leaf._piece = self._pieces, i  # type: ignore[attr-defined]
+            leaf._flat_shard = self._flat_shard, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
         """Make the parameter objects the sharded parameters, for everyone who holds them, with their gradients."""
@@ -148,8 +148,10 @@ class ParamGroup:
     def is_aliased(self) -> bool:
         """Whether all parameters are views of `shard` that this group made."""
         return self._is_packed and all(
-            sharded._local.data_ptr() == shard.data_ptr() and sharded.dtype == self.dtype and sharded._flat is self
-            for sharded, shard in zip(self.sharded_params, self.flat.shards(self.shard), strict=True)
+            sharded._param_group is self
+            and sharded._local.data_ptr() == part.data_ptr()
+            and sharded.dtype == self.dtype
+            for sharded, part in zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)
         )
 
     @torch.inference_mode(False)
@@ -161,10 +163,10 @@ class ParamGroup:
         leaves = [sharded._local for sharded in self.sharded_params]
         self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
-        self.shard = torch.zeros(self.flat.chunk, dtype=self.dtype, device=leaves[0].device)
+        self.shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=leaves[0].device)
         self.settle_dtypes()
-        self._use_pieces(self._pieces.has_hooks)
-        for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.flat.shards(self.shard), strict=True)):
+        self._mark_shard(self._flat_shard.has_hooks)
+        for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)):
             leaf = sharded._local
             shard.copy_(leaf.detach())
             fresh: Any = shard.detach().requires_grad_(leaf.requires_grad)
@@ -200,13 +202,13 @@ class ParamGroup:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the all-gather output."""
-        return self.flat.total * self.compute_dtype.itemsize
+        return self.bucket.total * self.compute_dtype.itemsize
 
     def use_buffer(self, memory: torch.Tensor) -> None:
         """Gather into `memory`, bytes, from now on; `make_views` comes next."""
         self.unsharded = memory[: self.unsharded_bytes].view(self.compute_dtype)
-        self._own = self.flat.own(self.unsharded)
-        self.parts = [part.data for part in self.flat.views(self.unsharded)[0]]  # each with a version of its own
+        self._own = self.bucket.own(self.unsharded)
+        self.parts = [part.data for part in self.bucket.views(self.unsharded)[0]]  # each with a version of its own
 
     def forget(self) -> None:
         """Hold no buffer."""

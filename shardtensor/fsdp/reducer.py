@@ -14,10 +14,10 @@ import torch
 from shardtensor.comm.group import Pending
 from shardtensor.errors import AbsentRankError
 from shardtensor.fsdp.comm_context import Streams
-from shardtensor.fsdp.gradients import Grads, InputBuffer
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.layout.ranges import REDUCE_BUFFERS
+from shardtensor.tensor.bucket import GradientBuffer, Grads
 
 _KEPT = 1 << 24  # bytes; larger input buffers are freed after each backward, for a loss needs the most memory before it
 _will_run = torch._C._will_engine_execute_node
@@ -30,7 +30,7 @@ class _PendingReduce:
 
     group: ParamGroup
     used: list[bool]
-    input_buffer: InputBuffer
+    input_buffer: GradientBuffer
     pending: Pending | None = None
     grad: torch.Tensor | None = None
 
@@ -77,7 +77,7 @@ class GradientReducer:
         self._pending: list[_PendingReduce | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
         self._memory: dict[int, torch.Tensor] = {}
-        self._input_buffers: dict[tuple[int, int], InputBuffer] = {}
+        self._input_buffers: dict[tuple[int, int], GradientBuffer] = {}
         self._turn = 0
         self._memory_size = max((group.gradients.input_bytes for group in self.param_groups), default=0)
 
@@ -213,7 +213,7 @@ class GradientReducer:
         if self._landed is not None:
             before = self._landed.get(gradients.position, grad)
             self._landed[gradients.position] = grad if before is grad else before + grad
-        if gradients.pieces.has_hooks:
+        if gradients.flat_shard.has_hooks:
             self._run_hooks(group, reduced.used)
 
     def _run_hooks(self, group: ParamGroup, used: list[bool]) -> None:
@@ -269,7 +269,7 @@ class GradientReducer:
         self._stream.join()
         self._pending = [None] * self.buffers
 
-    def _input_buffer(self, group: ParamGroup, turn: int) -> InputBuffer:
+    def _input_buffer(self, group: ParamGroup, turn: int) -> GradientBuffer:
         memory = self._memory.get(turn)
         if memory is None:
             memory = self._memory[turn] = torch.empty(self._memory_size, dtype=torch.uint8, device=self._streams.device)

@@ -119,7 +119,7 @@ class Runtime:
         self._unused.check(waits=not self.streams.is_cuda)
         if self.is_stale:
             self._assign_buffers_anew()
-        if self.streams.refresh():  # autograd remembers the stream that a node was made in
+        if self.streams.is_cuda and self.streams.refresh():  # autograd remembers the stream that a node was made in
             for group in self._param_groups:
                 group.make_views()
             self._make_swaps()

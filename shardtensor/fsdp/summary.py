@@ -65,8 +65,8 @@ def _row(name: str, state: FSDPState) -> tuple[str, ...]:
     return (
         name or "(root)",
         plain_class(state.module).__name__,
-        f"{sum(sum(group.flat.ranges.lengths) for group in param_groups):,}",
-        _bytes(sum(group.flat.chunk * group.dtype.itemsize for group in param_groups)),
+        f"{sum(sum(group.bucket.ranges.lengths) for group in param_groups):,}",
+        _bytes(sum(group.bucket.chunk * group.dtype.itemsize for group in param_groups)),
         _bytes(sum(group.unsharded_bytes for group in param_groups)),
         _stays(state),
         ", ".join(map(_flat, param_groups)) or "none",
@@ -86,7 +86,7 @@ def _flat(group: ParamGroup) -> str:
     if group.compute_dtype != group.dtype:
         dtype += f" as {str(group.compute_dtype).removeprefix('torch.')}"
     frozen = "" if any(group.trains) else ", frozen"
-    padding = 100 * group.flat.ranges.waste // max(group.flat.total, 1)
+    padding = 100 * group.bucket.ranges.waste // max(group.bucket.total, 1)
     return f"{dtype} x {len(group.params_info)}{frozen}" + (f", {padding}% padding" if padding else "")
 
 

@@ -58,7 +58,7 @@ class UnusedCheck:
     @property
     def asks(self) -> bool:
         """Whether this backward settles with the other ranks what was used."""
-        return self._data_mesh.size > 1 and (self.is_exact or not self._last)
+        return self._data_mesh.whole.size > 1 and (self.is_exact or not self._last)
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class UnusedCheck:
     def end(self) -> None:
         """At the end of a backward, in the stream of its reductions: send the flag off. All ranks call it."""
         pattern, self.pattern = self.pattern, []
-        if self._data_mesh.size == 1:
+        if self._data_mesh.whole.size == 1:
             return
         if pattern != self._last:
             self._last, self._flag = pattern, None

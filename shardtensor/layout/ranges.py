@@ -10,8 +10,10 @@ them: it broadcasts each in turn. `ShardPlacement` says how a user wants a param
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -191,6 +193,12 @@ def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
     return Ranges((length,), (0,), max(-(-units // ranks) * unit, 1), ranks)
 
 
+def lay_out_whole(lengths: Sequence[int]) -> Ranges:
+    """Lay parameters end to end, without padding, in a buffer that every rank holds whole."""
+    *starts, total = accumulate(lengths, initial=0)
+    return Ranges(tuple(lengths), tuple(starts), total, 1)
+
+
 def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> Ranges:
     """Lay each parameter into the range of its owner; `owners` must not decrease."""
     ends, starts = [0] * ranks, []
@@ -200,6 +208,16 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
     chunk = max(*ends, ALIGNMENT)
     places = [start + owner * chunk for start, owner in zip(starts, owners, strict=True)]
     return Ranges(tuple(lengths), tuple(places), chunk, ranks)
+
+
+def name_order(name: str) -> list[tuple[int, str]]:
+    """Return what sorts dotted names, the numbers in them as numbers: the order of parameters in a buffer.
+
+    Example:
+        >>> sorted(["layers.10.w", "layers.9.w"], key=name_order)
+        ['layers.9.w', 'layers.10.w']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:

@@ -23,8 +23,7 @@ from shardtensor.errors import RuleError
 from shardtensor.layout.explain import say_step
 from shardtensor.layout.layout import CutLayout, Layout
 from shardtensor.layout.route import route
-from shardtensor.rules.propagate import Need, Recipe, propagate
-from shardtensor.rules.refusal import fault_in, ways_out
+from shardtensor.rules.propagate import Need, Recipe, fault_in, propagate, ways_out
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of

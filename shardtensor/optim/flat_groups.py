@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardtensor.tensor.gradient import Pieces, piece_of
+from shardtensor.tensor.bucket import FlatShard, flat_shard_of
 
 ELEMENTWISE = frozenset(
     getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -21,10 +21,10 @@ ELEMENTWISE = frozenset(
 
 
 class FlatGroup:
-    """Adjacent pieces of one flat tensor, with the same hyperparameters.
+    """Adjacent leaves of one flat tensor, with the same hyperparameters.
 
     Args:
-        pieces: the flat tensor and its pieces.
+        shard: the flat tensor, and where leaves begin in it.
         first: the number of the first leaf.
         leaves: in order.
 
@@ -32,15 +32,15 @@ class FlatGroup:
         tensor: the memory from the first leaf to the last, as one leaf.
     """
 
-    def __init__(self, pieces: Pieces, first: int, leaves: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shard: FlatShard, first: int, leaves: Sequence[torch.Tensor]) -> None:
         self.leaves = list(leaves)
-        is_all = len(leaves) == len(pieces.starts)
-        starts = pieces.starts[first : first + len(leaves)]
-        self._shape = pieces.whole.shape
+        is_all = len(leaves) == len(shard.starts)
+        starts = shard.starts[first : first + len(leaves)]
+        self._shape = shard.whole.shape
         self._from = 0 if is_all else starts[0]
-        end = pieces.whole.numel() if is_all else starts[-1] + leaves[-1].numel()
+        end = shard.whole.numel() if is_all else starts[-1] + leaves[-1].numel()
         self._length = end - self._from
-        self.tensor = pieces.whole.narrow(0, self._from, self._length).detach().requires_grad_()
+        self.tensor = shard.whole.narrow(0, self._from, self._length).detach().requires_grad_()
         self._starts = [start - self._from for start in starts]
 
     def part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
@@ -221,20 +221,20 @@ class FlatGroups:
 
 def find_flat_groups(leaves: Iterable[torch.Tensor]) -> tuple[list[FlatGroup], list[torch.Tensor]]:
     """Return the flat groups among the leaves of one param group, and the leaves that are in none."""
-    found: dict[int, tuple[Pieces, dict[int, torch.Tensor]]] = {}
+    found: dict[int, tuple[FlatShard, dict[int, torch.Tensor]]] = {}
     alone = []
     for leaf in leaves:
-        piece = piece_of(leaf)
-        if piece is None or not leaf.requires_grad:
+        part = flat_shard_of(leaf)
+        if part is None or not leaf.requires_grad:
             alone.append(leaf)
         else:
-            found.setdefault(id(piece[0]), (piece[0], {}))[1][piece[1]] = leaf
+            found.setdefault(id(part[0]), (part[0], {}))[1][part[1]] = leaf
     flats = []
-    for pieces, members in found.values():
+    for shard, members in found.values():
         for _, adjacent in groupby(enumerate(sorted(members)), lambda pair: pair[1] - pair[0]):
             numbers = [number for _, number in adjacent]
             if len(numbers) > 1:
-                flats.append(FlatGroup(pieces, numbers[0], [members[number] for number in numbers]))
+                flats.append(FlatGroup(shard, numbers[0], [members[number] for number in numbers]))
             else:
                 alone.append(members[numbers[0]])
     return flats, alone

@@ -1,20 +1,252 @@
-"""Cross entropy of plain local logits whose classes are cut over ranks, as a column-parallel head leaves them."""
+"""Cross entropy of plain local logits whose classes are sharded over ranks, as a column-parallel head leaves them.
+
+The logits are never gathered. Forward all-reduces the maximum of each row and then, in one all-reduce, all sums: of the
+exponentials, of the target's logit (on the one rank that holds it), and of all logits if labels are smoothed. Backward
+sends nothing: each rank computes its part of the softmax from these sums.
+"""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
+from torch.autograd import Function
 
+from shardtensor.comm.agree import agree
 from shardtensor.comm.checked import CheckedGroup
+from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import LayoutError, RuleError
+from shardtensor.errors import LayoutError, RuleError, SpecError
+from shardtensor.layout.bind import bind
+from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.pieces import Stepped
+from shardtensor.mesh import Mesh
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import strays_of, widest
-from shardtensor.parallel.cut_cross_entropy import Classes, RowSums, classes_of
-from shardtensor.spec.nodes import ShardingSpec
+from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
+from shardtensor.spec.parse import as_spec
+from shardtensor.tensor.placing import mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen
+class Classes:
+    """This rank's part of the classes; the ranks of `team` hold them all.
+
+    Attributes:
+        count: of all classes.
+        start, held: the first class that this rank has, and how many.
+        padded: how many columns its logits have where the padding of the cut is in them.
+        team: the ranks that the classes are cut over.
+        data: the ranks that have other targets, whose count a mean divides by; None where there are none.
+        text: the cut, for messages.
+    """
+
+    count: int
+    start: int
+    held: int
+    padded: int
+    team: Group
+    data: Group | None
+    text: str
+
+    def fault_of(self, width: int) -> LayoutError | None:
+        """Return the fault of logits with so many columns on this rank."""
+        if width in (self.held, self.padded):
+            return None
+        span = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
+        facts = {"spec": self.text, "classes here": span}
+        facts |= {"with padding": f"{self.padded} columns"} if self.padded != self.held else {}
+        return LayoutError(
+            f"the logits have {width} columns where {self.held} of the {self.count} classes are",
+            facts,
+            "give num_classes and the spec in which the head leaves its logits",
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Classes:
+        return self  # groups are not copied
+
+
+def classes_of(
+    num_classes: int, spec: ShardingSpec | str, group: Group, data_axes: str | tuple[str, ...] = ()
+) -> Classes:
+    """Bind the cut of the last dim of `spec`. Sends nothing (the first use of some axes together makes their group)."""
+    cut = _last_cut(as_spec(spec))
+    mesh = mesh_of(group)
+    start, held, padded = _columns(cut, num_classes, mesh, group.rank)
+    names = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    mesh.refuse_unknown(names)
+    if any(name in cut.axes for name in names):
+        raise LayoutError(
+            "targets do not differ along an axis that cuts the classes",
+            {"data_axes": ", ".join(names), "classes": f"cut over {'*'.join(cut.axes)}"},
+            "name the other axes of the mesh as data_axes",
+        )
+    team = group_along(group, cut.axes)
+    data = group_along(group, names) if names else None
+    return Classes(num_classes, start, held, padded, team, data, str(Spec(..., cut)))
+
+
+def _last_cut(spec: ShardingSpec) -> Cut:
+    """Return how a spec shards the last dim; it must shard no other."""
+    if not isinstance(spec, Spec):
+        raise SpecError(
+            "the classes are cut along axes of the mesh", {"spec": str(spec)}, 'write the spec as "[..., tp]"'
+        )
+    *others, last = spec.dims or (None,)
+    shards_more = spec.named or spec.flat_part or spec.only_part or spec.partial_parts
+    if shards_more or any(c not in (None, ...) for c in others):
+        raise RuleError(
+            "parallel cross entropy takes logits that are cut along their last dim and no other",
+            {"spec": str(spec)},
+            'write it as "[..., tp]"'
+            + (", and name the axes along which targets differ as data_axes" if set(others) - {None, ...} else ""),
+        )
+    if not isinstance(last, Cut):
+        raise RuleError("no class is cut by this spec", {"spec": str(spec)}, "use torch's cross_entropy: it is local")
+    if last.blocks != 1:
+        raise RuleError(
+            "the classes are cut in blocks, so that a rank has several stretches of them",
+            {"spec": str(spec)},
+            "reshard the head, so that each rank has one stretch",
+        )
+    return last
+
+
+@lru_cache(maxsize=1024)
+def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, int, int]:
+    """The first class of a rank, how many it has, and how many columns with the padding of the cut."""
+    if num_classes < 1:
+        raise LayoutError(f"num_classes={num_classes}: there is at least one class")
+    layout = bind(Spec(cut), (num_classes,), mesh)
+    assert isinstance(layout, CutLayout) and layout.dims[0] is not None
+    held = layout.local_shape(rank)[0]
+    pieces = layout.dims[0].pieces
+    padded = pieces.step if cut.pad is not None and isinstance(pieces, Stepped) else held
+    return layout.start(rank, 0), held, padded
+
+
+_TURN = 1 << 23
+"""Exponentials are made and added up so many elements at a time: 32 MiB, not another copy of the logits."""
+
+
+class RowSums(Function):
+    """For each row ``x`` of the logits, with ``top`` its maximum over all ranks: ``log(sum(exp(x - top)))``, the
+    target's ``x - top`` and, if labels are smoothed, the sum of all ``x - top``, weighed by column. Nothing of the size
+    of the logits is kept but they; losses are made of these four in autograd, so that large logits cost no digits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, columns: torch.Tensor | None, classes: Classes, evenly: bool
+    ) -> tuple[torch.Tensor, ...]:
+        x = _rows(logits, classes)
+        wide = torch.float32 if logits.dtype in HALF else logits.dtype
+        top = _joined_top(x, wide, classes.fault_of(logits.shape[-1]), classes.team)
+        own = _summed(x, top, columns, evenly)
+        here = (ids - classes.start).unsqueeze(1)
+        at = here.clamp(0, max(x.shape[1] - 1, 0))  # where the target is, if this rank has it
+        mine = (here == at).squeeze(1) if x.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
+        d_at = x.gather(1, at).squeeze(1) - top if x.shape[1] else torch.zeros_like(top)
+        total_exp, *evens, d_target = classes.team.all_reduce(torch.stack([*own, torch.where(mine, d_at, 0)])).unbind()
+        ctx.save_for_backward(logits, top, total_exp, d_at, at, mine, columns)
+        ctx.classes = classes
+        ctx.mark_non_differentiable(top)
+        return top, total_exp.log(), d_target.clone(), *(each.clone() for each in evens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _gradient(saved, grads[1:], ctx.classes), *[None] * 4
+        with torch.no_grad():
+            found = _gradient(saved, grads[1:], ctx.classes)
+        return _Once.apply(found, saved[0], *grads[1:]), *[None] * 4
+
+
+class _Once(Function):
+    """The gradient under ``create_graph=True``: its own backward would need sums over all ranks, so it raises."""
+
+    @staticmethod
+    def forward(_: Any, found: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> None:
+        raise RuleError(
+            "parallel cross entropy can be differentiated once",
+            fix="for derivatives of the gradient call torch.nn.functional.cross_entropy with ShardedTensors",
+        )
+
+
+def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: Classes) -> torch.Tensor:
+    """``exp(x - top) * rate``, and what is even; at the target all of it is summed before it is rounded."""
+    logits, top, total_exp, d_at, at, mine, columns = saved
+    rate, even = grads[0] / total_exp, grads[2] if len(grads) > 2 else None
+    x = _rows(logits, classes)
+    out = logits.new_empty(x.shape[0], logits.shape[-1])
+    part = out
+    if out.shape != x.shape:
+        part = out[:, : x.shape[1]]
+        out[:, x.shape[1] :] = 0  # padding
+    net = rate * d_at.exp() + torch.where(mine, grads[1], 0)
+    if even is not None:
+        columns = rate.new_ones(x.shape[1]) if columns is None else columns
+        net = net + even * columns.gather(0, at.squeeze(1)) if x.shape[1] else net
+        even = even.unsqueeze(1)
+    rate = rate.unsqueeze(1)
+    for rows in _turns(x):
+        p = (x[rows] - top[rows].unsqueeze(1)).exp_().mul_(rate[rows])
+        if even is not None:
+            p = p.addcmul_(even[rows], columns)
+        part[rows].copy_(p)
+    if x.shape[1]:
+        part.scatter_(1, at, net.unsqueeze(1).to(part.dtype))
+    return out.view(logits.shape)
+
+
+def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
+    """One row for each target, without the columns of padding."""
+    width = logits.shape[-1]
+    x = logits.reshape(math.prod(logits.shape[:-1]), width)
+    return x[:, : classes.held] if width > classes.held else x
+
+
+def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, team: Group) -> torch.Tensor:
+    """Return the largest logit of each row. On the CPU all ranks raise a fault of one, which has no finite maximum."""
+    is_told = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
+    if fault is not None and not is_told:
+        raise fault
+    if fault is not None or not x.shape[1]:
+        top = x.new_full((x.shape[0],), math.inf if fault is not None else -math.inf, dtype=wide)
+    else:
+        top = x.amax(1).to(wide)
+    top = team.all_reduce(top, "max")
+    if is_told and not math.isfinite(top.amax()):
+        agree(team, "ParallelCrossEntropy", {}, fault)
+    return top
+
+
+def _summed(x: torch.Tensor, top: torch.Tensor, columns: torch.Tensor | None, is_smoothed: bool) -> list[torch.Tensor]:
+    """For each row this rank's sum of exponentials and, if asked, of logits, weighted by column; both less `top`."""
+    turns = []
+    for rows in _turns(x):
+        d = x[rows] - top[rows].unsqueeze(1)
+        evens = [(d if columns is None else d * columns).sum(1)] if is_smoothed else []
+        turns.append([d.exp_().sum(1), *evens])
+    return turns[0] if len(turns) == 1 else [torch.cat(parts) for parts in zip(*turns, strict=True)]
+
+
+def _turns(x: torch.Tensor) -> list[slice]:
+    """The rows, so many at a time that temporary copies stay small; all, where a compiler fuses them."""
+    step = max(1, _TURN // max(1, x.shape[1]))
+    if torch.compiler.is_compiling() or x.shape[0] <= step:
+        return [slice(None)]
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -50,8 +282,8 @@ class ParallelCrossEntropy(nn.Module):
         in float32, or float64 for such logits, and so is the loss; the gradient has the dtype of the logits.
 
     Raises:
-        IndexError: a target is out of bounds; on all ranks. On CUDA it is an assert on the device, as torch's, but with
-            ``SHARDTENSOR_CHECK=collectives``, which waits for the card and tells.
+        IndexError: a target is out of bounds; on all ranks. On CUDA an assert on the device instead, as torch's, unless
+            ``SHARDTENSOR_CHECK=collectives`` is set.
         LayoutError: (a ValueError) the logits, targets or weights do not fit the classes. Where only some ranks have
             such logits all raise it on the CPU; elsewhere, and compiled, those ranks alone.
         RuleError: (a RuntimeError) ShardedTensors, probabilities as targets, weights that want a gradient.
@@ -64,8 +296,7 @@ class ParallelCrossEntropy(nn.Module):
         torch.Size([])
 
     References:
-        Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; the z-loss of Chowdhery et al., PaLM
-        (arXiv:2204.02311), section 5; label smoothing as torch defines it.
+        Megatron-LM (arXiv:1909.08053), section 3; for ``z_loss`` PaLM (arXiv:2204.02311), section 5.
     """
 
     weight: torch.Tensor | None
@@ -134,9 +365,9 @@ class ParallelCrossEntropy(nn.Module):
             raise IndexError(f"Target {strays[0]} is out of bounds.")
 
     def extra_repr(self) -> str:
-        usual = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
-        said = [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
-        return ", ".join([str(self.classes.count), repr(self.classes.text), *said])
+        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
+        others = [f"{name}={vars(self)[name]!r}" for name, value in defaults.items() if vars(self)[name] != value]
+        return ", ".join([str(self.classes.count), repr(self.classes.text), *others])
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, classes: Classes) -> None:

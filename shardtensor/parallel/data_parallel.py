@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.parallel.gradient_buckets import (
-    Bucket,
     DataAxes,
     Gradient,
+    GradientBucket,
     finish,
     gradients_of,
     make_buckets,
@@ -173,8 +173,8 @@ class Reducer:
         self.is_on = True
         self.handles: list[Any] = []
         self.gradients: list[Gradient] = []
-        self.buckets: list[Bucket] = []
-        self._bucket_of: list[Bucket | None] = []
+        self.buckets: list[GradientBucket] = []
+        self._bucket_of: list[GradientBucket | None] = []
         self._leaf_handles: list[Any] = []
         self._nodes: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []

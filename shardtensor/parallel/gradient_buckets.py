@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
+from shardtensor.layout.ranges import ANYWHERE, lay_out_whole
 from shardtensor.mesh import coordinate
+from shardtensor.tensor.bucket import Bucket
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
@@ -159,12 +162,13 @@ FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the wire is busy early."""
 
 
-class Bucket:
+class GradientBucket:
     """Gradients of one kind that are sent together.
 
-    Every rank of the group must learn of a gradient that no rank has, for it stays None, as in the dense program; and
-    one that only others have becomes this rank's as well. So the last bucket of a kind ends with one flag for each
-    gradient of the kind: whether this rank has it. The flags are read only where one is missing.
+    They stay where autograd puts them: they are copied into a flat buffer, and the averages back. Every rank of the
+    group must learn of a gradient that no rank has, for it stays None, as in the dense program; and one that only
+    others have becomes this rank's as well. So the last bucket of a kind ends with one flag for each gradient of the
+    kind: whether this rank has it. The flags are read only where one is missing.
 
     Attributes:
         gradients: in the order they are packed.
@@ -175,6 +179,9 @@ class Bucket:
 
     def __init__(self, gradients: Sequence[Gradient], flagged: Sequence[Gradient] = ()) -> None:
         self.gradients, self.flagged = gradients, flagged
+        shapes = [tuple(gradient.leaf.shape) for gradient in gradients] + [(len(flagged),)]
+        ranges = lay_out_whole([math.prod(shape) for shape in shapes])
+        self._bucket = Bucket([ANYWHERE] * len(shapes), shapes, ranges, index=0)
         self.reset()
 
     def reset(self) -> None:
@@ -187,38 +194,38 @@ class Bucket:
     def start(self) -> None:
         """Send what this rank has; zeros for what it lacks. All ranks of the group start their buckets in one order."""
         self.grads = [gradient.leaf.grad for gradient in self.gradients]
+        for gradient, grad in zip(self.gradients, self.grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise _sparse_error(gradient.name)
         first = self.gradients[0]
-        pieces = [self._flat(g, grad, first) for g, grad in zip(self.gradients, self.grads, strict=True)]
-        if self.flagged:
-            has = [gradient.leaf.grad is not None for gradient in self.flagged]
-            ones = torch.ones(len(has), dtype=first.dtype, device=first.leaf.device)  # made there: a list is waited for
-            pieces.append(ones if all(has) else torch.tensor(has, dtype=first.dtype, device=first.leaf.device))
-        self.pending = first.group.all_reduce_async(torch.cat(pieces), "avg")
-
-    def _flat(self, gradient: Gradient, grad: torch.Tensor | None, first: Gradient) -> torch.Tensor:
-        if grad is None:
-            return torch.zeros(gradient.leaf.numel(), dtype=first.dtype, device=first.leaf.device)
-        if grad.layout is not torch.strided:
-            raise _sparse_error(gradient.name)
-        return grad.reshape(-1).to(first.dtype)
+        has = [gradient.leaf.grad is not None for gradient in self.flagged]
+        kind: dict[str, Any] = {"dtype": first.dtype, "device": first.leaf.device}
+        flags = torch.ones(len(has), **kind) if all(has) else torch.tensor(has, **kind)  # the host waits for a list
+        buffer = self._bucket.gradient_buffer(torch.empty(self._bucket.total, **kind))
+        buffer.pack([*self.grads, flags])
+        self.pending = first.group.all_reduce_async(buffer.packed, "avg")
 
     @torch.no_grad()
-    def take(self, averages: torch.Tensor, is_used: dict[Gradient, bool]) -> None:
+    def finish(self, averages: torch.Tensor, is_used: dict[Gradient, bool]) -> None:
         """Make the averages the gradients; `is_used` says of those this rank lacks whether another rank has them."""
-        sizes = [gradient.leaf.numel() for gradient in self.gradients]
-        views = averages[: sum(sizes)].split(sizes)
+        *views, _ = self._bucket.views(averages)[0]
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for gradient, grad, view in zip(self.gradients, self.grads, views, strict=True):
             if grad is not None and not grad.requires_grad:
-                kept.append((grad, view.view(grad.shape)))
+                kept.append((grad, view))
             elif grad is not None or is_used[gradient]:
                 leaf = gradient.leaf
-                leaf.grad = view.view(leaf.shape).to(leaf.dtype if grad is None else grad.dtype, copy=True)
+                leaf.grad = view.to(leaf.dtype if grad is None else grad.dtype, copy=True)
         if kept:
             torch._foreach_copy_([grad for grad, _ in kept], [view for _, view in kept])
 
+    def flags(self, averages: torch.Tensor) -> dict[Gradient, bool]:
+        """Return of the flagged gradients whether any rank has them. The host waits."""
+        *_, found = self._bucket.views(averages)[0]
+        return dict(zip(self.flagged, found.ne(0).tolist(), strict=True))
 
-def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Bucket]:
+
+def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[GradientBucket]:
     """Deal gradients to buckets, in the order in which all ranks send them: the last parameters first.
 
     Each kind fills buckets of its own. Gradients that no other rank has a copy of need none.
@@ -237,16 +244,18 @@ def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Buc
             sizes[kind] = 0
     filled += open_.values()
     last = {bucket[0].kind: i for i, bucket in enumerate(filled)}
-    return [Bucket(each, kinds[each[0].kind] if last[each[0].kind] == i else ()) for i, each in enumerate(filled)]
+    return [
+        GradientBucket(each, kinds[each[0].kind] if last[each[0].kind] == i else ()) for i, each in enumerate(filled)
+    ]
 
 
-def finish(buckets: Sequence[Bucket]) -> None:
+def finish(buckets: Sequence[GradientBucket]) -> None:
     """Wait for buckets that were all started, and make the averages the gradients."""
     averages = [bucket.pending.wait() for bucket in buckets]
     lacking = {b.gradients[0].kind for b in buckets if any(grad is None for grad in b.grads)}
     is_used: dict[Gradient, bool] = {}
     for bucket, found in zip(buckets, averages, strict=True):
         if bucket.flagged and bucket.gradients[0].kind in lacking:
-            is_used.update(zip(bucket.flagged, found[-len(bucket.flagged) :].ne(0).tolist(), strict=True))
+            is_used.update(bucket.flags(found))
     for bucket, found in zip(buckets, averages, strict=True):
-        bucket.take(found, is_used)
+        bucket.finish(found, is_used)

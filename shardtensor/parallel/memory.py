@@ -36,8 +36,8 @@ def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         shell._is_param = True
     if isinstance(tensor, ShardedTensor) and isinstance(shell, ShardedTensor):
-        shell._flat, shell._unit, shell.__class__ = tensor._flat, tensor._unit, type(tensor)
-        shell._tell_flat()
+        shell._param_group, shell._unit, shell.__class__ = tensor._param_group, tensor._unit, type(tensor)
+        shell._record_change()
     keep_grad_dtype(tensor, shell)
     tensor.grad = None
     hooks = None if isinstance(tensor, ShardedTensor) else take_hooks(tensor)

@@ -1,18 +1,127 @@
-"""The layouts that an operation needs and returns, for given layouts of its operands. Integers only."""
+"""The layouts that an operation needs and returns, for given layouts of its operands: the choices, the cheapest of them,
+and the reason where operands do not match. Integers only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import attrs
 
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
+from shardtensor.layout.pieces import chunked
 from shardtensor.layout.route import lacking
 from shardtensor.mesh import Ranks
-from shardtensor.rules.assign import Assignment, assignments, base_of
 from shardtensor.rules.rule import Letters, Rule
+
+Cut = tuple[str, DimCut]
+Assignment = dict[str, DimCut]
+"""The cut of each letter; letters that are missing are not cut."""
+
+MOST = 64
+"""The largest number of choices compared; only calls on many operands with many layouts have more."""
+
+
+def base_of(layouts: Sequence[Layout]) -> Layout:
+    """Return the layout whose grid the call uses: the most ranks first, then a sharded one, then the largest."""
+    widest = max(len(layout.ranks) for layout in layouts)
+    wide = [layout for layout in layouts if len(layout.ranks) == widest]
+    return max(wide, key=lambda x: (not x.is_replicated, isinstance(x, CutLayout), math.prod(x.shape)))
+
+
+def assignments(rule: Rule, operands: Sequence[Layout | Shape], base: Layout) -> list[Assignment]:
+    """Return the ways to cut letters over the grid of `base`; the first keeps the most of the largest operand's cuts.
+
+    A cut that an operand has is kept unless another cut uses its axis or its letter. If it cannot be kept, because its
+    letter must be whole or its operand is on another grid, its axes may cut another letter of that operand which the
+    output has; so no new reduction is needed.
+    """
+    there, free = _existing_cuts(rule, operands, base)
+    if not free and _agree(there):
+        return [dict(there)]
+    cuts = there + [cut for cut in _new_cuts(rule, operands, base, there, free) if cut not in there]
+    rivals = [[j for j, other in enumerate(cuts) if j != i and _clash(cut, other)] for i, cut in enumerate(cuts)]
+    found: list[Assignment] = []
+
+    def choose(i: int, taken: tuple[int, ...]) -> None:
+        if len(found) == MOST:
+            return
+        if i == len(cuts):
+            left = (j for j in range(len(there)) if j not in taken)
+            if all(any(k in taken for k in rivals[j]) for j in left):
+                found.append(dict(cuts[j] for j in taken))
+            return
+        if not any(j in taken for j in rivals[i]):
+            choose(i + 1, (*taken, i))
+        if rivals[i] or i >= len(there):
+            choose(i + 1, taken)
+
+    choose(0, ())
+    return found
+
+
+def _existing_cuts(
+    rule: Rule, operands: Sequence[Layout | Shape], base: Layout
+) -> tuple[list[Cut], list[tuple[Letters, tuple[int, ...]]]]:
+    """Return the cuts that can be kept, largest operands first, and the operand's letters and axes of the others."""
+    there: list[Cut] = []
+    free: list[tuple[Letters, tuple[int, ...]]] = []
+    off_grid: list[tuple[Letters, tuple[int, ...]]] = []
+    split = [(x, letters) for x, letters in zip(operands, rule.inputs, strict=True) if _is_split(x)]
+    split.sort(key=lambda item: -math.prod(item[0].shape))  # type: ignore[union-attr]
+    for layout, letters in split:
+        assert isinstance(layout, Layout)
+        if not isinstance(layout, CutLayout) or layout.ranks != base.ranks or layout.grid != base.grid:
+            off_grid.append((letters, layout.parting_axes if layout is base else tuple(range(len(base.grid)))))
+            continue
+        for letter, cut in zip(letters, layout.dims, strict=True):
+            if cut is None:
+                continue
+            if letter is None or letter in rule.whole:
+                free.append((letters, cut.axes))
+            elif (letter, cut) not in there:
+                there.append((letter, cut))
+    return there, free + (off_grid if not there else [])
+
+
+def _is_split(operand: Layout | Shape) -> bool:
+    return isinstance(operand, Layout) and not operand.is_replicated
+
+
+def _agree(cuts: list[Cut]) -> bool:
+    axes = [axis for _, cut in cuts for axis in cut.axes]
+    return len({letter for letter, _ in cuts}) == len(cuts) and len(set(axes)) == len(axes)
+
+
+def _new_cuts(
+    rule: Rule,
+    operands: Sequence[Layout | Shape],
+    base: Layout,
+    there: list[Cut],
+    free: list[tuple[Letters, tuple[int, ...]]],
+) -> list[Cut]:
+    """Return new cuts over free axes: of a letter by them alone, or by them after the axes that cut it already."""
+    sizes: dict[str, int] = {}
+    for letters, operand in zip(rule.inputs, operands, strict=True):
+        shape = operand.shape if isinstance(operand, Layout) else operand
+        sizes.update((letter, size) for letter, size in zip(letters, shape, strict=True) if letter is not None)
+    found: dict[Cut, None] = {}
+    for letters, axes in free:
+        for letter in letters:
+            if letter is None or letter in rule.whole or letter not in rule.output:
+                continue
+            kept = [cut.axes for other, cut in there if other == letter and not set(cut.axes) & set(axes)]
+            for over in [axes, *(more + axes for more in kept)]:
+                count = math.prod(base.grid[axis] for axis in over)
+                found[letter, DimCut(over, chunked(sizes[letter], count))] = None
+    return list(found)
+
+
+def _clash(a: Cut, b: Cut) -> bool:
+    return a[0] == b[0] or not set(a[1].axes).isdisjoint(b[1].axes)
+
 
 EVERY = 8
 """On grids of up to this many ranks all ranks are counted; on larger ones, a sample of this many."""
@@ -190,3 +299,76 @@ def follow(layout: CutLayout, shape: Shape) -> CutLayout:
         for size, full, cut in zip(shape, layout.shape[skip:], layout.dims[skip:], strict=True)
     )
     return with_dims(layout, tuple(shape), dims)
+
+
+# -- what errors say of operands that do not match ---------------------------------------------------------------------
+
+WAYS = 3
+"""The largest number of ways out that a message shows."""
+
+
+def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str]) -> str:
+    """Return in one line why the operation cannot use the operands' layouts.
+
+    Example:
+        >>> from shardtensor.layout.pieces import chunked
+        >>> cut = DimCut((0,), chunked(8, 4))
+        >>> rows, columns = (
+        ...     CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), names=("tp",), dims=dims)
+        ...     for dims in ((cut, None), (None, cut))
+        ... )
+        >>> fault_in(Rule((("b", "k"), ("n", "k")), ("b", "n")), (columns, rows), ("input", "weight"))
+        'axis "tp" splits k in the input but n in the weight'
+    """
+    layouts = [operand for operand in operands if isinstance(operand, Layout)]
+    base = base_of(layouts)
+    seen: list[tuple[str, str, DimCut]] = []
+    for name, operand, letters in zip(names, operands, rule.inputs, strict=True):
+        if not isinstance(operand, Layout) or operand.is_replicated:
+            continue
+        if operand.ranks != base.ranks or operand.grid != base.grid:
+            other = next(n for n, x in zip(names, operands, strict=True) if x is base)
+            return f"the {name} and the {other} are on different ranks or grids"
+        if not isinstance(operand, CutLayout):
+            return f"the {name} is not sharded along its dims"
+        for letter, cut in zip(letters, operand.dims, strict=True):
+            if cut is None:
+                continue
+            if letter is None:
+                return f"{_axes(operand, cut)} splits a dim of the {name} that is broadcast"
+            if letter in rule.whole:
+                return f"{_axes(operand, cut)} splits {letter} in the {name}, which must be whole"
+            for first, known, other_cut in seen:
+                if known == letter and cut.axes != other_cut.axes:
+                    one, two = _axes(base, other_cut), _axes(base, cut)
+                    return f"{letter} is split by {one} in the {first} but by {two} in the {name}"
+                if known == letter and cut != other_cut:
+                    return f"{_axes(base, cut)} splits {letter} at other places in the {first} than in the {name}"
+                if known != letter and not set(cut.axes).isdisjoint(other_cut.axes):
+                    return f"{_axes(base, cut)} splits {known} in the {first} but {letter} in the {name}"
+            seen.append((name, letter, cut))
+    return "the operands must be redistributed"
+
+
+class Way(NamedTuple):
+    """One way to redistribute the operands: their new layouts by number, and the result's layout (maybe partial)."""
+
+    moves: tuple[tuple[int, CutLayout], ...]
+    output: CutLayout
+
+
+def ways_out(rule: Rule, operands: Sequence[Layout | Shape], itemsizes: tuple[int, ...]) -> list[Way]:
+    """Return the ways to redistribute the operands, the cheapest first."""
+    base = base_of([operand for operand in operands if isinstance(operand, Layout)])
+    choices = assignments(rule, operands, base)
+    choices.sort(key=lambda choice: cost(rule, operands, choice, base, itemsizes))  # stable
+    recipes = (recipe_of(rule, operands, choice, base) for choice in choices[:WAYS])
+    return [
+        Way(tuple((i, need.layout) for i, need in enumerate(recipe.needs) if need.moves), recipe.output)
+        for recipe in recipes
+    ]
+
+
+def _axes(layout: Layout, cut: DimCut) -> str:
+    names = [f'"{layout.axis_name(axis)}"' for axis in cut.axes]
+    return f"axis {names[0]}" if len(names) == 1 else f"axes {' * '.join(names)}"

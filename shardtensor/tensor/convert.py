@@ -146,7 +146,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
         )
     tensor._local.set_(source._local)  # type: ignore[call-overload]
     tensor._sync_body()
-    tensor._tell_flat()
+    tensor._record_change()
     return tensor
 
 
@@ -235,7 +235,8 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another ShardedTensor over the same leaf, with the same attributes."""
     twin = view_of(tensor, tensor._local, tensor._layout, tensor._spec)
-    vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in ("_owner", "_flat"))
+    own = "_owner", "_param_group"
+    vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in own)
     return twin
 
 

@@ -17,30 +17,9 @@ from typing import Any
 import torch
 
 from shardtensor.errors import RuleError
+from shardtensor.tensor.bucket import flat_shard_of
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, shell_over, wrap
-
-
-class Pieces:
-    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`; their ``_piece`` is this
-    object and their number there.
-
-    The leaves get gradients that are the same pieces of one tensor like `whole`, so an optimizer may step all of it as
-    one tensor: what lies between is zero there and in the gradient. Autograd does not run hooks of leaves that it gives
-    no gradients; whoever gives those looks at `has_hooks`.
-    """
-
-    __slots__ = ("has_hooks", "starts", "whole")
-
-    def __init__(self, whole: torch.Tensor, starts: tuple[int, ...]) -> None:
-        self.whole, self.starts = whole, starts
-        self.has_hooks = False
-
-
-def piece_of(leaf: torch.Tensor) -> tuple[Pieces, int] | None:
-    """What `leaf` is a piece of, and its number there."""
-    return vars(leaf).get("_piece")
-
 
 _NOTHING = torch.empty(0)
 
@@ -134,9 +113,9 @@ def keep_grad_dtype(tensor: torch.Tensor, successor: torch.Tensor) -> None:
 
 def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
     tensor._local.grad_dtype = dtype
-    if tensor._flat is not None:
-        tensor._flat.settle_grad_dtypes()
-        tensor._tell_flat(is_replaced=False)
+    if tensor._param_group is not None:
+        tensor._param_group.settle_grad_dtypes()
+        tensor._record_change(is_replaced=False)
 
 
 if HAS_GRAD_DTYPE:
@@ -204,9 +183,9 @@ def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> 
 
 def note_hook(leaf: torch.Tensor) -> None:
     """Tell who gives `leaf` its gradients, if it is not autograd, that there are hooks."""
-    piece = piece_of(leaf)
-    if piece is not None:
-        piece[0].has_hooks = True
+    found = flat_shard_of(leaf)
+    if found is not None:
+        found[0].has_hooks = True
 
 
 Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
@@ -287,7 +266,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 
 def _leaf_of(x: Any) -> Any:
     """The tensor whose gradient is asked for; a parameter of a fully sharded module is in no graph."""
-    if getattr(x, "_flat", None) is not None:
+    if getattr(x, "_param_group", None) is not None:
         raise RuleError(
             "autograd cannot be asked for the gradients of some parameters of a fully sharded module",
             {"parameter": tuple(x.shape)},

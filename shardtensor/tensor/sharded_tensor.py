@@ -61,7 +61,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _placements: dict[int, Any] | None = None
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _copied: Copied | None = None  # of a copy that the dense program has as a view, in place of `_local`
-    _flat: Any = None  # of a parameter of a fully sharded module: its `fsdp.param_group.ParamGroup`
+    _param_group: Any = None  # of a parameter of a fully sharded module: its `fsdp.param_group.ParamGroup`
     _unit: Any = None  # of such a parameter, and of what was computed from one: see `fsdp.outside`
 
     if TYPE_CHECKING:  # what other modules of the folder give the class
@@ -125,7 +125,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self._local = value
         self._grad_shell = None
         self._sync_body()
-        self._tell_flat()
+        self._record_change()
 
     def _sync_body(self) -> None:
         """Make the shell's C-level body say the dtype, device and requires_grad of the leaf, as C code will ask it."""
@@ -139,10 +139,10 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             if local.is_leaf or not local.requires_grad:
                 torch._C.TensorBase.requires_grad.__set__(self, local.requires_grad)  # type: ignore[attr-defined]
 
-    def _tell_flat(self, *, is_replaced: bool = True) -> None:
-        """Let the flat that the leaf is part of, if any, see to it before the next forward."""
-        if self._flat is not None:
-            self._flat.leaf_changed(is_replaced)
+    def _record_change(self, *, is_replaced: bool = True) -> None:
+        """Have the parameter group that the leaf is part of, if any, reset its parameters before the next forward."""
+        if self._param_group is not None:
+            self._param_group.leaf_changed(is_replaced)
 
     def _shard_metadata(self, rank: int, index: int) -> ShardMetadata:
         box = self._layout.boxes(rank)[index]
@@ -194,13 +194,14 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self._local.requires_grad_(requires_grad)
         with _no_override():
             torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
-        self._tell_flat(is_replaced=False)
+        self._record_change(is_replaced=False)
         return self
 
     @property
     def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
-        local = self._local.data if self._flat is None else self._local.detach()  # whose writes the flat must count
+        is_own = self._param_group is None
+        local = self._local.data if is_own else self._local.detach()  # the group counts writes to its shard
         return view_of(self, local, self._layout, self._spec)
 
     @data.setter
@@ -220,7 +221,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self._local.data = value._local
         self._grad_shell = None
         self._sync_body()
-        self._tell_flat()
+        self._record_change()
 
     @classmethod
     @untraced("a graph takes no ShardedTensor as an operand: compile the parts that work on plain values")

@@ -22,7 +22,7 @@ from shardtensor.fsdp import fully_shard
 
 def is_packed(model: nn.Module) -> bool:
     """Whether every leaf is a view of its flat's range."""
-    flats = {id(p._flat): p._flat for p in model.parameters()}.values()
+    flats = {id(p._param_group): p._param_group for p in model.parameters()}.values()
     return all(
         shell._local.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
         for flat in flats

@@ -75,7 +75,7 @@ def _near_only():
     rank = as_group().rank
     assert [list(part.group.ranks) for part in parts] == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 3
     flat = model.blocks[0]._fsdp_state.param_groups[0]
-    assert sum(t.numel() for t in parts[0]._kept) == flat.flat.total // 2
+    assert sum(t.numel() for t in parts[0]._kept) == flat.bucket.total // 2
 
 
 @sim

@@ -15,7 +15,7 @@ import shardtensor as st
 from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroup, FlatGroups, find_flat_groups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.state import ParamState
-from shardtensor.tensor.gradient import Pieces
+from shardtensor.tensor.bucket import FlatShard
 
 SHAPES = ((2, 3), (4,), (1, 5), (3,), (2, 2))
 STARTS = (0, 8, 12, 20, 24)  # with gaps, as alignment leaves them
@@ -51,15 +51,15 @@ def makes_state_anew(kind: str) -> bool:
     return True
 
 
-def laid_end_to_end(seed: int) -> tuple[Pieces, list[torch.Tensor]]:
+def laid_end_to_end(seed: int) -> tuple[FlatShard, list[torch.Tensor]]:
     """A flat tensor, zero in its gaps, and the leaves that are its pieces."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = Pieces(torch.zeros(LENGTH), STARTS)
+    pieces = FlatShard(torch.zeros(LENGTH), STARTS)
     leaves = []
     for i, (shape, start) in enumerate(zip(SHAPES, STARTS, strict=True)):
         leaf = part_of(pieces.whole, i).detach()
         leaf.copy_(torch.randn(shape, generator=generator))
-        leaf.requires_grad_()._piece = (pieces, i)
+        leaf.requires_grad_()._flat_shard = (pieces, i)
         assert leaf.storage_offset() == start
         leaves.append(leaf)
     return pieces, leaves

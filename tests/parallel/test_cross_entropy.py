@@ -15,9 +15,8 @@ import shardtensor as st
 from shardtensor.comm import collectives
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
-from shardtensor.parallel import cut_cross_entropy
-from shardtensor.parallel.cross_entropy import ParallelCrossEntropy
-from shardtensor.parallel.cut_cross_entropy import classes_of
+from shardtensor.parallel import cross_entropy
+from shardtensor.parallel.cross_entropy import ParallelCrossEntropy, classes_of
 
 
 def parallel_cross_entropy(logits, target, weight=None, *, num_classes, spec="[..., tp]", **options):
@@ -214,7 +213,7 @@ def check_turns() -> None:
 
 @pytest.mark.worlds("sim")
 def test_rows_that_are_taken_in_turns(world, monkeypatch):
-    monkeypatch.setattr(cut_cross_entropy, "_TURN", 15)
+    monkeypatch.setattr(cross_entropy, "_TURN", 15)
     world(check_turns, 4)
 
 

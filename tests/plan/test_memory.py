@@ -146,13 +146,13 @@ def test_units_are_those_of_fully_shard():
         fully_shard(net)
         net(torch.arange(6)).sum().backward()
         runtime = fully_shard.state(net).runtime
-        found = {unit.name: [group.flat.ranges for group in unit.param_groups] for unit in runtime.states}
+        found = {unit.name: [group.bucket.ranges for group in unit.param_groups] for unit in runtime.states}
         slots = {}
         for unit in runtime.states:
             size = sum(group.unsharded_bytes for group in unit.param_groups)
             slots[id(unit.buffer)] = max(size, slots.get(id(unit.buffer), 0))
         groups = runtime.reducer.param_groups
-        packed = max(group.flat.total * group.gradients.reduce_dtype.itemsize for group in groups)
+        packed = max(group.bucket.total * group.gradients.reduce_dtype.itemsize for group in groups)
         return found, sum(slots.values()) + 2 * packed
 
     found, memory = st.simulate(2, shard)[0]

@@ -12,8 +12,7 @@ from test_propagate import MESH, RULES, SIZES, every_choice, reduced
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
 from shardtensor.layout.pieces import chunked, listed
-from shardtensor.rules.assign import MOST, assignments, base_of
-from shardtensor.rules.propagate import cost, propagate, received, recipe_of
+from shardtensor.rules.propagate import MOST, assignments, base_of, cost, propagate, received, recipe_of
 from shardtensor.rules.rule import Rule
 from shardtensor.spec.parse import parse_spec
 

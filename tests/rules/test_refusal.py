@@ -8,8 +8,7 @@ from rules.fixed_rules import parse_rule
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import propagate
-from shardtensor.rules.refusal import fault_in, ways_out
+from shardtensor.rules.propagate import fault_in, propagate, ways_out
 from shardtensor.spec.devices import ChunkShardingSpec
 from shardtensor.spec.parse import parse_spec
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import attrs
 
 from shardtensor.layout.layout import Layout, has_equal_parts
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, parameter_groups
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_alone, name_order, parameter_groups
 from shardtensor.plan.resolved import Placed, Resolved
-
-
-def name_order(name: str) -> list[tuple[int, str]]:
-    """What sorts dotted names with the numbers in them as numbers.
-
-    Example:
-        >>> sorted(["layers.10.w", "layers.9.w"], key=name_order)
-        ['layers.9.w', 'layers.10.w']
-    """
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 @attrs.frozen(cache_hash=True)

@@ -1,0 +1,134 @@
+"""`Bucket`: parameters of one dtype that lie end to end in one flat buffer, and their gradients, packed in another.
+
+It says where each parameter is; the buffers are its users'. `fully_shard` gathers and reduces a buffer over the ranks
+that hold ranges of it, `data_parallel` reduces one that every rank has whole, and a rank's range, a `FlatShard`, is
+stepped by optimizers as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import attrs
+import torch
+
+from shardtensor.layout.ranges import Ranges, ShardPlacement
+
+Shape = tuple[int, ...]
+Grads = Sequence[torch.Tensor | None]
+
+
+class Bucket:
+    """The places of parameters in a flat buffer of which each rank holds one range. It holds no values.
+
+    Args:
+        placements, shapes: of the parameters, in the order in which they lie in the buffer.
+        ranges: which elements each rank holds.
+        index: this rank's place among the ranges.
+
+    Attributes:
+        total, chunk: elements of the buffer, and of a rank's range.
+        starts: where this rank's shard of each parameter begins in its range.
+    """
+
+    def __init__(self, placements: Sequence[ShardPlacement], shapes: Sequence[Shape], ranges: Ranges, index: int):
+        self.ranges, self.index = ranges, index
+        self.total, self.chunk = ranges.total, ranges.chunk
+        self._params = list(zip(placements, shapes, strict=True))
+        self._sizes = ranges.all_cuts()
+        self._gaps = [i for i, size in enumerate(self._sizes) if not i % 2 and size]
+        self._reshaped: list[tuple[int, ShardPlacement, Shape]] = []
+        own = ranges.cuts(index)
+        *starts, _ = accumulate(own)
+        self.starts = tuple(starts[::2])
+        *gaps, last = own[::2]
+        # A split makes a view for each size, in each step: gaps of nothing are left out where all but the last are.
+        self._own_sizes = own if any(gaps) else own[1::2] + ([last] if last else [])
+        self._own_params = slice(1, None, 2) if any(gaps) else slice(len(gaps))
+
+    def views(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parameters in a whole buffer, and the padding between them."""
+        views = whole.split_with_sizes(self._sizes)
+        params = [
+            placement.as_param(view, shape) for (placement, shape), view in zip(self._params, views[1::2], strict=True)
+        ]
+        return params, [views[i] for i in self._gaps]
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's range of a whole buffer."""
+        return whole.narrow(0, self.index * self.chunk, self.chunk)
+
+    def reshape(self, i: int, shape: Shape) -> None:
+        """Let `shards` return parameter `i` in this shape: slices of a dim other than the first are no flat range."""
+        self._reshaped.append((i, self._params[i][0], shape))
+
+    def shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return this rank's shards of the parameters, as views of its range."""
+        shards = self.flat_shards(own)
+        if self._reshaped:
+            shards = list(shards)
+            for i, placement, shape in self._reshaped:
+                shards[i] = placement.as_param(shards[i], shape)
+        return shards
+
+    def flat_shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the same as flat tensors."""
+        return own.split_with_sizes(self._own_sizes)[self._own_params]
+
+    def gradient_buffer(self, memory: torch.Tensor) -> GradientBuffer:
+        """Return the buffer of gradients in flat `memory` of `total` elements, or of `chunk` more for the sum."""
+        packed, behind = memory[: self.total], memory[self.total :]
+        params, padding = self.views(packed)
+        return GradientBuffer(packed, params, padding, behind if len(behind) else self.own(packed))
+
+
+@attrs.frozen(eq=False)
+class GradientBuffer:
+    """Gradients of a bucket's parameters, packed for a reduction.
+
+    Attributes:
+        packed: all gradients, end to end.
+        params, padding: views of it.
+        summed: where a reduce-scatter writes this rank's range of the sum: in place, or behind `packed`.
+    """
+
+    packed: torch.Tensor
+    params: list[torch.Tensor]
+    padding: list[torch.Tensor]
+    summed: torch.Tensor
+
+    def pack(self, grads: Grads) -> list[bool]:
+        """Copy gradients into the buffer, zeros for parameters that have none; return which have one."""
+        params, zeros = self.params, self.padding
+        used = [grad is not None for grad in grads]
+        if not all(used):
+            zeros = zeros + [param for param, grad in zip(params, grads, strict=True) if grad is None]
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if params:
+            torch._foreach_copy_(params, grads)  # type: ignore[arg-type]
+        return used
+
+
+class FlatShard:
+    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`; their ``_flat_shard`` is
+    this object and their number there.
+
+    The leaves get gradients that are the same parts of one tensor like `whole`, so an optimizer may step all of it as
+    one tensor: what lies between is zero there and in the gradient. Autograd does not run hooks of leaves that it gives
+    no gradients; whoever gives those looks at `has_hooks`.
+    """
+
+    __slots__ = ("has_hooks", "starts", "whole")
+
+    def __init__(self, whole: torch.Tensor, starts: tuple[int, ...]) -> None:
+        self.whole, self.starts = whole, starts
+        self.has_hooks = False
+
+
+def flat_shard_of(leaf: torch.Tensor) -> tuple[FlatShard, int] | None:
+    """What `leaf` is a part of, and its number there."""
+    return vars(leaf).get("_flat_shard")
