@@ -9,7 +9,7 @@ from itertools import islice, product
 import attrs
 
 from shardtensor.layout.box import Box
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout
+from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout
 
 PARTS = 16
 """About as many are drawn of one tensor."""
@@ -129,11 +129,11 @@ def picture_of(
         cuts: tuple[tuple[int, ...], ...] = ((0,),)
     else:
         inner = layout.inner if isinstance(layout, FlatLayout) else layout
-        assert isinstance(inner, CutLayout)
+        assert isinstance(inner, MeshLayout)
         cuts = tuple(cut.axes for cut in inner.dims if cut is not None)
         cuts = (*cuts, layout.axes) if isinstance(layout, FlatLayout) else cuts
     counts = [math.prod(grid[axis] for axis in axes) for axes in cuts]
-    parts = tuple(_part(layout, cuts, pieces) for pieces in product(*_stretches(counts, limit)))
+    parts = tuple(_part(layout, cuts, pieces) for pieces in product(*_runs(counts, limit)))
     return Picture(layout, cuts, called, parts, made_of or {})
 
 
@@ -145,8 +145,8 @@ def _part(layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: tuple[tuple[i
     return Part(pieces, ranks[0], tuple(boxes), min(sizes), max(sizes))
 
 
-def _stretches(counts: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
-    """The pieces of each cut in stretches of neighbours, so that all cuts together have about `limit`."""
+def _runs(counts: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
+    """The pieces of each cut in runs of neighbours, so that all cuts together have about `limit`."""
     each = max(1, round(limit ** (1 / max(len(counts), 1)))) if math.prod(counts) > limit else max(counts, default=1)
     steps = [-(-count // each) for count in counts]
     return [
@@ -179,7 +179,7 @@ def _places(
     layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: Iterable[tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
     """The coordinates, by axis, of the ranks that hold some pieces of each cut."""
-    for chosen in product(*(range(*stretch) for stretch in pieces)):
+    for chosen in product(*(range(*run) for run in pieces)):
         at: dict[int, int] = {}
         for axes, piece in zip(cuts, chosen, strict=True):
             at |= _digits(layout, axes, piece)

@@ -172,8 +172,8 @@ def _map(shown: Shown) -> Text:
     boxes = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
     split = max((_last_cut(box.sizes, shape) for each in boxes for box in each), default=0) or 1
     down = {(box.offsets[:split], box.sizes[:split]) for each in boxes for box in each}
-    stretches = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # of rows, one below the other
-    lines = min(PARTS, max(HEIGHT, stretches))
+    rows = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # of rows, one below the other
+    lines = min(PARTS, max(HEIGHT, rows))
     return draw_boxes(shape, boxes, split=split, whole="·", missing=" ", lines=lines)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
-from shardtensor.layout.layout import CutLayout, has_equal_parts
+from shardtensor.layout.layout import MeshLayout, has_equal_parts
 from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.layers import Flowing
@@ -28,7 +28,7 @@ from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
 from shardtensor.tensor.placing import spec_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, shell_over
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
 
 
 @attrs.frozen(eq=False)
@@ -122,7 +122,7 @@ class TPSpec:
         dtensor: the DeviceMesh and placements, where modules compute with a DTensor.
     """
 
-    layout: CutLayout
+    layout: MeshLayout
     spec: ShardingSpec
     group: Group
     joint: Group
@@ -145,12 +145,12 @@ class TPSpec:
             return None
         layout, group = param._layout, param._group
         spec = param.sharding_spec()
-        if not isinstance(layout, CutLayout) or layout.partial:
+        if not isinstance(layout, MeshLayout) or layout.partial:
             raise _refusal(name, param, "is sharded in a way that its parts cannot be cut further")
         for joint in _joint_groups(group, mesh):
             grid = joint.mesh
             assert grid is not None
-            cut = {grid.names[i] for i in layout.parting_axes} if joint is group else set()
+            cut = {grid.names[i] for i in layout.sharding_axes} if joint is group else set()
             axes = _axes_of(grid, data_mesh.shard, cut)
             cut_axes = (grid.names if joint is group else _axes_of(grid, group, {*axes})) if axes else None
             if not axes or not cut_axes:
@@ -189,11 +189,11 @@ class TPSpec:
     @property
     def has_copies(self) -> bool:
         """Whether several of the ranks along its own axes hold each element."""
-        return math.prod(self.layout.grid[axis] for axis in self.layout.parting_axes) < len(self.layout.ranks)
+        return math.prod(self.layout.grid[axis] for axis in self.layout.sharding_axes) < len(self.layout.ranks)
 
     def around(self, view: torch.Tensor) -> torch.Tensor:
         """The gathered part, as modules expect it."""
-        unsharded_params: Any = shell_over(view, self.layout, self.spec, self.group)
+        unsharded_params: Any = wrapper_over(view, self.layout, self.spec, self.group)
         if self.dtensor is not None:
             unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
         unsharded_params._is_param = True
@@ -307,7 +307,7 @@ def _axes_of(grid: Mesh, group: Group, others: AbstractSet[str]) -> tuple[str, .
     return second
 
 
-def _in_names(layout: CutLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:
+def _in_names(layout: MeshLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:
     """The spec of a layout in the axis names of another mesh."""
     spec = spec_of(attrs.evolve(layout, names=names), param.device)
     if not isinstance(spec, Spec) or len(names) != len(layout.grid):

@@ -70,7 +70,7 @@ class GroupGradients:
         self.divide_by(self.divisor)
 
     def divide_by(self, divisor: float) -> None:
-        """Divide summed gradients by `divisor`; in float16 their addends, since the sum may be too large for it."""
+        """Divide summed gradients by `divisor`; in float16 before they are summed, since the sum may be too large."""
         self.divisor = divisor
         is_first = self.reduce_dtype == torch.float16
         self._scale, self._prescale = (1.0, 1 / divisor) if is_first else (1 / divisor, 0.0)

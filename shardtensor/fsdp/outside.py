@@ -23,7 +23,7 @@ from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.ops.local_call import SHARDED
 from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
-from shardtensor.tensor.fallback import SHELLS, is_in_place
+from shardtensor.tensor.fallback import WRAPPERS, is_in_place
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 UNCOMPILED = (
@@ -89,7 +89,7 @@ class FSDPParameter(ShardedTensor):
 
 
 SHARDED.add(FSDPParameter)
-SHELLS.add(FSDPParameter)
+WRAPPERS.add(FSDPParameter)
 
 
 def join(sharded: ShardedTensor, group: Any, number: int) -> None:

@@ -12,7 +12,7 @@ import attrs
 from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box, check_tiling
 from shardtensor.layout.cutting import check_sum, dim_cuts, does_not_fit, pieces_of
-from shardtensor.layout.layout import CutLayout, DimCut, FlatLayout, Layout, ListedLayout, Shape, replicated
+from shardtensor.layout.layout import DimCut, FlatLayout, Layout, ListedLayout, MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Pieces, Stepped, chunked, listed
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
@@ -67,7 +67,7 @@ def _(spec: ChunkShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, .
             owned.append((rank, Box(offsets, tuple(stop - start if d == dim else n for d, n in enumerate(shape)))))
         return ListedLayout(shape=shape, ranks=tuple(sorted(set(ranks))), grid=(len(set(ranks)),), owned=tuple(owned))
     dims = tuple(DimCut((0,), pieces) if d == dim else None for d in range(ndim))
-    return CutLayout(shape=shape, ranks=ranks, grid=(count,), dims=dims)
+    return MeshLayout(shape=shape, ranks=ranks, grid=(count,), dims=dims)
 
 
 @_bind.register
@@ -90,7 +90,7 @@ def _(spec: GridShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ..
         DimCut((axis,), chunked(length, splits)) if splits > 1 or (is_one and not axis) else None
         for axis, (length, splits) in enumerate(zip(shape, spec.splits, strict=True))
     )
-    return CutLayout(shape=shape, ranks=ranks, grid=tuple(spec.splits), dims=dims)
+    return MeshLayout(shape=shape, ranks=ranks, grid=tuple(spec.splits), dims=dims)
 
 
 @_bind.register
@@ -125,10 +125,10 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
         numbers = axes(cut.axes)
         count = math.prod(mesh.sizes[i] for i in numbers)
         dims.append(DimCut(numbers, pieces_of(cut, shape[dim], count, dim, spec, shape, mesh)))
-    layout: Layout = CutLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
+    layout: Layout = MeshLayout(shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), names=names)
     if spec.flat_part is not None:
         part = spec.flat_part
-        assert isinstance(layout, CutLayout)
+        assert isinstance(layout, MeshLayout)
         unit = 0 if part.unit == "row" else int(part.unit)
         layout = FlatLayout(
             shape=shape, ranks=mesh.ranks, grid=mesh.sizes, names=names, inner=layout, axes=axes(part.axes),
@@ -195,7 +195,7 @@ def _only(layout: Layout, axis: int, index: int, mesh: Mesh) -> Layout:
     if isinstance(layout, FlatLayout):
         inner = attrs.evolve(layout.inner, ranks=ranks, grid=grid, names=())
         return attrs.evolve(layout, inner=inner, ranks=ranks, grid=grid, names=())
-    assert isinstance(layout, CutLayout)
+    assert isinstance(layout, MeshLayout)
     dims = layout.dims
     if not layout.cut_dims:  # one shard of dim 0: the layout must differ from one that is replicated on all ranks
         length = layout.shape[0]
@@ -275,7 +275,7 @@ def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
     return ListedLayout(shape=shape, ranks=ranks, grid=(len(ranks),), owned=owned)
 
 
-def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | None:
+def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> MeshLayout | None:
     intervals = [  # of those of one start an empty one comes last
         sorted(
             {(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=lambda interval: (interval[0], -interval[1])
@@ -305,7 +305,7 @@ def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> CutLayout | No
     if len(cut) == 1:  # one cut dim: the same layout as a chunk spec gives
         dims = tuple(DimCut((0,), cut_dim.pieces) if cut_dim is not None else None for cut_dim in dims)
         grid = (grid[cut[0]],)
-    return CutLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
+    return MeshLayout(shape=shape, ranks=as_ranks(order), grid=grid or (1,), dims=dims)
 
 
 def _end(choices: list[tuple[int, int]]) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardtensor.errors import LayoutError
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, Shape
+from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout, Shape
 from shardtensor.layout.pieces import Balanced, Blocked, Pieces, Stepped, balanced, listed, padded
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import Cut, Replicate, ShardingSpec, Spec
@@ -145,7 +145,7 @@ def does_not_fit(
     return LayoutError(fault, facts, fix, code=code, about=about)
 
 
-def axis_form(layout: CutLayout | FlatLayout) -> Spec:
+def axis_form(layout: MeshLayout | FlatLayout) -> Spec:
     """Return the spec of a layout in mesh axes. Axes without a name are called ``axis0``, ``axis1``, ...
 
     Shard sizes that no modifier describes are written out. Blocks that are cut neither evenly nor `balanced` become
@@ -171,7 +171,7 @@ def _names(layout: Layout) -> tuple[str, ...]:
     return layout.names if named else tuple(f"axis{i}" for i in range(len(layout.grid)))
 
 
-def _cut(layout: CutLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
+def _cut(layout: MeshLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
     names = tuple(_names(layout)[axis] for axis in axes)
     if isinstance(pieces, Stepped) and pieces.step * pieces.count == pieces.length:
         return Cut(names)

@@ -1,9 +1,9 @@
 """A layout: a spec bound to ranks and a shape. It computes which boxes a rank holds.
 
-* `CutLayout`: dims are sharded over the axes of a grid of ranks; the local tensor has the tensor's dims.
+* `MeshLayout`: dims are sharded over the axes of a grid of ranks; the local tensor has the tensor's dims.
 * `ListedLayout`: a list of boxes; the local tensor is the rank's one box. If some rank has several boxes, it is
   *packed*: one dim, with the rank's boxes, each row-major, one after the other.
-* `FlatLayout`: each rank's local tensor under a `CutLayout` is flattened and cut into ranges; packed.
+* `FlatLayout`: each rank's local tensor under a `MeshLayout` is flattened and cut into ranges; packed.
 
 Equal layouts have equal boxes on equal ranks; axis names are for messages and are not compared.
 """
@@ -76,7 +76,7 @@ class Layout:
         return tuple(found)
 
     @property
-    def parting_axes(self) -> tuple[int, ...]:
+    def sharding_axes(self) -> tuple[int, ...]:
         """The sharding axes: ranks along them hold different elements. Along the others they are replicas."""
         return tuple(range(len(self.grid)))
 
@@ -91,8 +91,8 @@ class Layout:
     def holds_first_copy(self, rank: int) -> bool:
         """Whether a rank is the first of the replicas of its elements."""
         place = coordinate(self.ranks, self.grid, rank)
-        parting = self.parting_axes
-        return place is not None and all(i == 0 for axis, i in enumerate(place) if axis not in parting)
+        sharding = self.sharding_axes
+        return place is not None and all(i == 0 for axis, i in enumerate(place) if axis not in sharding)
 
     def brings_value(self, rank: int) -> bool:
         """Whether a rank holds the value when a full value becomes a partial sum; the other ranks hold zeros."""
@@ -117,7 +117,7 @@ class Layout:
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
-class CutLayout(Layout):
+class MeshLayout(Layout):
     """Dims sharded over the axes of a grid; ``dims[d]`` is None if dim d is not sharded."""
 
     dims: tuple[DimCut | None, ...]
@@ -201,7 +201,7 @@ class CutLayout(Layout):
         return [_box(choice) for choice in product(*choices)]
 
     @property
-    def parting_axes(self) -> tuple[int, ...]:
+    def sharding_axes(self) -> tuple[int, ...]:
         return tuple(sorted(self.cut_axes))
 
     @property
@@ -246,7 +246,7 @@ class FlatLayout(Layout):
     chose.
     """
 
-    inner: CutLayout
+    inner: MeshLayout
     axes: tuple[int, ...]
     unit: int = 1
     sizes: tuple[int, ...] | None = None
@@ -256,7 +256,7 @@ class FlatLayout(Layout):
         return True
 
     @property
-    def parting_axes(self) -> tuple[int, ...]:
+    def sharding_axes(self) -> tuple[int, ...]:
         return tuple(sorted({*self.inner.cut_axes, *self.axes}))
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -295,7 +295,7 @@ class FlatLayout(Layout):
 @lru_cache(maxsize=4096)
 def has_equal_parts(layout: Layout) -> bool:
     """Whether all ranks of a layout hold the same number of elements."""
-    if isinstance(layout, CutLayout):
+    if isinstance(layout, MeshLayout):
         pieces = [cut.pieces for cut in layout.dims if cut is not None]
         # Of very many shards the last two are the smallest.
         if all(each.size(i) == each.size(0) for each in pieces for i in range(each.count)[-4096:]):
@@ -325,9 +325,9 @@ def _box(intervals: Iterable[tuple[int, int]]) -> Box:
 
 
 @lru_cache(maxsize=4096)
-def replicated(shape: Shape, ranks: Ranks, grid: tuple[int, ...] | None = None) -> CutLayout:
+def replicated(shape: Shape, ranks: Ranks, grid: tuple[int, ...] | None = None) -> MeshLayout:
     """Return the layout of a full tensor on each of `ranks`."""
-    return CutLayout(shape=shape, ranks=ranks, grid=grid or (len(ranks),), dims=(None,) * len(shape))
+    return MeshLayout(shape=shape, ranks=ranks, grid=grid or (len(ranks),), dims=(None,) * len(shape))
 
 
 def same_boxes(a: Layout, b: Layout) -> bool:

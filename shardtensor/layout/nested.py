@@ -14,7 +14,7 @@ from itertools import chain, permutations, product
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape
+from shardtensor.layout.layout import DimCut, Layout, MeshLayout, Shape
 from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed
 from shardtensor.mesh import Mesh
 
@@ -31,13 +31,13 @@ class CutDim:
 
 
 @attrs.frozen
-class Addends:
+class Partials:
     """An axis along which the value is partial, reduced by `op`."""
 
     op: str
 
 
-Said = CutDim | Addends | None
+Said = CutDim | Partials | None
 """The placement of one axis; None: its ranks are replicas."""
 
 Runs = tuple[Interval, ...]
@@ -45,7 +45,7 @@ Runs = tuple[Interval, ...]
 
 
 @lru_cache(maxsize=1024)
-def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> CutLayout:
+def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> MeshLayout:
     """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None."""
     cuts: dict[int, list[tuple[int, int]]] = {}
     for axis in range(len(said)) if order is None else order:
@@ -57,8 +57,8 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
         axes = [axis for axis, _ in cut]
         order, pieces = _pieces(shape[dim], tuple(mesh.sizes[axis] for axis in axes), tuple(n for _, n in cut))
         dims[dim] = DimCut(tuple(axes[i] for i in order), pieces)
-    partial = tuple((axis, what.op) for axis, what in enumerate(said) if isinstance(what, Addends))
-    return CutLayout(
+    partial = tuple((axis, what.op) for axis, what in enumerate(said) if isinstance(what, Partials))
+    return MeshLayout(
         shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), partial=partial, names=mesh.names
     )
 
@@ -66,11 +66,11 @@ def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple
 @lru_cache(maxsize=1024)
 def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
     """Return the placement of each axis of a mesh that gives a layout; None if there are none."""
-    if isinstance(layout, CutLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
+    if isinstance(layout, MeshLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
         return _say_cuts(layout)
     if not set(layout.ranks) <= set(mesh.ranks):
         return None
-    choices = [None, *(CutDim(dim) for dim in range(len(layout.shape))), *(Addends(op) for _, op in layout.partial)]
+    choices = [None, *(CutDim(dim) for dim in range(len(layout.shape))), *(Partials(op) for _, op in layout.partial)]
     for said in product(choices, repeat=len(mesh.sizes)):
         found = nested_layout(said, layout.shape, mesh)
         if all(_holdings(found, rank) == _holdings(layout, rank) for rank in mesh.ranks):
@@ -78,23 +78,23 @@ def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
     return None
 
 
-def nearest_nested(layout: Layout, mesh: Mesh) -> CutLayout:
+def nearest_nested(layout: Layout, mesh: Mesh) -> MeshLayout:
     """Return a layout with one placement for each axis in which the same axes shard the same dims, by chunks."""
     said: list[Said] = [None if not layout.shape else CutDim(0) for _ in mesh.sizes]
-    if isinstance(layout, CutLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
+    if isinstance(layout, MeshLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
         dim_of = {axis: dim for dim, cut in enumerate(layout.dims) if cut is not None for axis in cut.axes}
         op_of = dict(layout.partial)
         said = [
-            CutDim(dim_of[axis]) if axis in dim_of else Addends(op_of[axis]) if axis in op_of else None
+            CutDim(dim_of[axis]) if axis in dim_of else Partials(op_of[axis]) if axis in op_of else None
             for axis in range(len(mesh.sizes))
         ]
     return nested_layout(tuple(said), layout.shape, mesh)
 
 
-def _say_cuts(layout: CutLayout) -> tuple[Said, ...] | None:
+def _say_cuts(layout: MeshLayout) -> tuple[Said, ...] | None:
     said: list[Said] = [None] * len(layout.grid)
     for axis, op in layout.partial:
-        said[axis] = Addends(op)
+        said[axis] = Partials(op)
     for dim, cut in enumerate(layout.dims):
         if cut is not None:
             found = _blocks(cut, layout.grid)
@@ -123,7 +123,7 @@ def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
 
 
 def _holdings(layout: Layout, rank: int) -> tuple[object, ...]:
-    """Return the boxes of a rank that are not empty, and for each reduction the ranks that hold addends of them."""
+    """Return the boxes of a rank that are not empty, and by reduction the ranks that hold partial sums of them."""
     mesh = Mesh(tuple((str(axis), size) for axis, size in enumerate(layout.grid)), layout.ranks)
     sums = [
         (op, sorted(mesh.ranks_along(rank, [axis for axis, other in layout.partial if other == op])))

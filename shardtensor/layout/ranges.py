@@ -367,7 +367,7 @@ def _refusal(asked: Any, name: str) -> LayoutError:
         {"it returned": str(asked)},
         [
             "return None or flat(dp), and ranges end anywhere; flat(dp, unit=row), and rows stay whole;"
-            " flat(dp, unit=16), and stretches of 16 elements do",
+            " flat(dp, unit=16), and ranges of 16 elements do",
             "return only(dp, 1), and data rank 1 holds all of it",
             "return torch's Shard(dim)",
         ],

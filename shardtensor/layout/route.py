@@ -27,7 +27,7 @@ import attrs
 
 from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, Shape, same_boxes
+from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout, Shape, same_boxes
 from shardtensor.mesh import Mesh, Ranks, as_ranks, coordinate
 
 
@@ -80,15 +80,15 @@ def _is_sender(source: Layout, holder: int, receiver: int) -> bool:
     place = coordinate(source.ranks, source.grid, holder)
     if place is None:
         return False
-    parting = source.parting_axes
+    sharding = source.sharding_axes
     own = coordinate(source.ranks, source.grid, receiver)
     if own is None:  # receivers outside of the grid are distributed round-robin over the replicas
         copies, index = 1, 0
         for axis, size in enumerate(source.grid):
-            if axis not in parting:
+            if axis not in sharding:
                 copies, index = copies * size, index * size + place[axis]
         return receiver % copies == index
-    return all(place[axis] == own[axis] for axis in range(len(source.grid)) if axis not in parting)
+    return all(place[axis] == own[axis] for axis in range(len(source.grid)) if axis not in sharding)
 
 
 def _overlaps(source: Layout, sender: int, target: Layout, receiver: int) -> list[tuple[Region, Region]]:
@@ -192,7 +192,7 @@ def _reductions(source: Layout, target: Layout, kept: Partial, shared: bool) -> 
     steps: list[Step] = []
     here = source
     reduced = [p for p in source.partial if p not in kept]
-    if shared and isinstance(source, CutLayout) and isinstance(target, CutLayout):
+    if shared and isinstance(source, MeshLayout) and isinstance(target, MeshLayout):
         for dim, cut in enumerate(target.dims):
             if cut is None or source.dims[dim] is not None:
                 continue
@@ -223,10 +223,10 @@ def _move(source: Layout, target: Layout, shared: bool) -> Step:
         return Step("slice", source, target, axes)
     if axes is None:
         return Step("all_to_all", source, target)
-    cuts = source.dims if isinstance(source, CutLayout) else ()
+    cuts = source.dims if isinstance(source, MeshLayout) else ()
     pieces = [cut.pieces for cut in cuts if cut is not None and not set(axes).isdisjoint(cut.axes)]
     is_even = all(len({each.size(i) for i in range(each.count)}) == 1 for each in pieces)
-    if isinstance(source, CutLayout) and _is_slice(target, source) and is_even:
+    if isinstance(source, MeshLayout) and _is_slice(target, source) and is_even:
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 
@@ -243,13 +243,13 @@ def _changed_axes(source: Layout, target: Layout) -> tuple[int, ...] | None:
     if flats[0] != flats[1]:
         axes.update(flats[0][0], flats[1][0])
     if axes and any(flat[0] for flat in flats) and cuts[0] != cuts[1]:  # the flattened local tensors differ
-        axes.update(source.parting_axes, target.parting_axes)
+        axes.update(source.sharding_axes, target.sharding_axes)
     return tuple(sorted(axes))
 
 
 def _parts(layout: Layout) -> tuple:
     """Return the cuts of the dims, and the arguments of the flat cut; None as cuts for listed boxes."""
-    if isinstance(layout, CutLayout):
+    if isinstance(layout, MeshLayout):
         return layout.dims, ((),)
     if isinstance(layout, FlatLayout):
         return layout.inner.dims, (layout.axes, layout.unit, layout.sizes)
@@ -258,10 +258,10 @@ def _parts(layout: Layout) -> tuple:
 
 def _is_slice(source: Layout, target: Layout) -> bool:
     """Whether every rank holds under `source` all elements that it holds under `target`, on the same grid."""
-    if isinstance(source, CutLayout) and isinstance(target, FlatLayout):
+    if isinstance(source, MeshLayout) and isinstance(target, FlatLayout):
         return _is_slice(source, target.inner)
-    if not isinstance(source, CutLayout):
+    if not isinstance(source, MeshLayout):
         return False
-    if not isinstance(target, CutLayout):
+    if not isinstance(target, MeshLayout):
         return not source.cut_dims
     return all(old is None or old == new for old, new in zip(source.dims, target.dims, strict=True))

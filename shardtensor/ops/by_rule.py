@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout, Shape, replicated
+from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
 from shardtensor.ops.engine import Prepared, computed_alike, finish, prepare, write_out
@@ -29,7 +29,7 @@ from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
+from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
 
 JOINS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
 """The functions that rows name as ``@name``, with the options of `joins`."""
@@ -44,7 +44,7 @@ def joins(
     makes the letter whole, as ``!`` would. All ranks call it or none, so what it decides by must be equal on all.
 
     Args:
-        blocks: it can do with a dim cut in blocks, of which a rank holds several stretches; else that is made whole.
+        blocks: it accepts a dim cut in blocks, of which a rank holds several ranges; else that is made whole.
         always: it never returns NotImplemented, so that its calls can be remembered.
     """
 
@@ -67,9 +67,9 @@ class Cut:
         layouts: of the operands, as they were brought.
         dims: of the first operand, that the letter stands for.
         axes: that cut them.
-        team: the ranks that hold the pieces.
+        subgroup: the ranks that hold the pieces.
         options: the arguments of the call that are no operands, by the names of the row.
-        settled: the layout of the result.
+        reduced: the layout of the result.
     """
 
     func: Any
@@ -77,13 +77,13 @@ class Cut:
     names: tuple[str, ...]
     locals: list[torch.Tensor]
     compute: Callable[..., Any]
-    layouts: tuple[CutLayout, ...]
+    layouts: tuple[MeshLayout, ...]
     dims: tuple[int, ...]
     axes: tuple[int, ...]
-    team: Group
+    subgroup: Group
     group: Group
     options: dict[str, Any]
-    settled: CutLayout
+    reduced: MeshLayout
 
     @property
     def count(self) -> int:
@@ -135,9 +135,9 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
-    layout = recipe.settled  # the call sums partial results
+    layout = recipe.reduced  # the call sums partial results
 
-    def sized(result: Any) -> CutLayout:
+    def sized(result: Any) -> MeshLayout:
         first = result if isinstance(result, torch.Tensor) else result[0]
         return _sized(layout, tuple(first.shape))
 
@@ -150,7 +150,7 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
     (place, *more), (x, *_) = call.places, call.present
     if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != recipe.needs[0].layout:
         return None
-    if x._layout.partial or len(recipe.settled.ranks) != x._group.size:
+    if x._layout.partial or len(recipe.reduced.ranks) != x._group.size:
         return None
     if not blocks and any(_is_blocked(recipe, *where) for where in _dims_of(rule, letter[0])):
         return None
@@ -165,7 +165,7 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
         finally:
             given.locals.clear()
 
-    return LocalCall(compute, None if recipe.settled.is_replicated else recipe.settled)
+    return LocalCall(compute, None if recipe.reduced.is_replicated else recipe.reduced)
 
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
@@ -241,17 +241,17 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
 def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
     """A reduction over all dims of a tensor that lies in boxes or ranges, where they lie; NotImplemented for others."""
     x = call.present[0]
-    if not isinstance(x, ShardedTensor) or isinstance(x._layout, CutLayout) or not 0 < x.dim() == len(call.dims):
+    if not isinstance(x, ShardedTensor) or isinstance(x._layout, MeshLayout) or not 0 < x.dim() == len(call.dims):
         return NotImplemented
-    x = settled(x)
+    x = reduced(x)
     layout, group = x._layout, x._group
-    if isinstance(layout, CutLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
+    if isinstance(layout, MeshLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
         return NotImplemented  # ranks outside of the tensor cannot say which copy they would have
     ((_, join),) = pattern.joins
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
-    team = along(group, layout, layout.parting_axes)
+    subgroup = along(group, layout, layout.sharding_axes)
     given = Cut(call.func, call.name, tuple(call.present_names), [x._local.reshape(-1)], call.func, (flat,), (0,),
-                layout.parting_axes, team, group, call.options, flat)  # fmt: skip
+                layout.sharding_axes, subgroup, group, call.options, flat)  # fmt: skip
     result = JOINS[join[1:] if join.startswith("@") else "total"][0](given)
     if result is NotImplemented:
         return result
@@ -307,7 +307,7 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
     axes = tuple(
         sorted({axis for i, d in places for cut in [layouts[i].dims[d]] if cut is not None for axis in cut.axes})
     )
-    team = along(ready.group, layouts[first], axes)
+    subgroup = along(ready.group, layouts[first], axes)
     return Cut(
         call.func,
         call.name,
@@ -317,17 +317,17 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
         layouts,
         dims,
         axes,
-        team,
+        subgroup,
         ready.group,
         call.options,
-        ready.recipe.settled,
+        ready.recipe.reduced,
     )
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _given(result: Any, layout: CutLayout, group: Group, pattern: Pattern) -> Any:
+def _given(result: Any, layout: MeshLayout, group: Group, pattern: Pattern) -> Any:
     """A local result, or several of one layout, as the tensors they are parts of."""
     if not isinstance(result, torch.Tensor):
         found = [_given(part, layout, group, pattern) for part in result]
@@ -336,7 +336,7 @@ def _given(result: Any, layout: CutLayout, group: Group, pattern: Pattern) -> An
 
 
 @lru_cache(maxsize=8192)
-def _sized(layout: CutLayout, local: Shape) -> CutLayout:
+def _sized(layout: MeshLayout, local: Shape) -> MeshLayout:
     """The layout with the sizes that a local result has along whole dims."""
     shape = tuple(n if cut is None else full for n, full, cut in zip(local, layout.shape, layout.dims, strict=True))
     sized = with_dims(layout, shape, layout.dims)
@@ -349,8 +349,8 @@ def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     return x.to(product.dtype) if is_autocast else x
 
 
-def leaves_addends(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the local results of an operation on these operands are addends."""
+def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the local results of an operation on these operands are partial sums."""
     rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
     layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in operands)
     recipe = None if rule is None else propagate(rule, layouts)

@@ -97,7 +97,7 @@ def own_rows(cut: Cut) -> torch.Tensor:
     """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
     ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
-    return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.team)
+    return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.subgroup)
 
 
 def looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:

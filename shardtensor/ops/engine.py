@@ -21,15 +21,15 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.explain import say_step
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.route import route
 from shardtensor.rules.propagate import Need, Recipe, fault_in, propagate, ways_out
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of
-from shardtensor.tensor.move import along, part, settle
+from shardtensor.tensor.move import along, part, reduce_local
 from shardtensor.tensor.placing import spec_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
 # -- errors under `strict` ---------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ def run(
 ) -> torch.Tensor | None:
     """Return ``compute(*local operands)`` as the tensor it is a part of; None when the rule does not apply.
 
-    Addends are summed at once (one all-reduce). All ranks of the operands' group call it.
+    Partial sums are summed at once (one all-reduce). All ranks of the operands' group call it.
 
     Args:
         name: of the operation, for messages.
@@ -166,7 +166,7 @@ class Prepared(NamedTuple):
 
 def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared | None:
     """Bring the operands to the layouts that the rule gives them; None when the rule does not apply."""
-    operands = [settled(x) if isinstance(x, ShardedTensor) else x for x in operands]
+    operands = [reduced(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
     layouts = tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
     recipe = propagate(rule, layouts)
@@ -175,7 +175,7 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
             refuse(name, rule, operands)
         if len({x.dtype for x in operands}) > 1:
             recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
-    if recipe is None or (len(recipe.settled.ranks) != group.size and not _fits_a_part(recipe, operands)):
+    if recipe is None or (len(recipe.reduced.ranks) != group.size and not _fits_a_part(recipe, operands)):
         return None
     locals_ = [bring(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
     return Prepared(locals_, recipe, group)
@@ -186,17 +186,17 @@ def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTe
 
     Each rank receives what it lacks of its part. All ranks of the group call it.
     """
-    x = settled(x)
+    x = reduced(x)
     letters = tuple(f"d{k}" for k in range(x.dim()))
     recipe = propagate(Rule((letters,), letters, frozenset(letters[k] for k in whole)), (x._layout,))
-    if recipe is None or not recipe.settled.cut_dims:
+    if recipe is None or not recipe.reduced.cut_dims:
         return None
-    refuse_to_move(name, x, recipe.settled)
-    return wrap(local_as(x, recipe.settled, x._group), recipe.settled, None, x._group)
+    refuse_to_move(name, x, recipe.reduced)
+    return wrap(local_as(x, recipe.reduced, x._group), recipe.reduced, None, x._group)
 
 
 def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether ranks outside the grid can compute with empty tensors: something is cut, and no shell is a copy."""
+    """Whether ranks outside the grid can compute with empty tensors: something is cut, and no wrapper is a copy."""
     is_cut = any(need.layout.cut_dims for need in recipe.needs)
     return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
@@ -215,8 +215,8 @@ def bring(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
             local = x.full_tensor()
     else:
         local = part(x, layout, group) if layout.cut_dims else x
-    if need.addend_axes and local.requires_grad:
-        local = collectives.sum_gradient(local, along(group, layout, need.addend_axes))
+    if need.grad_partial_axes and local.requires_grad:
+        local = collectives.sum_gradient(local, along(group, layout, need.grad_partial_axes))
     return local
 
 
@@ -234,7 +234,7 @@ def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Wrap a local result; join it when it is partial; hand out a plain tensor when every rank has the whole."""
     if layout.partial:
         along(group, layout, layout.partial_axes)  # raises on every rank where ranks outside cannot take part
-        local, layout = settle(local, layout, group), layout.reduced()
+        local, layout = reduce_local(local, layout, group), layout.reduced()
     if layout.is_replicated:
         return local
     return wrap(local, layout, None, group)
@@ -289,7 +289,7 @@ def in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def computed_alike(
-    compute: Callable[..., Any], rule: Rule | None, layouts: Sequence[CutLayout], operands: Sequence[torch.Tensor]
+    compute: Callable[..., Any], rule: Rule | None, layouts: Sequence[MeshLayout], operands: Sequence[torch.Tensor]
 ) -> Any:
     """The local result, or results, of operands of these layouts; with one element more where a part is empty.
 

@@ -20,7 +20,7 @@ from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 Tensors = Sequence[torch.Tensor]
 _LISTS = (list, tuple)
@@ -118,7 +118,7 @@ def _column(
     if base._layout.partial:
         if in_place:
             refuse_partial_write(base, name)
-        base = settled(base)
+        base = reduced(base)
     shape, layout, group = base.shape, base._layout, base._group
     if in_place and not isinstance(column[0], ShardedTensor):  # a plain tensor is written: every rank needs the whole
         shape, layout = column[0].shape, replicated(tuple(column[0].shape), group.ranks)
@@ -211,7 +211,7 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool =
     Args:
         together: give numbers that add up to the same, for which the ranks send one for each group.
     """
-    tensors = [settled(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    tensors = [reduced(x) if isinstance(x, ShardedTensor) else x for x in tensors]
     sums = _local_power_sums(tensors, ord, tensors[0].device, foreach)
     groups: dict[int, tuple[Group, list[int]]] = {}
     for i, x in enumerate(tensors):

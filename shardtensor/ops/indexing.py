@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.indices import index_of, index_put
 from shardtensor.ops.local_call import LocalCall, remembered
@@ -107,7 +107,7 @@ def _taken(item: Any) -> int:
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     """How to index by integers and slices that stay where they lie."""
     x, index = args
-    if not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+    if not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
         return None
     items = normalize(index, x._layout.shape)
     if items is None or (x._layout.is_replicated and len(x._layout.ranks) != x._group.size):
@@ -143,7 +143,7 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     """Index by normalized items; None where it must gather."""
     x = to_view(input)
     layout, group = x._layout, x._group
-    plan = indexing(layout, items, group.rank) if isinstance(layout, CutLayout) else None
+    plan = indexing(layout, items, group.rank) if isinstance(layout, MeshLayout) else None
     if plan is None or (layout.is_replicated and len(layout.ranks) != group.size):
         return None
     if not plan.to_sum:
@@ -197,7 +197,7 @@ def _assigned(input: ShardedTensor, found: Advanced, value: Any) -> bool:
     dims = [i for i in found.basic if i is not None]
     layout = input._layout
     if not found.is_plain and (
-        not isinstance(layout, CutLayout)
+        not isinstance(layout, MeshLayout)
         or any(not isinstance(i, slice) and layout.dims[d] is not None for d, i in enumerate(dims))
     ):
         return False  # a slice of boxes is no view; of an integer in a cut dim, only one rank has one
@@ -253,11 +253,11 @@ def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
     """Every index of a dim, each a view; of a dim that is cut, copies, made when another one is cut instead."""
     dim = one_dim(input.dim(), dim)
     layout = input._layout if isinstance(input, ShardedTensor) else None
-    if isinstance(layout, CutLayout) and layout.shape and layout.dims[dim] is not None:
+    if isinstance(layout, MeshLayout) and layout.shape and layout.dims[dim] is not None:
         assert isinstance(input, ShardedTensor)
         there = on_grid("unbind", input, (dim,))
         if there is not None:
             return tuple(copy_of(part.clone(), input, "unbind") for part in there.unbind(dim))
-    if not isinstance(layout, CutLayout) or not layout.shape or layout.dims[dim] is not None:
+    if not isinstance(layout, MeshLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))

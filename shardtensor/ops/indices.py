@@ -17,14 +17,14 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import Cut, by_rule, joins
 from shardtensor.ops.engine import finish, in_graph, prepare, write_out
 from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled
+from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
 
 
 def check_ids(
@@ -36,16 +36,18 @@ def check_ids(
     extremes, in one reduction of two numbers: a rank that raised alone would leave the others waiting. On CUDA nothing
     is waited for: as torch's kernels, it is an assert on the device.
     """
-    ids = settled(ids) if isinstance(ids, ShardedTensor) else ids  # addends are no ids
+    ids = reduced(ids) if isinstance(ids, ShardedTensor) else ids  # partial sums are no ids
     local = ids._local if isinstance(ids, ShardedTensor) else ids
-    strays = strays_of(local, low, high, ignore)
+    outside = out_of_range(local, low, high, ignore)
     if isinstance(ids, ShardedTensor) and local.is_cpu and not ids._layout.is_whole_on_all(ids._group.size):
-        strays = widest(strays, ids._group)
-    if strays:
-        raise fault(strays[0])
+        outside = widest(outside, ids._group)
+    if outside:
+        raise fault(outside[0])
 
 
-def strays_of(local: torch.Tensor, low: int, high: int, ignore: int | None = None, *, waits: bool = False) -> list[int]:
+def out_of_range(
+    local: torch.Tensor, low: int, high: int, ignore: int | None = None, *, waits: bool = False
+) -> list[int]:
     """The least and the largest of this rank's ids that are out of range.
 
     On CUDA none: an assert on the device, unless it `waits` for the card to tell.
@@ -64,15 +66,15 @@ def strays_of(local: torch.Tensor, low: int, high: int, ignore: int | None = Non
     return [end for end in (least, most) if not low <= end < high]
 
 
-def widest(strays: list[int], group: Group) -> list[int]:
-    """The least and the largest of all ranks' strays (collective)."""
+def widest(outside: list[int], group: Group) -> list[int]:
+    """The least and the largest of all ranks' outside (collective)."""
     nothing = torch.iinfo(torch.int64)
-    ends = [-strays[0], strays[-1]] if strays else [nothing.min, nothing.min]
+    ends = [-outside[0], outside[-1]] if outside else [nothing.min, nothing.min]
     ends = group.all_reduce(torch.tensor(ends, dtype=torch.int64), "max").tolist()
     return [] if ends[1] == nothing.min else [-ends[0], ends[1]]
 
 
-def held(ids: torch.Tensor, layout: CutLayout, rank: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def held(ids: torch.Tensor, layout: MeshLayout, rank: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where ids along `dim` lie in the local tensor of `rank`, 0 for those elsewhere; and which ones lie there."""
     count = layout.local_shape(rank)[dim]
     if layout.is_blocked(dim):
@@ -85,7 +87,7 @@ def held(ids: torch.Tensor, layout: CutLayout, rank: int, dim: int) -> tuple[tor
     return here.masked_fill(~mine, 0), mine
 
 
-def places(layout: CutLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
+def places(layout: MeshLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
     """The global indices along `dim` of the elements that `rank` holds, in local order."""
     boxes = layout.boxes(rank)
     if not boxes:
@@ -120,7 +122,7 @@ def read(cut: Cut) -> torch.Tensor:
     else:
         shape = at.shape if is_gather else (*local.shape[:d], len(at), *local.shape[d + 1 :])
         found = _nothing(local, shape)
-    return collectives.all_reduce(found, cut.team)
+    return collectives.all_reduce(found, cut.subgroup)
 
 
 def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -166,7 +168,7 @@ def _checked(name: str) -> Callable[..., torch.Tensor]:
                 kwargs = {key: _narrowed(x, index) for key, x in kwargs.items()}
                 place = _narrowed(input, index, others)
                 if place is not input and name != "gather":
-                    result = (settled(input) if isinstance(input, ShardedTensor) else input).clone()
+                    result = (reduced(input) if isinstance(input, ShardedTensor) else input).clone()
                     _narrowed(result, index, others).copy_(follow(place, dim, index, *args, **kwargs))
                     return result
                 input = place
@@ -214,7 +216,7 @@ def _integers(x: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:
 
 
 def _local_places(
-    places: list[Any], layout: CutLayout, rank: int, device: torch.device
+    places: list[Any], layout: MeshLayout, rank: int, device: torch.device
 ) -> tuple[list[int], torch.Tensor]:
     """The cut dims that `places` index, which become those of the local tensor; and which elements are there."""
     cut = [k for k, place in enumerate(places) if isinstance(place, torch.Tensor) and layout.dims[k] is not None]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout, replicated
+from shardtensor.layout.layout import MeshLayout, replicated
 from shardtensor.ops.making import refuse_leaf
 from shardtensor.ops.pointwise import apart, refuse_expanded, written_through
 from shardtensor.ops.views import order_of
@@ -22,7 +22,7 @@ from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_pa
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
 from shardtensor.tensor.move import along
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced
 
 
 @implements(torch.Tensor.copy_)
@@ -50,8 +50,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     whole = layout.reduced()
     if src.shape != input.shape:
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
-    local = local_as(settled(src) if isinstance(src, ShardedTensor) else src, whole, group)
-    if layout.partial and local.requires_grad:  # what each addend asks of the value adds up
+    local = local_as(reduced(src) if isinstance(src, ShardedTensor) else src, whole, group)
+    if layout.partial and local.requires_grad:  # what each partial sum asks of the value adds up
         local = collectives.sum_gradient(local, along(group, layout, layout.partial_axes))
     if layout.brings_value(group.rank):
         local = apart(local, input._local)
@@ -130,7 +130,7 @@ def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
         order = order_of(new, input.dim(), (*args, *kwargs.values()))
         refuse_leaf(input)
         layout = input._layout
-        if isinstance(layout, CutLayout):
+        if isinstance(layout, MeshLayout):
             func(input._local, *args, **kwargs)
             input._layout = permuted(layout, order)
         else:  # boxes and ranges have no other order of dims

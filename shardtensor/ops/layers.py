@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
 from shardtensor.ops.engine import HALF, computed_alike, finish, group_of
 from shardtensor.ops.local_call import LocalCall, remembered
@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
     groups = query.shape[-3] // max(key.shape[-3], 1) if enable_gqa else 1
     if groups == 1:
         return _ALONE(*operands, **options)
-    qkv = [x for x in operands[:3] if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout)]
+    qkv = [x for x in operands[:3] if isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout)]
     layouts: Any = [x._layout for x in qkv]
     if attn_mask is not None or len(qkv) < 3 or not heads_fit(layouts[0], layouts[1], layouts[2], groups):
         return _GROUPED(*operands, **options)
@@ -128,8 +128,8 @@ def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
     count = 1
     for d in cut.dims:
         count *= cut.layouts[0].shape[d]
-    total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.team)
-    return collectives.sum_gradient(total / count, cut.team)
+    total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.subgroup)
+    return collectives.sum_gradient(total / count, cut.subgroup)
 
 
 def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:

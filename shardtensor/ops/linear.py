@@ -30,7 +30,7 @@ from shardtensor.comm import along_dim, collectives
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import by_rule, decided
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.propagate import with_dims
@@ -275,7 +275,7 @@ def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     if _is_column_parallel(x, weight) and (bias is None or bias.shape == weight.shape[:1]):
         return _column_parallel(x, weight)
-    if isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and any(x._layout.dims[-1:]):
+    if isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and any(x._layout.dims[-1:]):
         return _row_parallel(x, weight, bias)
     return decided(F.linear, "linear", args, kwargs)
 
@@ -286,7 +286,7 @@ def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     layout = weight._layout
     return (
-        isinstance(layout, CutLayout)
+        isinstance(layout, MeshLayout)
         and not layout.partial
         and layout.cut_dims == (0,)
         and not layout.is_blocked(0)
@@ -297,16 +297,16 @@ def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _column_parallel(x: torch.Tensor, weight: ShardedTensor) -> LocalCall:
     layout, group = weight._layout, weight._group
-    assert isinstance(layout, CutLayout)
+    assert isinstance(layout, MeshLayout)
     cut = layout.dims[0]
     assert cut is not None
     start = layout.start(group.rank, 0)
-    team = along(group, layout, cut.axes)
+    subgroup = along(group, layout, cut.axes)
 
     def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not x.requires_grad and (bias is None or not bias.requires_grad):  # nothing to sum: torch's own backward
             return F.linear(x, weight, None if bias is None else bias[start : start + weight.shape[0]])
-        return column_linear(*cast(x, weight, bias), team, start)
+        return column_linear(*cast(x, weight, bias), subgroup, start)
 
     dims = (*(None,) * (x.dim() - 1), cut)
     return LocalCall(columns, with_dims(layout, (*x.shape[:-1], layout.shape[0]), dims))
@@ -315,20 +315,20 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor) -> LocalCall:
 def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LocalCall | None:
     """Partial products, summed; then a plain bias is added, if every rank has the full sum."""
     layout = x._layout
-    assert isinstance(layout, CutLayout)
+    assert isinstance(layout, MeshLayout)
     cut = layout.dims[-1]
     found = decided(F.linear, "linear", (x, weight), {})
     if found is None or found.moves or cut is None:
         return None
     if bias is not None and (found.layout is not None or bias.shape != weight.shape[:1]):
         return None
-    team = along(x._group, layout, cut.axes)
+    subgroup = along(x._group, layout, cut.axes)
 
     def rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x, weight, bias = cast(x, weight, bias)
         if bias is not None and bias.dtype != x.dtype:
             F.linear(x, weight, bias)  # torch's error
-        return row_linear(x, weight, bias, team)
+        return row_linear(x, weight, bias, subgroup)
 
     return found._replace(call=rows)
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import computed, computed_alike
 from shardtensor.rules.propagate import Recipe
 from shardtensor.rules.rule import Rule
@@ -136,11 +136,11 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
             for place, source, target in moves:
                 values: Any = given if isinstance(place, int) else named
                 values[place] = moved(values[place], source, target, group)
-        for place, team in sums:
+        for place, subgroup in sums:
             if isinstance(place, int):
-                given[place] = collectives.sum_gradient(given[place], group if team is None else team)
+                given[place] = collectives.sum_gradient(given[place], group if subgroup is None else subgroup)
             else:
-                named[place] = collectives.sum_gradient(named[place], group if team is None else team)
+                named[place] = collectives.sum_gradient(named[place], group if subgroup is None else subgroup)
         result = function(*given, **named) if named else function(*given)
         if sized is not None:
             layout = sized(result)
@@ -169,7 +169,7 @@ def local_by(
 ) -> LocalCall | None:
     """How to do a call on operands of the layouts of `recipe`, redistributed where they have others.
 
-    Addends are summed by the call itself; None where they are joined in another way.
+    Partial sums are summed by the call itself; None where they are joined in another way.
 
     Args:
         call: gets the arguments of the call with local tensors.
@@ -194,34 +194,34 @@ def local_by(
     for x, need, place in zip(operands, recipe.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
             if x._layout != need.layout:
-                if place is None or not isinstance(x._layout, CutLayout):
+                if place is None or not isinstance(x._layout, MeshLayout):
                     return None  # what lies in boxes or ranges may have a way of its own
                 moves.append((place, x._layout, need.layout))
         elif need.layout.cut_dims:
             return None
-        if need.addend_axes:
+        if need.grad_partial_axes:
             if place is None:
                 return None
-            team = along(group, need.layout, need.addend_axes)
-            sums.append((place, None if team is group else team))
+            subgroup = along(group, need.layout, need.grad_partial_axes)
+            sums.append((place, None if subgroup is group else subgroup))
     output = recipe.output
     if output.partial:
         call = summed(call, along(group, output, output.partial_axes))
-        output = recipe.settled
+        output = recipe.reduced
     return LocalCall(call, None if output.is_replicated else output, tuple(sums), tuple(moves))
 
 
-def summed(call: Callable[..., Any], team: Group) -> Callable[..., torch.Tensor]:
-    """`call`, and then the sum of what it gives each rank of a team."""
+def summed(call: Callable[..., Any], subgroup: Group) -> Callable[..., torch.Tensor]:
+    """`call`, and then the sum of what it gives each rank of `subgroup`."""
 
     def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return collectives.all_reduce(call(*args, **kwargs), team)
+        return collectives.all_reduce(call(*args, **kwargs), subgroup)
 
     return call_and_sum
 
 
 def on_nothing(
-    call: Callable[..., Any], rule: Rule | None, layouts: Sequence[CutLayout], places: Sequence[int | str | None]
+    call: Callable[..., Any], rule: Rule | None, layouts: Sequence[MeshLayout], places: Sequence[int | str | None]
 ) -> Callable[..., Any]:
     """`call` on a rank whose part, or result, is empty: done as on the others, and in the graph of its operands."""
 

@@ -28,10 +28,10 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
 
-def _shifted(local: torch.Tensor, dim: int, team: Group) -> torch.Tensor:
+def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
     """`local` less the maximum over `dim` in all ranks, which has no gradient: one all-reduce."""
     with torch.no_grad():
-        top = team.all_reduce(local_extreme(local, (dim,), True), "max")
+        top = subgroup.all_reduce(local_extreme(local, (dim,), True), "max")
     return local - top
 
 
@@ -46,10 +46,10 @@ def exponentials(cut: Cut) -> torch.Tensor:
     if not local.is_floating_point():
         torch.softmax(torch.empty(1, dtype=local.dtype), 0)  # torch's error
     wide = local.float() if local.dtype in HALF else local
-    wide = _shifted(-wide if cut.name == "softmin" else wide, d, cut.team)
+    wide = _shifted(-wide if cut.name == "softmin" else wide, d, cut.subgroup)
     powers = wide.exp()
-    total = collectives.all_reduce(powers.sum(d, keepdim=True), cut.team)
-    total = collectives.sum_gradient(total, cut.team)  # for use by each rank's part of the work
+    total = collectives.all_reduce(powers.sum(d, keepdim=True), cut.subgroup)
+    total = collectives.sum_gradient(total, cut.subgroup)  # for use by each rank's part of the work
     return (wide - total.log() if cut.name == "log_softmax" else powers / total).to(local.dtype)
 
 
@@ -150,12 +150,12 @@ _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_
 def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
     local, labels, *rest = cut.locals
-    (dim,), (layout, *_), team = cut.dims, cut.layouts, cut.team
+    (dim,), (layout, *_), subgroup = cut.dims, cut.layouts, cut.subgroup
     ignore_index, smoothing = cut.options["ignore_index"], cut.options["label_smoothing"]
     is_logits = cut.name == "cross_entropy"
     dtype = local.dtype
     x = local.float() if dtype in HALF else local
-    x = _shifted(x, dim, team) if is_logits else x
+    x = _shifted(x, dim, subgroup) if is_logits else x
     live = labels != ignore_index
     count = layout.shape[dim]
     column = [-1 if d == dim else 1 for d in range(x.dim())]
@@ -176,7 +176,7 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
         terms.append((x if w is None else x * w.view(column)).sum(dim))
         if w is not None:
             terms.append(w.sum().expand_as(picked))
-    total = collectives.all_reduce(torch.stack(terms), team)
+    total = collectives.all_reduce(torch.stack(terms), subgroup)
     base = total[1].log() if is_logits else 0.0
     losses = base - total[0]
     shares = live.to(x.dtype)
@@ -197,7 +197,7 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
     sums += [local_of(shares).sum(dtype=wide)] if reduction == "mean" else []
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
-        joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.parting_axes))
+        joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.sharding_axes))
         sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # nobody may write into views of unbind
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 

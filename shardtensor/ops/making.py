@@ -25,7 +25,7 @@ from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.drawing import Sample, draw, memory_order
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, wrap
 
 _UNUSED = torch.Generator()
 IN_PLACE = ("uniform_", "normal_", "exponential_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_")
@@ -81,7 +81,7 @@ def refuse_leaf(x: ShardedTensor) -> None:
 
 
 def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
-    """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one addend takes them."""
+    """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one partial sum takes them."""
     x._local.copy_(values if x._layout.brings_value(x._group.rank) else torch.zeros_like(values))
     return x
 
@@ -159,7 +159,7 @@ def drop(input: ShardedTensor, p: float, train: bool) -> Any:
     torch.dropout(torch.empty(0), p, train)
     if not train or p == 0 or input.numel() == 0:
         return input
-    x = settled(input)
+    x = reduced(input)
     if p == 1:
         out = x._local * torch.zeros((), dtype=x.dtype, device=x.device)
     elif x.is_cuda:  # one kernel there, with a mask and a rounding of its own

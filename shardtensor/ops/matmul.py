@@ -1,6 +1,6 @@
 """Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
 
-Where the contracted letter is cut, the local products are addends and are summed at once (one all-reduce).
+Where the contracted letter is cut, the local products are partial sums and are summed at once (one all-reduce).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.ops.by_rule import as_cast, by_rule, leaves_addends
+from shardtensor.ops.by_rule import as_cast, by_rule, leaves_partials
 from shardtensor.ops.engine import run, write_out
 from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
 from shardtensor.rules.propagate import propagate
@@ -39,7 +39,7 @@ def _plus(func: Any, inner: Any) -> None:
     ) -> torch.Tensor:
         if out is not None:
             return write_out(lambda _, x, k: added(*x, **k), func, (input, a, b), dict(beta=beta, alpha=alpha, out=out))
-        if not leaves_addends(name, (input, a, b)):
+        if not leaves_partials(name, (input, a, b)):
             return together(input, a, b, beta=beta, alpha=alpha)
         product = inner(a, b)
         if alpha != 1:

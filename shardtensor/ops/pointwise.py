@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import decided
 from shardtensor.ops.engine import bring, group_of, refuse_to_move, run, write_out
 from shardtensor.ops.local_call import remembered
@@ -24,7 +24,7 @@ from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import HANDLERS, name_of, refuse_partial_write, spellings
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along, part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, settled, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -67,7 +67,7 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
         if y._layout == x._layout and y._group is x._group:
             return func(x._local, y._local)
         return None
-    if isinstance(y, torch.Tensor) and isinstance(x._layout, CutLayout):
+    if isinstance(y, torch.Tensor) and isinstance(x._layout, MeshLayout):
         axes = _meets_whole(x._layout, y.shape)
         if axes is not None:
             return func(
@@ -77,15 +77,15 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @lru_cache(maxsize=4096)
-def _meets_whole(layout: CutLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The axes along which a plain operand of `shape` is an addend when used as it is; None where it is sliced."""
+def _meets_whole(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes along which a plain operand of `shape` is a partial sum when used as it is; None where it is sliced."""
     skip = len(layout.shape) - len(shape)
     if skip < 0:
         return None
     for n, full, cut in zip(shape, layout.shape[skip:], layout.dims[skip:], strict=True):
         if n != 1 and (cut is not None or n != full):
             return None
-    return layout.parting_axes
+    return layout.sharding_axes
 
 
 def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -112,9 +112,9 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any], rule: Rule) -> Any:
     """Return ``compute(*locals)`` of operands that broadcast, None when their layouts cannot be met."""
-    listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, CutLayout)]
+    listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, MeshLayout)]
     if not listed or any(
-        isinstance(x, ShardedTensor) and isinstance(x._layout, CutLayout) and not x._layout.is_replicated
+        isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and not x._layout.is_replicated
         for x in operands
     ):
         return run(name, rule, operands, compute)
@@ -122,7 +122,7 @@ def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., An
     if base is None or not base.shape:
         return None
     group = group_of(name, operands)
-    base = settled(base)
+    base = reduced(base)
     return wrap(compute(*(beside(name, x, base) for x in operands)), base._layout, base._spec, group)
 
 
@@ -143,7 +143,7 @@ def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
             return local_as(x, layout, group)
         x = x.full_tensor()
     if not x.dim():
-        return collectives.sum_gradient(x, along(group, layout, layout.parting_axes))
+        return collectives.sum_gradient(x, along(group, layout, layout.sharding_axes))
     return part(x.expand(layout.shape), layout, group)
 
 
@@ -230,11 +230,11 @@ def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
 def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     """The local tensor of `other` that meets the local tensor of `x`."""
     if isinstance(other, ShardedTensor):
-        other = settled(other)
+        other = reduced(other)
         if other._layout == x._layout:
             return apart(other._local, x._local)
     layout = x._layout
-    if not isinstance(layout, CutLayout):
+    if not isinstance(layout, MeshLayout):
         return beside(name, other, x)
     target = follow(layout, other.shape)
     moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated

@@ -1,7 +1,7 @@
 """Reductions over cut dims, by their rows: what the ranks send each other, and how their results become one.
 
-Where the dims are whole the row is all there is. Half-precision addends are summed in float32 and rounded once. The
-ranks' extremes are gathered (one value for each element of the result and rank), because backends' max and min drop
+Where the dims are whole the row is all there is. Half-precision partial sums are summed in float32 and rounded once.
+The ranks' extremes are gathered (one value for each element of the result and rank), because backends' max and min drop
 NaN. Gradients are torch's: amax and the full max share it among all ties, max over a dim gives it to the first.
 """
 
@@ -31,7 +31,7 @@ def total(cut: Cut) -> torch.Tensor:
     want = dtype or local.dtype
     add = torch.nansum if cut.name == "nansum" else torch.sum
     found = add(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
-    found = collectives.all_reduce(found, cut.team)
+    found = collectives.all_reduce(found, cut.subgroup)
     return found.to(want) if want in HALF else found
 
 
@@ -43,7 +43,7 @@ def mean(cut: Cut) -> torch.Tensor:
     if not (want.is_floating_point or want.is_complex):
         return cut.compute(local)  # torch's error
     found = torch.sum(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
-    return (collectives.all_reduce(found, cut.team) / cut.count).to(want)
+    return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(want)
 
 
 @joins("product", blocks=True, always=True)
@@ -52,7 +52,7 @@ def product(cut: Cut) -> torch.Tensor:
     local, dtype = cut.locals[0], cut.options.get("dtype")
     one = len(cut.dims) == 1
     found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
-    return gathered(found, cut.team).prod(0, dtype=found.dtype)
+    return gathered(found, cut.subgroup).prod(0, dtype=found.dtype)
 
 
 @joins("truth", blocks=True, always=True)
@@ -60,7 +60,7 @@ def truth(cut: Cut) -> torch.Tensor:
     """``any`` and ``all``: bools add up as the one and multiply as the other; bytes have their maximum and minimum."""
     found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
     of_bools, of_bytes = ("sum", "max") if cut.name == "any" else ("prod", "min")
-    return cut.team.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
+    return cut.subgroup.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
 
 
 @joins("exponents", blocks=True)
@@ -72,9 +72,9 @@ def exponents(cut: Cut) -> torch.Tensor:
     local = local if local.is_floating_point() else local.to(torch.get_default_dtype())
     dtype, local = local.dtype, local.float() if local.dtype in HALF else local
     with torch.no_grad():
-        top = cut.team.all_reduce(local_extreme(local, cut.dims, True), "max")
+        top = cut.subgroup.all_reduce(local_extreme(local, cut.dims, True), "max")
         top = top.masked_fill(~top.isfinite(), 0)
-    found = collectives.all_reduce((local - top).exp().sum(cut.dims, keepdim=True), cut.team).log() + top
+    found = collectives.all_reduce((local - top).exp().sum(cut.dims, keepdim=True), cut.subgroup).log() + top
     return _shaped(found, cut).to(dtype)
 
 
@@ -95,9 +95,9 @@ def two_passes(cut: Cut) -> Any:
     dim, correction = cut.options.get("dim"), cut.options.get("correction")
     correction = dim if isinstance(dim, bool) else cut.options.get("unbiased") if correction is None else correction
     wide = local.float() if local.dtype in HALF else local
-    average = collectives.all_reduce(wide.sum(cut.dims, keepdim=True), cut.team) / max(cut.count, 1)
-    away = wide - collectives.sum_gradient(average, cut.team)
-    squares = collectives.all_reduce(away.abs().square().sum(cut.dims, keepdim=True), cut.team)
+    average = collectives.all_reduce(wide.sum(cut.dims, keepdim=True), cut.subgroup) / max(cut.count, 1)
+    away = wide - collectives.sum_gradient(average, cut.subgroup)
+    squares = collectives.all_reduce(away.abs().square().sum(cut.dims, keepdim=True), cut.subgroup)
     variance = _shaped(squares / max(cut.count - (1 if correction is None else correction), 0), cut)
     if cut.name.startswith("std"):  # its gradient is 0 where it is 0, as torch's
         zero = variance == 0
@@ -113,18 +113,18 @@ class Extreme(torch.autograd.Function):
     """The maximum (minimum) over `dims`, which stay with size 1; all ties in all ranks share its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, dims: tuple[int, ...], largest: bool, team: Group) -> torch.Tensor:
-        found = gathered(local_extreme(local, dims, largest), team)
+    def forward(ctx: Any, local: torch.Tensor, dims: tuple[int, ...], largest: bool, subgroup: Group) -> torch.Tensor:
+        found = gathered(local_extreme(local, dims, largest), subgroup)
         out = found.amax(0) if largest else found.amin(0)
         ctx.save_for_backward(local, out)
-        ctx.dims, ctx.team = dims, team
+        ctx.dims, ctx.subgroup = dims, subgroup
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         local, out = ctx.saved_tensors
         reached = (local == out) | (local.isnan() & out.isnan())
-        ties = ctx.team.all_reduce(reached.sum(ctx.dims, keepdim=True, dtype=grad.dtype))
+        ties = ctx.subgroup.all_reduce(reached.sum(ctx.dims, keepdim=True, dtype=grad.dtype))
         return reached * (grad / ties), None, None, None
 
 
@@ -134,7 +134,7 @@ def extreme(cut: Cut) -> torch.Tensor:
     if not cut.count:
         torch.amax(torch.empty(cut.layouts[0].shape, device="meta"), cut.dims)  # torch's error
         return NotImplemented
-    return _shaped(Extreme.apply(cut.locals[0], cut.dims, cut.name in ("amax", "max"), cut.team), cut)
+    return _shaped(Extreme.apply(cut.locals[0], cut.dims, cut.name in ("amax", "max"), cut.subgroup), cut)
 
 
 @joins("first_of_all", blocks=True)
@@ -157,7 +157,7 @@ def first_of_all(cut: Cut) -> Any:
         values = local.sum(d, keepdim=True, dtype=local.dtype) + lowest(local.dtype, largest)
         values = values.to(local.dtype)
         indices = torch.full(values.shape, torch.iinfo(torch.int64).max, device=values.device)
-    all_values, all_indices = gathered(values, cut.team), gathered(indices, cut.team)
+    all_values, all_indices = gathered(values, cut.subgroup), gathered(indices, cut.subgroup)
     with torch.no_grad():
         pick = _first_best(all_values, all_indices, largest).argmin(0, keepdim=True)
     indices = _shaped(all_indices.gather(0, pick).squeeze(0), cut)
@@ -186,28 +186,28 @@ def norms(cut: Cut) -> torch.Tensor:
         return cut.compute(*cut.locals)  # torch's error: nothing has no extreme
     local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
     if math.isinf(ord):
-        return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.team), cut)
+        return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.subgroup), cut)
     if ord == 0:  # in the graph, as the norm of order 0 of each element
         ones = torch.linalg.vector_norm(local.unsqueeze(-1), 0, -1)
-        return collectives.all_reduce(ones.sum(cut.dims, cut.keepdim), cut.team)
+        return collectives.all_reduce(ones.sum(cut.dims, cut.keepdim), cut.subgroup)
     wide = torch.float32 if local.dtype in HALF else None
     if ord < 0 and any(local.shape[d] == 0 for d in cut.dims):  # which torch refuses; infinity adds nothing
         found = local.abs().sum(cut.dims, cut.keepdim, dtype=wide) + math.inf
     else:
         found = torch.linalg.vector_norm(local, ord, cut.dims, cut.keepdim, dtype=wide)
     if ord == 1:
-        found = collectives.all_reduce(found, cut.team)
+        found = collectives.all_reduce(found, cut.subgroup)
     else:
-        found = torch.linalg.vector_norm(gathered(found, cut.team), ord, 0)
+        found = torch.linalg.vector_norm(gathered(found, cut.subgroup), ord, 0)
     return found.to(local.dtype) if wide else found
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
-def gathered(t: torch.Tensor, team: Group) -> torch.Tensor:
+def gathered(t: torch.Tensor, subgroup: Group) -> torch.Tensor:
     """The equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
-    return collectives.all_gather(t.contiguous(), [t.numel()] * team.size, team).view(team.size, *t.shape)
+    return collectives.all_gather(t.contiguous(), [t.numel()] * subgroup.size, subgroup).view(subgroup.size, *t.shape)
 
 
 def lowest(dtype: torch.dtype, largest: bool) -> Any:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, remembered
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, spellings
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, settled, view_of, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, reduced, view_of, wrap
 
 
 def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -40,7 +40,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedTensor):
         return fall_back(func, args, kwargs)
 
-    there = None if isinstance(args[0]._layout, CutLayout) else on_grid(name_of(func), args[0])
+    there = None if isinstance(args[0]._layout, MeshLayout) else on_grid(name_of(func), args[0])
     result = fall_back(func, args, kwargs) if there is None else func(there, *args[1:], **kwargs)
     if isinstance(result, tuple | list):
         return type(result)(copy_of(part.clone(), args[0], name_of(func)) for part in result)
@@ -49,7 +49,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def to_view(x: ShardedTensor) -> ShardedTensor:
     """`x`, to take a view of; where it has to be reduced first, what is made of that is a copy."""
-    return copy_of(settled(x), x, "a view of a tensor that is still to be reduced") if x._layout.partial else x
+    return copy_of(reduced(x), x, "a view of a tensor that is still to be reduced") if x._layout.partial else x
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
         x = to_view(input)
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
-        if not isinstance(x._layout, CutLayout):
+        if not isinstance(x._layout, MeshLayout):
             result = copied(func, (input, *args), kwargs)
             inverse = sorted(range(x.dim()), key=order.__getitem__)
             again = (
@@ -86,7 +86,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
-        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
             return None
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in args[1:]))
         return local_view(func, x, permuted(x._layout, order))
@@ -110,7 +110,7 @@ def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[An
     x = to_view(x)
     if tuple(x.shape) == shape:
         return view(x, x._local.view_as(x._local), x._layout)
-    if isinstance(x._layout, CutLayout):
+    if isinstance(x._layout, MeshLayout):
         if 0 in x._layout.shape and len(x._layout.ranks) == x._group.size:
             return x._local.reshape(shape)  # nothing is held anywhere
         layout = reshaped(x._layout, shape)
@@ -145,7 +145,7 @@ def _reshaping(func: Any) -> Callable[..., Any]:
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
         values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in args[1:])
-        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, CutLayout):
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
             return None
         if any(isinstance(v, torch.Tensor | torch.dtype) for v in values) or 0 in x._layout.shape:
             return None
@@ -182,7 +182,7 @@ def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool =
     wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     x = to_view(input)
     shape = _target(torch.Tensor.expand, tuple(x.shape), (wanted,))
-    layout = expanded(x._layout, shape) if isinstance(x._layout, CutLayout) else None
+    layout = expanded(x._layout, shape) if isinstance(x._layout, MeshLayout) else None
     if layout is None:
         return copied(torch.Tensor.expand, (input, wanted), {})
     return view(x, x._local.expand(layout.local_shape(x._group.rank)), layout)
@@ -265,11 +265,11 @@ def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
     torch.empty(input.shape, device="meta").repeat(counts)  # torch's errors
     if not isinstance(input, ShardedTensor):
         return input.repeat(counts)
-    x = settled(input)
-    if not isinstance(x._layout, CutLayout):
+    x = reduced(input)
+    if not isinstance(x._layout, MeshLayout):
         there = on_grid("repeat", x)
         x = x if there is None else there
-    if not isinstance(x._layout, CutLayout):
+    if not isinstance(x._layout, MeshLayout):
         return fall_back(torch.Tensor.repeat, (input, *counts), {})
     if x._layout.is_whole_on_all(x._group.size):
         return x._local.repeat(counts)

@@ -22,11 +22,11 @@ from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError, SpecError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.layout.pieces import Stepped
 from shardtensor.mesh import Mesh
 from shardtensor.ops.engine import HALF
-from shardtensor.ops.indices import strays_of, widest
+from shardtensor.ops.indices import out_of_range, widest
 from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
@@ -35,13 +35,13 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 @attrs.frozen
 class Classes:
-    """This rank's part of the classes; the ranks of `team` hold them all.
+    """This rank's part of the classes; the ranks of `group` hold them all.
 
     Attributes:
         count: of all classes.
         start, held: the first class that this rank has, and how many.
         padded: how many columns its logits have where the padding of the cut is in them.
-        team: the ranks that the classes are cut over.
+        group: the ranks that the classes are cut over.
         data: the ranks that have other targets, whose count a mean divides by; None where there are none.
         text: the cut, for messages.
     """
@@ -50,7 +50,7 @@ class Classes:
     start: int
     held: int
     padded: int
-    team: Group
+    group: Group
     data: Group | None
     text: str
 
@@ -86,9 +86,8 @@ def classes_of(
             {"data_axes": ", ".join(names), "classes": f"cut over {'*'.join(cut.axes)}"},
             "name the other axes of the mesh as data_axes",
         )
-    team = group_along(group, cut.axes)
     data = group_along(group, names) if names else None
-    return Classes(num_classes, start, held, padded, team, data, str(Spec(..., cut)))
+    return Classes(num_classes, start, held, padded, group_along(group, cut.axes), data, str(Spec(..., cut)))
 
 
 def _last_cut(spec: ShardingSpec) -> Cut:
@@ -110,9 +109,9 @@ def _last_cut(spec: ShardingSpec) -> Cut:
         raise RuleError("no class is cut by this spec", {"spec": str(spec)}, "use torch's cross_entropy: it is local")
     if last.blocks != 1:
         raise RuleError(
-            "the classes are cut in blocks, so that a rank has several stretches of them",
+            "the classes are cut in blocks, so that a rank has several ranges of them",
             {"spec": str(spec)},
-            "reshard the head, so that each rank has one stretch",
+            "reshard the head, so that each rank has one range",
         )
     return last
 
@@ -123,7 +122,7 @@ def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, in
     if num_classes < 1:
         raise LayoutError(f"num_classes={num_classes}: there is at least one class")
     layout = bind(Spec(cut), (num_classes,), mesh)
-    assert isinstance(layout, CutLayout) and layout.dims[0] is not None
+    assert isinstance(layout, MeshLayout) and layout.dims[0] is not None
     held = layout.local_shape(rank)[0]
     pieces = layout.dims[0].pieces
     padded = pieces.step if cut.pad is not None and isinstance(pieces, Stepped) else held
@@ -146,13 +145,13 @@ class RowSums(Function):
     ) -> tuple[torch.Tensor, ...]:
         x = _rows(logits, classes)
         wide = torch.float32 if logits.dtype in HALF else logits.dtype
-        top = _joined_top(x, wide, classes.fault_of(logits.shape[-1]), classes.team)
+        top = _joined_top(x, wide, classes.fault_of(logits.shape[-1]), classes.group)
         own = _summed(x, top, columns, evenly)
         here = (ids - classes.start).unsqueeze(1)
         at = here.clamp(0, max(x.shape[1] - 1, 0))  # where the target is, if this rank has it
         mine = (here == at).squeeze(1) if x.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
         d_at = x.gather(1, at).squeeze(1) - top if x.shape[1] else torch.zeros_like(top)
-        total_exp, *evens, d_target = classes.team.all_reduce(torch.stack([*own, torch.where(mine, d_at, 0)])).unbind()
+        total_exp, *evens, d_target = classes.group.all_reduce(torch.stack([*own, torch.where(mine, d_at, 0)])).unbind()
         ctx.save_for_backward(logits, top, total_exp, d_at, at, mine, columns)
         ctx.classes = classes
         ctx.mark_non_differentiable(top)
@@ -216,7 +215,7 @@ def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
     return x[:, : classes.held] if width > classes.held else x
 
 
-def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, team: Group) -> torch.Tensor:
+def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, subgroup: Group) -> torch.Tensor:
     """Return the largest logit of each row. On the CPU all ranks raise a fault of one, which has no finite maximum."""
     is_told = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
     if fault is not None and not is_told:
@@ -225,9 +224,9 @@ def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, t
         top = x.new_full((x.shape[0],), math.inf if fault is not None else -math.inf, dtype=wide)
     else:
         top = x.amax(1).to(wide)
-    top = team.all_reduce(top, "max")
+    top = subgroup.all_reduce(top, "max")
     if is_told and not math.isfinite(top.amax()):
-        agree(team, "ParallelCrossEntropy", {}, fault)
+        agree(subgroup, "ParallelCrossEntropy", {}, fault)
     return top
 
 
@@ -327,7 +326,7 @@ class ParallelCrossEntropy(nn.Module):
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         classes, weight, smoothing = self.classes, self.weight, self.label_smoothing
         _check(logits, target, weight, classes)
-        self._refuse_strays(target)
+        self._refuse_out_of_range(target)
         wide = torch.float32 if logits.dtype in HALF else logits.dtype
         w = None if weight is None else weight.to(wide)
         ids = target.reshape(-1).long()
@@ -350,19 +349,19 @@ class ParallelCrossEntropy(nn.Module):
         total = share.sum()
         return losses.sum() / (total if classes.data is None else classes.data.all_reduce(total, "avg"))
 
-    def _refuse_strays(self, target: torch.Tensor) -> None:
+    def _refuse_out_of_range(self, target: torch.Tensor) -> None:
         """Raise where a target is out of bounds, on all ranks; off the CPU it is an assert on the device."""
         classes, ignored = self.classes, self.ignore_index
         if torch.compiler.is_compiling():
             is_live = (target >= 0) & (target < classes.count) | (target == ignored)
             torch._assert_async(is_live.all(), "Target is out of bounds.")
             return
-        waits = isinstance(classes.team, CheckedGroup)
-        strays = strays_of(target, 0, classes.count, ignored, waits=waits)  # the same on all ranks that have these
+        waits = isinstance(classes.group, CheckedGroup)
+        outside = out_of_range(target, 0, classes.count, ignored, waits=waits)  # the same on all ranks that have these
         if classes.data is not None and self.reduction == "mean" and (target.is_cpu or waits):
-            strays = widest(strays, classes.data)  # others would wait for this rank's count
-        if strays:
-            raise IndexError(f"Target {strays[0]} is out of bounds.")
+            outside = widest(outside, classes.data)  # others would wait for this rank's count
+        if outside:
+            raise IndexError(f"Target {outside[0]} is out of bounds.")
 
     def extra_repr(self) -> str:
         defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}

@@ -41,7 +41,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group, SingleRankGroup, group_along
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
-from shardtensor.layout.layout import CutLayout, Layout
+from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
 from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
@@ -159,14 +159,14 @@ class GatedExperts(nn.Module):
             (n, embed), of the dtype of the tokens; under autocast of autocast's.
         """
         stacks: tuple[Any, Any] = self._parameters["gate_up_proj"], self._parameters["down_proj"]
-        team, held, inner = place(*stacks)
+        subgroup, held, inner = place(*stacks)
         gate_up, down = (p._local if isinstance(p, ShardedTensor) else p for p in stacks)
         fault = find_fault(tokens, experts, weights)
         if fault is None:
             if inner is not None:
                 tokens, weights = (collectives.sum_gradient(value, inner) for value in (tokens, weights))
             tokens, gate_up, down = _cast(tokens, gate_up, down)
-        sent = dispatch(tokens, experts, held, team, fault)
+        sent = dispatch(tokens, experts, held, subgroup, fault)
         out = sent.combine(stacked(sent, gate_up, down, self.activation), weights)
         return out if inner is None else collectives.all_reduce(out, inner)
 
@@ -241,9 +241,9 @@ class ExpertList(nn.Module):
     ) -> None:
         super().__init__()
         group = group_along(as_group(process_group), (axis,))
-        self._team = _Team(group, dealt(num_experts, group.size))
-        start = sum(self._team.held[: group.index])
-        self.numbers = range(start, start + self._team.held[group.index])
+        self._subgroup = _ExpertGroup(group, dealt(num_experts, group.size))
+        start = sum(self._subgroup.held[: group.index])
+        self.numbers = range(start, start + self._subgroup.held[group.index])
         for number in self.numbers:
             self.add_module(str(number), make(number))
 
@@ -253,21 +253,23 @@ class ExpertList(nn.Module):
         fault = find_fault(tokens, experts, weights)
         if fault is None:
             (tokens,) = _cast(tokens)
-        sent = dispatch(tokens, experts, self._team.held, self._team.group, fault)
+        sent = dispatch(tokens, experts, self._subgroup.held, self._subgroup.group, fault)
         return combined(sent, ((number, self.get_submodule(str(number))) for number in self.numbers), weights)
 
     def extra_repr(self) -> str:
-        return f"experts {self.numbers.start} to {self.numbers.stop - 1} of {sum(self._team.held)}" * bool(self.numbers)
+        return f"experts {self.numbers.start} to {self.numbers.stop - 1} of {sum(self._subgroup.held)}" * bool(
+            self.numbers
+        )
 
 
 @attrs.frozen(eq=False)
-class _Team:
+class _ExpertGroup:
     """The ranks that hold experts, and how many each; one object for all copies of a module."""
 
     group: Group
     held: tuple[int, ...]
 
-    def __deepcopy__(self, memo: Any) -> _Team:
+    def __deepcopy__(self, memo: Any) -> _ExpertGroup:
         return self
 
 
@@ -293,10 +295,10 @@ def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None
     if fault:
         raise _refused(fault, gate_up, down)
     group, layout = gate_up._group, gate_up._layout
-    team = along(group, layout, dealing)
+    subgroup = along(group, layout, dealing)
     inner = along(group, layout, splitting) if splitting else None
-    assert isinstance(layout, CutLayout)
-    return team, _held(layout, team.ranks), inner if inner is not None and inner.size > 1 else None
+    assert isinstance(layout, MeshLayout)
+    return subgroup, _held(layout, subgroup.ranks), inner if inner is not None and inner.size > 1 else None
 
 
 def _refused(fault: str, gate_up: Any, down: Any) -> RuleError:
@@ -314,7 +316,7 @@ def _refused(fault: str, gate_up: Any, down: Any) -> RuleError:
 @lru_cache(maxsize=256)
 def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return the fault of two layouts, or the axes that shard the experts and those that shard each of them inside."""
-    if not (isinstance(gate_up, CutLayout) and isinstance(down, CutLayout)) or gate_up.partial or down.partial:
+    if not (isinstance(gate_up, MeshLayout) and isinstance(down, MeshLayout)) or gate_up.partial or down.partial:
         return "experts are cut along their dims", (), ()
     (deal, inside, across), (deal_down, across_down, inside_down) = gate_up.dims, down.dims
     if (gate_up.ranks, gate_up.grid, deal) != (down.ranks, down.grid, deal_down):
@@ -339,7 +341,7 @@ def _places(intervals: Iterable[Interval]) -> set[int]:
 
 
 @lru_cache(maxsize=256)
-def _held(layout: CutLayout, ranks: Ranks) -> tuple[int, ...]:
+def _held(layout: MeshLayout, ranks: Ranks) -> tuple[int, ...]:
     """Return how many experts each of the ranks holds."""
     cut = layout.dims[0]
     if cut is None:

@@ -73,13 +73,13 @@ class DataAxes:
         if len(ranks) == 1 or inside in ([], [self.whole.rank]):
             return False
         places = [coordinate(layout.ranks, layout.grid, rank) for rank in ranks]
-        pieces = [None if place is None else tuple(place[i] for i in layout.parting_axes) for place in places]
-        addends = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
+        pieces = [None if place is None else tuple(place[i] for i in layout.sharding_axes) for place in places]
+        partials = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
         held = [piece for piece in pieces if piece is not None]
         if len(inside) == len(ranks):
             if len(held) == 1 or len(set(held)) == len(ranks):  # one of them holds it all, or each another piece
                 return True
-            if len(set(pieces)) == 1 and len(addends) == 1:
+            if len(set(pieces)) == 1 and len(partials) == 1:
                 return False
         raise LayoutError(
             f'`{name}` is neither whole nor cut along the data axis "{self.names[axis]}"',

@@ -21,7 +21,7 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
-from shardtensor.ops.indices import strays_of, widest
+from shardtensor.ops.indices import out_of_range, widest
 from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_large, shared_linear
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -35,33 +35,33 @@ class Step:
         kind: ``sum_gradient``, replicated to partial, for work that is split over the group: the value itself, whose
             gradient is summed; ``sum``, partial to replicated, in place, as the value is used nowhere else; ``gather``,
             sharded to replicated; ``take``, replicated to sharded, a slice; ``sum_scatter``, partial to sharded.
-        team: the group.
+        subgroup: the group.
         run: of a local tensor. All ranks of the group call it.
-        stretches: the sizes along the dim that is sharded.
+        sizes: the sizes along the dim that is sharded.
         sums: of a gather for work that is split over the group, whose gradient is summed.
     """
 
     kind: str
-    team: Group
+    subgroup: Group
     run: Callable[[torch.Tensor], torch.Tensor]
-    stretches: DimSizes | None = None
+    sizes: DimSizes | None = None
     sums: bool = False
 
 
 Move = tuple[Step, ...]
 
 
-def step_of(kind: str, team: Group, stretches: DimSizes | None = None, sums: bool = False) -> Step:
+def step_of(kind: str, subgroup: Group, sizes: DimSizes | None = None, sums: bool = False) -> Step:
     """The step of a kind."""
     if kind in ("sum_gradient", "sum"):
         function: Any = collectives.sum_gradient if kind == "sum_gradient" else collectives.all_reduce_fresh
-        return Step(kind, team, partial(function, group=team))
-    assert stretches is not None
+        return Step(kind, subgroup, partial(function, group=subgroup))
+    assert sizes is not None
     if kind == "gather":
-        run = partial(along_dim.all_gather, sizes=stretches, group=team, sum_gradient=sums)
-        return Step(kind, team, run, stretches, sums)
+        run = partial(along_dim.all_gather, sizes=sizes, group=subgroup, sum_gradient=sums)
+        return Step(kind, subgroup, run, sizes, sums)
     function = along_dim.local_slice if kind == "take" else along_dim.reduce_scatter
-    return Step(kind, team, partial(function, sizes=stretches, group=team), stretches)
+    return Step(kind, subgroup, partial(function, sizes=sizes, group=subgroup), sizes)
 
 
 def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
@@ -76,20 +76,20 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 def _column_product(
-    team: Group, start: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    subgroup: Group, start: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The input's gradient is summed beside the weight's; `start` as of `LayerFlow`."""
     if x.requires_grad or start is not None:  # else there is nothing to sum in backward
-        return column_linear(x, weight, bias, team, start)
+        return column_linear(x, weight, bias, subgroup, start)
     return None
 
 
 def _stream_product(
-    team: Group, stretches: DimSizes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    subgroup: Group, sizes: DimSizes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The slices of the input are gathered; its gradient is reduce-scattered beside the weight's gradient."""
     if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
-        return gathered_linear(x, weight, bias, team, stretches)
+        return gathered_linear(x, weight, bias, subgroup, sizes)
     return None
 
 
@@ -121,7 +121,7 @@ class LayerFlow:
 
     @property
     def shares(self) -> bool:
-        """Whether the product may share its input's sum: its input comes as it is, and its gradient is an addend.
+        """Whether the product may share its input's sum: its input comes as it is, and its gradient is a partial sum.
 
         Not where its weight's gradient is summed, too, which would come before the input's.
         """
@@ -137,9 +137,9 @@ def fused(flow: LayerFlow) -> LayerFlow:
         return flow
     step = flow.enter[0]
     if step.kind == "sum_gradient":
-        return attrs.evolve(flow, product=partial(_column_product, step.team, flow.start))
-    if step.sums and flow.start is None and step.stretches is not None:
-        return attrs.evolve(flow, product=partial(_stream_product, step.team, step.stretches))
+        return attrs.evolve(flow, product=partial(_column_product, step.subgroup, flow.start))
+    if step.sums and flow.start is None and step.sizes is not None:
+        return attrs.evolve(flow, product=partial(_stream_product, step.subgroup, step.sizes))
     return flow
 
 
@@ -159,7 +159,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
     return param
 
 
-def refuse_shell(module: object, x: Any) -> None:
+def refuse_sharded(module: object, x: Any) -> None:
     """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product."""
     if isinstance(x, ShardedTensor):
         raise RuleError(
@@ -191,7 +191,7 @@ class LinearFlow(Flowing):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:
-            refuse_shell(self, x)
+            refuse_sharded(self, x)
         flow, weight, bias = self.flow, local(self, "weight"), local(self, "bias")
         assert weight is not None
         if flow.sums is not None:
@@ -222,7 +222,7 @@ class ParallelEmbedding(Flowing, nn.Embedding):
     """`nn.Embedding` with its rows (vocabulary) or columns cut."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        refuse_shell(self, input)
+        refuse_sharded(self, input)
         flow = self.flow
         if isinstance(self, _OwnForward):
             self.is_met = True
@@ -231,7 +231,7 @@ class ParallelEmbedding(Flowing, nn.Embedding):
         ids = moved(input, flow.enter)
         if flow.start is None:
             return moved(look_up(ids, table, self.padding_idx), flow.leave)
-        _refuse_strays(ids, self.num_embeddings, flow.sums)
+        _refuse_out_of_range(ids, self.num_embeddings, flow.sums)
         return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
 
 
@@ -268,7 +268,7 @@ class ParallelRMSNorm(Flowing, nn.RMSNorm):
 
 
 def _normed(module: Any, x: torch.Tensor, norm: Callable[..., torch.Tensor], *params: Any) -> torch.Tensor:
-    refuse_shell(module, x)
+    refuse_sharded(module, x)
     flow = module.flow
     return moved(norm(moved(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
 
@@ -277,7 +277,7 @@ class ParallelNorm(Flowing):
     """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        refuse_shell(self, x)
+        refuse_sharded(self, x)
         module: Any = self
         x, summed = moved(x, self.flow.enter), {name: _summed(module, name) for name in module._parameters}
         if _ONE_MORE_OBJECT and torch.compiler.is_compiling():  # in a checkpoint no graph may change the module
@@ -297,15 +297,15 @@ _ONE_MORE_OBJECT = torch.__version__ >= (2, 13)  # type: ignore[operator]
 """Whether a graph can hold another object with a module's attributes; before torch 2.13 it cannot."""
 
 
-def _refuse_strays(ids: torch.Tensor, count: int, team: Group | None) -> None:
-    """Refuse ids outside the vocabulary, which no rank has; `team`: the ranks that have ids of their own."""
+def _refuse_out_of_range(ids: torch.Tensor, count: int, subgroup: Group | None) -> None:
+    """Refuse ids outside the vocabulary, which no rank has; `subgroup`: the ranks that have ids of their own."""
     if torch.compiler.is_compiling():
         torch._assert_async(((ids >= 0) & (ids < count)).all(), "index out of range in self")
         return
-    strays = strays_of(ids, 0, count)
-    if team is not None and ids.is_cpu:
-        strays = widest(strays, team)
-    if strays:
+    outside = out_of_range(ids, 0, count)
+    if subgroup is not None and ids.is_cpu:
+        outside = widest(outside, subgroup)
+    if outside:
         raise IndexError("index out of range in self")
 
 

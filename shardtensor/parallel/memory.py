@@ -22,27 +22,27 @@ Home = tuple[nn.Module, str]
 """A module, and the name under which it owns a tensor."""
 
 
-def become(tensor: torch.Tensor, shell: torch.Tensor) -> None:
-    """Turn the object `tensor` into `shell`, for all who hold it; it keeps what users set on it.
+def become(tensor: torch.Tensor, wrapper: torch.Tensor) -> None:
+    """Turn the object `tensor` into `wrapper`, for all who hold it; it keeps what users set on it.
 
     That is its attributes, its ``grad_dtype`` and, from a plain tensor, its hooks.
 
-    `shell` must not be used afterwards: it is then the old `tensor`.
+    `wrapper` must not be used afterwards: it is then the old `tensor`.
 
     Raises:
         RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
     """
-    vars(shell).update(attributes_of(tensor))
+    vars(wrapper).update(attributes_of(tensor))
     if isinstance(tensor, nn.Parameter):
-        shell._is_param = True
-    if isinstance(tensor, ShardedTensor) and isinstance(shell, ShardedTensor):
-        shell._param_group, shell._unit, shell.__class__ = tensor._param_group, tensor._unit, type(tensor)
-        shell._record_change()
-    keep_grad_dtype(tensor, shell)
+        wrapper._is_param = True
+    if isinstance(tensor, ShardedTensor) and isinstance(wrapper, ShardedTensor):
+        wrapper._param_group, wrapper._unit, wrapper.__class__ = tensor._param_group, tensor._unit, type(tensor)
+        wrapper._record_change()
+    keep_grad_dtype(tensor, wrapper)
     tensor.grad = None
     hooks = None if isinstance(tensor, ShardedTensor) else take_hooks(tensor)
     try:
-        torch.utils.swap_tensors(tensor, shell)
+        torch.utils.swap_tensors(tensor, wrapper)
     except RuntimeError as error:
         raise cannot_change("the parameter", tensor, error) from error
     if hooks is not None:

@@ -58,12 +58,12 @@ def shard_parameter(
         >>> mlp(torch.ones(2, 4)).shape, mlp[0].weight.sharding_spec()
         (torch.Size([2, 4]), parse_spec('[tp, -]'))
     """
-    shell, tensor = _sharded(
+    wrapper, tensor = _sharded(
         f'shard_parameter("{param_name}")', lambda: find(module, param_name), sharding_spec, src_rank, process_group
     )
     owner = module.get_submodule(param_name.rpartition(".")[0])
     drop_weak_references(owner, [tensor])
-    become(tensor, shell)
+    become(tensor, wrapper)
     if tensor.is_meta:
         load_keeps_layouts(owner, as_group(process_group))
 
@@ -80,10 +80,10 @@ def shard_tensor(
         >>> shard_tensor(torch.arange(4.0), "[tp]").full_tensor()
         tensor([0., 1., 2., 3.])
     """
-    shell, _ = _sharded(
+    wrapper, _ = _sharded(
         "shard_tensor", lambda: (None, checked(tensor, "tensor")), sharding_spec, src_rank, process_group
     )
-    return shell
+    return wrapper
 
 
 def _shard(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
@@ -107,7 +107,7 @@ def _sharded(
     src_rank: int,
     process_group: Any,
 ) -> tuple[ShardedTensor, torch.Tensor]:
-    """Agree on the call, then take this rank's part from the source; returns the shell and the dense tensor."""
+    """Agree on the call, then take this rank's part from the source; returns the wrapper and the dense tensor."""
     group = as_group(process_group)
     facts: dict[str, str] = {"src_rank": str(src_rank), "sharding_spec": str(sharding_spec)}
     fault, layout = None, None

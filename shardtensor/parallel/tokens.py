@@ -176,11 +176,11 @@ def dispatch(
     else:
         goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
     if any(head[:_HEAD] != [goes[0][0], head[1] & ~_FAULT, 0] for head in comes):
-        strays = goes[0][2]
-        if strays:
+        outside = goes[0][2]
+        if outside:
             fault = LayoutError(
                 "tokens ask for experts that do not exist",
-                {"experts": f"0 to {sum(held) - 1}", "other numbers": f"{strays} of {experts.numel()}"},
+                {"experts": f"0 to {sum(held) - 1}", "other numbers": f"{outside} of {experts.numel()}"},
                 "give num_experts as the number of experts of all ranks together",
             )
         agree(group, "dispatch_tokens", facts, fault)

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, DimCut, Shape
+from shardtensor.layout.layout import DimCut, MeshLayout, Shape
 from shardtensor.mesh import coordinate
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.rule import Letters, Rule
@@ -28,7 +28,7 @@ class Indexing:
         axes: along which to sum the results, because only one rank holds the element of an integer.
     """
 
-    layout: CutLayout
+    layout: MeshLayout
     local: tuple[Any, ...]
     to_sum: tuple[int, ...]
     axes: tuple[int, ...]
@@ -81,7 +81,7 @@ def _is_integer(item: Any) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def indexing(layout: CutLayout, items: tuple[Item, ...], rank: int) -> Indexing | None:
+def indexing(layout: MeshLayout, items: tuple[Item, ...], rank: int) -> Indexing | None:
     """Return how `rank` indexes; None for a slice of a dim of which a rank holds several intervals.
 
     Each rank keeps its elements of a slice of a sharded dim, so the shards may be uneven. For an integer in a sharded

@@ -1,4 +1,4 @@
-"""The layouts that an operation needs and returns, for given layouts of its operands: the choices, the cheapest of them,
+"""The layouts that an operation needs and returns, for given layouts of its operands: the choices, the cheapest one,
 and the reason where operands do not match. Integers only."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, Shape, replicated
+from shardtensor.layout.layout import DimCut, Layout, MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import chunked
 from shardtensor.layout.route import lacking
 from shardtensor.mesh import Ranks
@@ -28,7 +28,7 @@ def base_of(layouts: Sequence[Layout]) -> Layout:
     """Return the layout whose grid the call uses: the most ranks first, then a sharded one, then the largest."""
     widest = max(len(layout.ranks) for layout in layouts)
     wide = [layout for layout in layouts if len(layout.ranks) == widest]
-    return max(wide, key=lambda x: (not x.is_replicated, isinstance(x, CutLayout), math.prod(x.shape)))
+    return max(wide, key=lambda x: (not x.is_replicated, isinstance(x, MeshLayout), math.prod(x.shape)))
 
 
 def assignments(rule: Rule, operands: Sequence[Layout | Shape], base: Layout) -> list[Assignment]:
@@ -73,8 +73,8 @@ def _existing_cuts(
     split.sort(key=lambda item: -math.prod(item[0].shape))  # type: ignore[union-attr]
     for layout, letters in split:
         assert isinstance(layout, Layout)
-        if not isinstance(layout, CutLayout) or layout.ranks != base.ranks or layout.grid != base.grid:
-            off_grid.append((letters, layout.parting_axes if layout is base else tuple(range(len(base.grid)))))
+        if not isinstance(layout, MeshLayout) or layout.ranks != base.ranks or layout.grid != base.grid:
+            off_grid.append((letters, layout.sharding_axes if layout is base else tuple(range(len(base.grid)))))
             continue
         for letter, cut in zip(letters, layout.dims, strict=True):
             if cut is None:
@@ -133,12 +133,13 @@ class Need:
 
     Attributes:
         layout: the layout to redistribute it to.
-        addend_axes: axes along which it is replicated and the work is sharded, so that its gradient must be summed.
+        grad_partial_axes: axes along which it is replicated and the work is sharded, so that its gradient must be
+        summed.
         moves: whether it is a sharded or partial operand with another layout.
     """
 
-    layout: CutLayout
-    addend_axes: tuple[int, ...]
+    layout: MeshLayout
+    grad_partial_axes: tuple[int, ...]
     moves: bool
 
 
@@ -148,12 +149,12 @@ class Recipe:
 
     Attributes:
         output: of the local result; ``output.partial`` has the axes along which it is partial.
-        settled: `output` once reduced.
+        reduced: `output` once reduced.
     """
 
     needs: tuple[Need, ...]
-    output: CutLayout
-    settled: CutLayout
+    output: MeshLayout
+    reduced: MeshLayout
 
 
 @lru_cache(maxsize=8192)
@@ -228,8 +229,8 @@ def received(source: Layout, target: Layout) -> int:
     Example:
         >>> from shardtensor.layout.pieces import chunked
         >>> cut = DimCut((0,), chunked(8, 4))
-        >>> rows = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(cut, None))
-        >>> columns = CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(None, cut))
+        >>> rows = MeshLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(cut, None))
+        >>> columns = MeshLayout(shape=(8, 8), ranks=range(4), grid=(4,), dims=(None, cut))
         >>> received(rows, columns), received(rows, replicated((8, 8), range(4)))
         (12, 48)
     """
@@ -268,30 +269,30 @@ def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment
             layout = operand  # the same object: callers compare by identity
         needs.append(Need(layout, tuple(sorted(taken - own)), moves))
     shape = tuple(1 if letter is None else sizes[letter] for letter in rule.output)
-    settled = _laid_out(rule.output, shape, chosen, base)
+    reduced = _laid_out(rule.output, shape, chosen, base)
     joins = dict(rule.joins)
-    addends = ((letter, dim) for letter, dim in chosen.items() if letter not in rule.output)
-    partial = sorted((axis, joins.get(letter, "sum")) for letter, dim in addends for axis in dim.axes)
+    partials = ((letter, dim) for letter, dim in chosen.items() if letter not in rule.output)
+    partial = sorted((axis, joins.get(letter, "sum")) for letter, dim in partials for axis in dim.axes)
     partial = [(axis, join) for axis, join in partial if join != "none"]
-    output = attrs.evolve(settled, partial=tuple(partial)) if partial else settled
-    return Recipe(tuple(needs), output, settled)
+    output = attrs.evolve(reduced, partial=tuple(partial)) if partial else reduced
+    return Recipe(tuple(needs), output, reduced)
 
 
-def _laid_out(letters: Letters, shape: Shape, chosen: Assignment, base: Layout) -> CutLayout:
+def _laid_out(letters: Letters, shape: Shape, chosen: Assignment, base: Layout) -> MeshLayout:
     dims = tuple(chosen.get(letter) if letter is not None else None for letter in letters)
     return with_dims(base, shape, dims)
 
 
 @lru_cache(maxsize=8192)
-def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> CutLayout:
+def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> MeshLayout:
     """Return the layout of another shape over the grid of `base`, with these cuts."""
     if not any(dims):
         return replicated(shape, base.ranks, base.grid)
-    return CutLayout(shape=shape, ranks=base.ranks, grid=base.grid, dims=dims, names=base.names)
+    return MeshLayout(shape=shape, ranks=base.ranks, grid=base.grid, dims=dims, names=base.names)
 
 
 @lru_cache(maxsize=8192)
-def follow(layout: CutLayout, shape: Shape) -> CutLayout:
+def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
     """Return the layout of an operand of `shape` broadcast to a tensor with `layout`, which stays."""
     skip = len(layout.shape) - len(shape)
     dims = tuple(
@@ -314,7 +315,7 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
         >>> from shardtensor.layout.pieces import chunked
         >>> cut = DimCut((0,), chunked(8, 4))
         >>> rows, columns = (
-        ...     CutLayout(shape=(8, 8), ranks=range(4), grid=(4,), names=("tp",), dims=dims)
+        ...     MeshLayout(shape=(8, 8), ranks=range(4), grid=(4,), names=("tp",), dims=dims)
         ...     for dims in ((cut, None), (None, cut))
         ... )
         >>> fault_in(Rule((("b", "k"), ("n", "k")), ("b", "n")), (columns, rows), ("input", "weight"))
@@ -329,7 +330,7 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
         if operand.ranks != base.ranks or operand.grid != base.grid:
             other = next(n for n, x in zip(names, operands, strict=True) if x is base)
             return f"the {name} and the {other} are on different ranks or grids"
-        if not isinstance(operand, CutLayout):
+        if not isinstance(operand, MeshLayout):
             return f"the {name} is not sharded along its dims"
         for letter, cut in zip(letters, operand.dims, strict=True):
             if cut is None:
@@ -353,8 +354,8 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
 class Way(NamedTuple):
     """One way to redistribute the operands: their new layouts by number, and the result's layout (maybe partial)."""
 
-    moves: tuple[tuple[int, CutLayout], ...]
-    output: CutLayout
+    moves: tuple[tuple[int, MeshLayout], ...]
+    output: MeshLayout
 
 
 def ways_out(rule: Rule, operands: Sequence[Layout | Shape], itemsizes: tuple[int, ...]) -> list[Way]:

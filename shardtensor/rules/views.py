@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from shardtensor.layout.layout import CutLayout, DimCut, Shape
+from shardtensor.layout.layout import DimCut, MeshLayout, Shape
 from shardtensor.layout.pieces import Blocked, Pieces, Stepped, listed
 from shardtensor.rules.propagate import with_dims
 
@@ -60,7 +60,7 @@ def taken(a: int, b: int, start: int, stop: int, step: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8192)
-def reshaped(layout: CutLayout, shape: Shape) -> CutLayout | None:
+def reshaped(layout: MeshLayout, shape: Shape) -> MeshLayout | None:
     """Return the layout of a tensor reshaped to `shape` without communication; None if elements would have to move.
 
     Dims form groups that hold the same elements before and after. A sharded dim must be the outermost of its group
@@ -110,13 +110,13 @@ def _regroup(before: Shape, dims: tuple[DimCut | None, ...], shape: Shape) -> li
 
 
 @lru_cache(maxsize=8192)
-def permuted(layout: CutLayout, order: tuple[int, ...]) -> CutLayout:
+def permuted(layout: MeshLayout, order: tuple[int, ...]) -> MeshLayout:
     """Return the layout with its dims in another order."""
     return with_dims(layout, tuple(layout.shape[d] for d in order), tuple(layout.dims[d] for d in order))
 
 
 @lru_cache(maxsize=8192)
-def expanded(layout: CutLayout, shape: Shape) -> CutLayout | None:
+def expanded(layout: MeshLayout, shape: Shape) -> MeshLayout | None:
     """Return the layout of a tensor broadcast to `shape`; None if a sharded dim, of size 1, would grow."""
     new = len(shape) - len(layout.shape)
     grown = zip(layout.shape, shape[new:], layout.dims, strict=True)
@@ -126,7 +126,7 @@ def expanded(layout: CutLayout, shape: Shape) -> CutLayout | None:
 
 
 @lru_cache(maxsize=8192)
-def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
+def repeated(layout: MeshLayout, times: tuple[int, ...]) -> MeshLayout | None:
     """Return the layout of a tensor repeated along its dims and new ones in front; None for a sharded dim."""
     new = len(times) - len(layout.shape)
     if any(n != 1 and cut is not None for n, cut in zip(times[new:], layout.dims, strict=True)):
@@ -135,7 +135,7 @@ def repeated(layout: CutLayout, times: tuple[int, ...]) -> CutLayout | None:
     return with_dims(layout, shape, (*(None,) * new, *layout.dims))
 
 
-def heads_fit(query: CutLayout, key: CutLayout, value: CutLayout, groups: int) -> bool:
+def heads_fit(query: MeshLayout, key: MeshLayout, value: MeshLayout, groups: int) -> bool:
     """Whether each rank's query heads (`groups` for a key head) match its keys and values, and other dims are equal."""
     if query.partial or key.partial or value.partial:
         return False

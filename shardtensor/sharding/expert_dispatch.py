@@ -35,7 +35,7 @@ def dispatch_to_experts(
 
     * experts in two stacked tensors, ``gate_up_proj`` (experts, 2 * hidden, embed) and ``down_proj`` (experts, embed,
       hidden), called with tokens (n, d), the numbers of their experts (n, k) and weights (n, k). Other axes may cut
-      the experts inside: the plan's ``in`` and ``out`` then say that results are addends;
+      the experts inside: the plan's ``in`` and ``out`` then say that results are partial sums;
     * a block with a router ``gate`` and modules ``experts.0``, ``experts.1``, ..., called with hidden states alone: the
       ``top_k`` most likely experts of each token are weighed by their chances, which are made to add up to one where
       `normalize` (if it is not said: as the module's ``norm_topk_prob`` says, and without one they are). It gives a
@@ -81,7 +81,7 @@ def dispatch_to_experts(
     }
     asked = f"{call}, normalize={str(normalize).lower()}, logits={str(logits).lower()})"
     _refuse_another_forward(site, *_listed_twin(module), asked, ways)
-    return Use(lambda: NewForward(module, _listed_forward(site.team(axes), count, top_k, normalize, logits)))
+    return Use(lambda: NewForward(module, _listed_forward(site.group_along(axes), count, top_k, normalize, logits)))
 
 
 def _stacked_forward(activation: Any) -> Forward:
@@ -92,20 +92,20 @@ def _stacked_forward(activation: Any) -> Forward:
         self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         stacks = [self._parameters[name] for name in _STACKS]
-        team, held, _ = place(*stacks)  # a cut inside of experts is for the plan's `in` and `out`
+        subgroup, held, _ = place(*stacks)  # a cut inside of experts is for the plan's `in` and `out`
         fault = find_fault(hidden_states, top_k_index, top_k_weights)
-        sent = dispatch(hidden_states, top_k_index, held, team, fault)
+        sent = dispatch(hidden_states, top_k_index, held, subgroup, fault)
         gate_up, down = map(local_of, stacks)
         return sent.combine(stacked(sent, gate_up, down, activation or nn.functional.silu), top_k_weights)
 
     return forward
 
 
-def _listed_forward(team: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Forward:
-    """The forward of a router and `count` experts that are modules, dealt to the ranks of `team`."""
-    held = dealt(count, team.size)
-    start = sum(held[: team.index])
-    numbers = range(start, start + held[team.index])
+def _listed_forward(subgroup: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Forward:
+    """The forward of a router and `count` experts that are modules, dealt to the ranks of `subgroup`."""
+    held = dealt(count, subgroup.size)
+    start = sum(held[: subgroup.index])
+    numbers = range(start, start + held[subgroup.index])
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -117,7 +117,7 @@ def _listed_forward(team: Group, count: int, top_k: int, normalize: bool, logits
         if len(numbers) < count and torch.is_grad_enabled():  # experts of other ranks get gradients, too: of nothing
             others = (p for i, expert in enumerate(experts) if i not in numbers for p in expert.parameters())
             weights = weights + torch.cat([local_of(p).reshape(-1) for p in others] + [weights.new_empty(0)]).sum()
-        sent = dispatch(tokens, ids, held, team, find_fault(tokens, ids, weights))
+        sent = dispatch(tokens, ids, held, subgroup, find_fault(tokens, ids, weights))
         out = combined(sent, [(number, experts[number]) for number in numbers], weights).view(hidden_states.shape)
         return (out, scores) if logits else out
 

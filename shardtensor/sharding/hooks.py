@@ -24,7 +24,7 @@ from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.settle import stretches_of
+from shardtensor.sharding.settle import dim_sizes_of
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -51,7 +51,7 @@ class Site:
     flows: Flows
     modules: Mapping[str, nn.Module]
 
-    def team(self, axes: str | Iterable[str]) -> Group:
+    def group_along(self, axes: str | Iterable[str]) -> Group:
         """The ranks along some axes of the plan. All ranks ask for it, and only when the hook is applied."""
         return group_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
 
@@ -167,16 +167,16 @@ def cross_entropy(site: Site) -> Use:
 
 @attrs.frozen(eq=False)
 class Logits:
-    """A forward hook: makes one tensor of the columns that the ranks of a team have."""
+    """A forward hook: makes one tensor of the columns that the ranks of a subgroup have."""
 
-    team: Group
+    subgroup: Group
     spec: Spec
     classes: int
 
     @untraced(UNCOMPILED)
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        layout = bind_named(self.spec, (*output.shape[:-1], self.classes), mesh_of(self.team))
-        return wrap(output, layout, self.spec, self.team)
+        layout = bind_named(self.spec, (*output.shape[:-1], self.classes), mesh_of(self.subgroup))
+        return wrap(output, layout, self.spec, self.subgroup)
 
     def __deepcopy__(self, memo: Any) -> Logits:
         return self
@@ -186,9 +186,9 @@ def _logits(site: Site, path: str) -> Logits:
     out = site.flows.modules.stated[path].out
     assert out is not None, "it leaves logits"
     axes = cuts(out.after)[-1].axes
-    sizes = stretches_of(site.flows.modules.layers[path], "out")
+    sizes = dim_sizes_of(site.flows.modules.layers[path], "out")
     even = len(set(sizes)) == 1
-    return Logits(site.team(axes), Spec(..., Cut(axes[0]) if even else Cut(axes[0], sizes=sizes)), sum(sizes))
+    return Logits(site.group_along(axes), Spec(..., Cut(axes[0]) if even else Cut(axes[0], sizes=sizes)), sum(sizes))
 
 
 @register_hook("hf_sum_rope_gradient")
@@ -197,15 +197,15 @@ def sum_rope_gradient(site: Site, ax: Any, rope: int) -> Any:
 
     In latent attention one product makes what is cut into heads later, by a product that sums the gradient of its
     input itself, and beside it `rope` features that all heads use as they are: of those the gradient is one rank's
-    addend. Costs one all_reduce of their size in backward.
+    partial sum. Costs one all_reduce of their size in backward.
     """
 
     def apply() -> Any:
-        team = site.team(ax)
+        subgroup = site.group_along(ax)
 
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             latent, shared = output.split([output.shape[-1] - rope, rope], dim=-1)
-            return torch.cat([latent, sum_gradient(shared, team)], dim=-1)
+            return torch.cat([latent, sum_gradient(shared, subgroup)], dim=-1)
 
         return site.module.register_forward_hook(hook)
 
@@ -217,10 +217,10 @@ def share_of(site: Site, ax: Any) -> Any:
     """Divide what enters the module by the number of ranks along `ax`: its result is summed over them further up."""
 
     def apply() -> Any:
-        team: Group = site.team(ax)
+        subgroup: Group = site.group_along(ax)
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (args[0] / team.size, *args[1:])
+            return (args[0] / subgroup.size, *args[1:])
 
         return site.module.register_forward_pre_hook(hook)
 

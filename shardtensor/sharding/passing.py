@@ -16,7 +16,7 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.ops.linear import is_large, share
-from shardtensor.parallel.layers import LinearFlow, Move, local, moved, refuse_shell
+from shardtensor.parallel.layers import LinearFlow, Move, local, moved, refuse_sharded
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
@@ -29,13 +29,13 @@ class Wrapping:
     """Makes ShardedTensors of local values, for a module that may do anything with them and with its parameters."""
 
     spec: Spec
-    stretches: tuple[tuple[Group, DimSizes], ...]
+    sizes: tuple[tuple[Group, DimSizes], ...]
     group: Group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
-        for team, stretches in self.stretches:
-            shape[stretches.dim] = sum(stretches.of_local(x, team))
+        for subgroup, sizes in self.sizes:
+            shape[sizes.dim] = sum(sizes.of_local(x, subgroup))
         layout = bind_named(self.spec, tuple(shape), mesh_of(self.group))
         return x if layout.is_replicated else wrap(x, layout, self.spec, self.group)
 
@@ -48,7 +48,7 @@ class Entering:
         moves: by the name of the argument.
         places: where each stands when it is given by position.
         wraps: by the name of the argument, for modules that work on ShardedTensors.
-        sums: what comes back is an addend.
+        sums: what comes back is a partial sum.
     """
 
     moves: Mapping[str, Move]
@@ -69,7 +69,7 @@ class Entering:
         return tuple(args_found), kwargs
 
     def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse another argument that wants a gradient: it may meet cut products, and would get one rank's addend."""
+        """Refuse another argument that wants a gradient: it may meet cut products, and get one rank's partial sum."""
         named = {name: args[place] for name, place in self.places.items() if place < len(args)} | kwargs
         for name, x in named.items():
             if isinstance(x, torch.Tensor) and x.requires_grad and name not in self.moves:
@@ -82,7 +82,7 @@ class Entering:
     def _brought(self, module: nn.Module, name: str, x: Any, move: Move) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        refuse_shell(module, x)
+        refuse_sharded(module, x)
         if name in self.wraps:
             return self.wraps[name](moved(x, move))
         if is_large(x) and not torch.compiler.is_compiling() and collectives.differentiates(x):
@@ -95,7 +95,7 @@ class Entering:
         found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
         if weights and x.is_floating_point() and move and (move[-1].kind == "sum_gradient" or move[-1].sums):
-            return share(moved(x, move[:-1]), weights, move[-1].team, move[-1].stretches)
+            return share(moved(x, move[:-1]), weights, move[-1].subgroup, move[-1].sizes)
         return moved(x, move)
 
     def __deepcopy__(self, memo: Any) -> Entering:
@@ -121,7 +121,7 @@ class Result:
         if isinstance(y, ShardedTensor) and self.takes_from is not None:
             y = reshard(y, self.takes_from)
             y = y._local if isinstance(y, ShardedTensor) else y
-        refuse_shell(module, y)
+        refuse_sharded(module, y)
         return moved(y, self.move)
 
 

@@ -192,7 +192,7 @@ def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
 def axes_of_flows(said: Iterable[Line]) -> set[str]:
     """The axes that flows name."""
     flows = [line.value for line in said if isinstance(line.value, Flow)]
-    return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.addends)}
+    return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.partials)}
 
 
 def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any]) -> Resolved:

@@ -11,7 +11,7 @@ from torch import nn
 from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import PlanError
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.parallel.layers import Flowing, LayerFlow, Move, Step, fused, layer_class, step_of
 from shardtensor.plan.flows.flow import Axes, Change, Flow, changes, cuts, partial_axes
 from shardtensor.plan.flows.gradients import Flows
@@ -21,7 +21,7 @@ from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, ar
 from shardtensor.spec.nodes import Spec
 
 Sizes = Mapping[Axes, tuple[int, ...]]
-"""The stretches of the last dim of a value, by the axes over which it is cut, where a weight tells them."""
+"""The sizes of the last dim of a value, by the axes over which it is cut, where a weight tells them."""
 
 
 class Binder:
@@ -33,7 +33,7 @@ class Binder:
     def __init__(self, group: Group, is_dry: bool = False) -> None:
         self.group, self.is_dry = group, is_dry
 
-    def team(self, axes: Iterable[str]) -> Group | None:
+    def group_along(self, axes: Iterable[str]) -> Group | None:
         """The ranks along some axes; None for no axis."""
         axes = tuple(axes)
         if not axes:
@@ -47,14 +47,14 @@ class Binder:
     def move(self, steps: Iterable[Change], sizes: Sizes | None = None) -> Move:
         """The steps along the groups."""
         found = (self._step(step, sizes or {}) for step in steps)
-        return tuple(step for step in found if step.team.size > 1 or self.is_dry)
+        return tuple(step for step in found if step.subgroup.size > 1 or self.is_dry)
 
     def _step(self, step: Change, sizes: Sizes) -> Step:
-        team = self.team(step.axes)
-        assert team is not None
+        subgroup = self.group_along(step.axes)
+        assert subgroup is not None
         cut = step.cut
         if cut is None:  # what is summed stays of one shape
-            return step_of(step.kind, team)
+            return step_of(step.kind, subgroup)
         mesh = self.group.mesh
         if mesh is not None and tuple(name for name in mesh.names if name in step.axes) != step.axes:
             ordered = "*".join(name for name in mesh.names if name in step.axes)
@@ -66,7 +66,7 @@ class Binder:
         known = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
         if known is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
-        return step_of(step.kind, team, DimSizes(step.dim, known, cut.balanced), step.sums)
+        return step_of(step.kind, subgroup, DimSizes(step.dim, known, cut.balanced), step.sums)
 
 
 def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
@@ -77,7 +77,7 @@ def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank
         return _linear(module, layer, work, binder, rank)
     if len(module.__dict__.get("normalized_shape", ())) > 1:
         raise PlanError("a norm over several dims takes no flow", {"normalized_shape": module.normalized_shape})
-    return LayerFlow(binder.move(work.enter), binder.move(work.leave), sums=binder.team(work.sums["weight"]))
+    return LayerFlow(binder.move(work.enter), binder.move(work.leave), sums=binder.group_along(work.sums["weight"]))
 
 
 def _linear(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
@@ -85,15 +85,15 @@ def _linear(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: in
     start, adds_bias = None, True
     if module.bias is not None:
         if in_axes:
-            team = binder.team(partial_axes(work.leaves.after))
-            adds_bias = team is None or team.index == 0
+            subgroup = binder.group_along(partial_axes(work.leaves.after))
+            adds_bias = subgroup is None or subgroup.index == 0
         if out_axes and not layer.cut("bias", "out"):
             start = _start(layer, "out", rank)
     flow = LayerFlow(
-        binder.move(work.enter, _stretches(layer, "in")),
-        binder.move(work.leave, _stretches(layer, "out")),
-        sums=binder.team(work.sums["weight"]),
-        sums_bias=None if work.sums_beside else binder.team(work.sums.get("bias", ())),
+        binder.move(work.enter, _sizes(layer, "in")),
+        binder.move(work.leave, _sizes(layer, "out")),
+        sums=binder.group_along(work.sums["weight"]),
+        sums_bias=None if work.sums_beside else binder.group_along(work.sums.get("bias", ())),
         start=start,
         adds_bias_last=bool(in_axes),
         adds_bias=adds_bias,
@@ -110,32 +110,32 @@ def _embedding(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank:
                 fix="leave out its `in` and `out`: ShardedTensors pass then",
             )
     start = _start(layer, "vocab", rank) if layer.cut("weight", "vocab") else None
-    leave = binder.move(work.leave, _stretches(layer, "embed"))
-    return LayerFlow(binder.move(work.enter), leave, sums=binder.team(work.sums["weight"]), start=start)
+    leave = binder.move(work.leave, _sizes(layer, "embed"))
+    return LayerFlow(binder.move(work.enter), leave, sums=binder.group_along(work.sums["weight"]), start=start)
 
 
 def _start(layer: Layer, dim: str, rank: int) -> int:
-    """Where a rank's stretch of a dim of the weight starts."""
+    """Where a rank's range of a dim of the weight starts."""
     layout, d = _cut(layer, dim)
     return layout.start(rank, d)
 
 
-def _stretches(layer: Layer, dim: str) -> Sizes:
+def _sizes(layer: Layer, dim: str) -> Sizes:
     axes = layer.cut("weight", dim)
-    return {axes: stretches_of(layer, dim)} if axes else {}
+    return {axes: dim_sizes_of(layer, dim)} if axes else {}
 
 
-def stretches_of(layer: Layer, dim: str) -> tuple[int, ...]:
-    """The true stretch of each piece of a weight's dim."""
+def dim_sizes_of(layer: Layer, dim: str) -> tuple[int, ...]:
+    """The size of each piece of a weight's dim, without padding."""
     layout, d = _cut(layer, dim)
     cut = layout.dims[d]
     assert cut is not None
     return tuple(cut.pieces.size(i) for i in range(cut.pieces.count))
 
 
-def _cut(layer: Layer, dim: str) -> tuple[CutLayout, int]:
+def _cut(layer: Layer, dim: str) -> tuple[MeshLayout, int]:
     layout = layer.params["weight"].layout
-    assert isinstance(layout, CutLayout)
+    assert isinstance(layout, MeshLayout)
     return layout, layer.kind.dims["weight"].index(dim)
 
 
@@ -215,7 +215,7 @@ def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str]
         return Settled(path, module, _layer_flow(module, known, work, binder, rank), sharded)
     if sharded and not stated.passing.uses:  # a hook may let it work on plain slices of its parameters
         stated = _of_sharded(stated)
-    return _container(path, module, stated, flows.meetings.addends.get(path, ()), binder, bool(sharded))
+    return _container(path, module, stated, flows.meetings.partials.get(path, ()), binder, bool(sharded))
 
 
 def _text(flows: Mapping[str, Flow]) -> str:
@@ -223,7 +223,7 @@ def _text(flows: Mapping[str, Flow]) -> str:
 
 
 def _container(
-    path: str, module: nn.Module, stated: Stated, addends: Axes, binder: Binder, has_tensors: bool
+    path: str, module: nn.Module, stated: Stated, partials: Axes, binder: Binder, has_tensors: bool
 ) -> Settled:
     names = arguments(module)
     moves, wraps = {}, {}
@@ -233,17 +233,17 @@ def _container(
             raise PlanError(
                 f"forward has no argument `{name}`", {"arguments": ", ".join(names)}, "name one of them, or write `in`"
             )
-        moves[name] = binder.move(changes(flow, () if has_tensors else addends))
+        moves[name] = binder.move(changes(flow, () if has_tensors else partials))
         if has_tensors and cuts(flow.after):
-            stretches = tuple(
-                (team, DimSizes(dim, cut.sizes, cut.balanced))
+            sizes = tuple(
+                (subgroup, DimSizes(dim, cut.sizes, cut.balanced))
                 for dim, cut in cuts(flow.after).items()
-                if (team := binder.team(cut.axes)) is not None
+                if (subgroup := binder.group_along(cut.axes)) is not None
             )
-            wraps[name] = Wrapping(flow.after, stretches, binder.group)
+            wraps[name] = Wrapping(flow.after, sizes, binder.group)
     entering = None
     if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
-        entering = Entering(moves, names, wraps, bool(addends) and not has_tensors)
+        entering = Entering(moves, names, wraps, bool(partials) and not has_tensors)
     results = (
         (name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in stated.outs.items()
     )
@@ -253,7 +253,7 @@ def _container(
 
 
 def _of_sharded(stated: Stated) -> Stated:
-    """The flows of a module that works on ShardedTensors: it gives sums where a layer would leave addends."""
+    """The flows of a module that works on ShardedTensors: it gives sums where a layer would leave partial sums."""
 
     def summed(flow: Flow) -> Flow:
         before = flow.before

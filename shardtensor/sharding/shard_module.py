@@ -90,10 +90,10 @@ def shard_module(
     group = found.group
     for path, sharder in found.rules.sharders:
         _replace(module, path, sharder)
-    shells = [_shell(target, group, src_rank, process_group) for target in found.targets]
+    wrappers = [_wrapper(target, group, src_rank, process_group) for target in found.targets]
     settled = found.settled(Binder(group))
     drop_weak_references(module, [target.tensor for target in found.targets])
-    _become_all([target.tensor for target in found.targets], shells)
+    _become_all([target.tensor for target in found.targets], wrappers)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
     for _, tensor in found.wholes:
@@ -130,7 +130,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
         >>> type(unshard_module(linear).weight).__name__
         'Parameter'
     """
-    shells: dict[int, ShardedTensor] = {}
+    wrappers: dict[int, ShardedTensor] = {}
     keep_as_before(module)
     for owner in module.modules():
         unsettle(owner)
@@ -139,19 +139,19 @@ def unshard_module(module: nn.Module) -> nn.Module:
             handle.remove()
         for value in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
             if isinstance(value, ShardedTensor):
-                shells[id(value)] = value
+                wrappers[id(value)] = value
     wholes, grads = [], []
-    for shell in shells.values():
+    for wrapper in wrappers.values():
         with torch.no_grad():
-            whole = shell.full_tensor()
-            grads.append(None if shell.grad is None else shell.grad.full_tensor().clone())
-        whole = whole.clone() if whole is shell._local or whole._is_view() else whole
-        is_parameter = isinstance(shell, nn.Parameter)
-        wholes.append(nn.Parameter(whole, shell.requires_grad) if is_parameter else whole.detach())
-    drop_weak_references(module, shells.values())
-    _become_all(list(shells.values()), wholes)
+            whole = wrapper.full_tensor()
+            grads.append(None if wrapper.grad is None else wrapper.grad.full_tensor().clone())
+        whole = whole.clone() if whole is wrapper._local or whole._is_view() else whole
+        is_parameter = isinstance(wrapper, nn.Parameter)
+        wholes.append(nn.Parameter(whole, wrapper.requires_grad) if is_parameter else whole.detach())
+    drop_weak_references(module, wrappers.values())
+    _become_all(list(wrappers.values()), wholes)
     flatten_again(module)
-    for tensor, grad in zip(shells.values(), grads, strict=True):
+    for tensor, grad in zip(wrappers.values(), grads, strict=True):
         tensor.grad = grad
     return module
 
@@ -180,7 +180,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), last
 
 
-def _shell(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
+def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
     """This rank's part of a tensor, as the source has it."""
     tensor, spec, layout = target.tensor, target.spec, target.layout
     if layout is None:

@@ -96,14 +96,14 @@ def keep_as_before(module: nn.Module) -> None:
 def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str, count: int) -> Group:
     """The data ranks, those along `axes` as one axis, which is cut, and the rest of `data` before it, which repeats."""
     rest = tuple(axis for axis in data if axis not in axes)
-    team = group_along(group, (*rest, *axes))
-    if team.size == 1:
-        return team
-    ranks = tuple(team.ranks)
+    subgroup = group_along(group, (*rest, *axes))
+    if subgroup.size == 1:
+        return subgroup
+    ranks = tuple(subgroup.ranks)
     if group.mesh is not None:
         ranks = group.mesh.ranks_along(group.rank, [group.mesh.names.index(axis) for axis in (*rest, *axes)])
     grid = ((name, count),) if count == len(ranks) else (("copies", len(ranks) // count), (name, count))
-    return group_on_mesh(team, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
+    return group_on_mesh(subgroup, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 
 def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:

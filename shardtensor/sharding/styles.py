@@ -50,7 +50,7 @@ def colwise_shared(axis: Axis, copies: Axis, *, unit: int = 1) -> Block:
     return {
         "weight": f"[out: {cut}]",
         "optional bias": f"[out: {cut}]",
-        "out": f"[..., {cut}] grad {_addends(Cut(copies))}",
+        "out": f"[..., {cut}] grad {_partials(Cut(copies))}",
     }
 
 
@@ -71,7 +71,7 @@ def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced
     return {
         "weight": f"[in: {cut}]",
         "in": f"[..., {cut}]",
-        "out": f"{_addends(cut)} -> {as_spec(to)}",
+        "out": f"{_partials(cut)} -> {as_spec(to)}",
     }
 
 
@@ -102,7 +102,7 @@ def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "rep
         '[vocab: tp pad(64)]'
     """
     cut = Cut(axis, pad=pad)
-    return {"weight": f"[vocab: {cut}]", "out": f"{_addends(cut)} -> {as_spec(to)}"}
+    return {"weight": f"[vocab: {cut}]", "out": f"{_partials(cut)} -> {as_spec(to)}"}
 
 
 def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replicate") -> Block:
@@ -123,5 +123,5 @@ def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replic
     return {"weight": f"[out: {cut}]", "optional bias": f"[out: {cut}]", "in": enters, "out": f"[..., {cut}]"}
 
 
-def _addends(cut: Cut) -> str:
+def _partials(cut: Cut) -> str:
     return f"partial({'*'.join(cut.axes)})"

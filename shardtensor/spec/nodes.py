@@ -139,7 +139,7 @@ class Spec(ShardingSpec):
         return self._with(only=Only(axis, index))
 
     def partial(self, *axes: str, op: str = "sum") -> Spec:
-        """Return this spec for a value of which each rank along `axes` holds an addend."""
+        """Return this spec for a value of which each rank along `axes` holds a partial sum."""
         return self._with(partial=(*self.partial_parts, Partial(axes, op)))
 
     def __str__(self) -> str:

@@ -177,7 +177,7 @@ _REDUCTION_FIX = f"write one of {', '.join(REDUCTIONS)}; several axes are one pr
 
 @attrs.frozen(cache_hash=True)
 class Partial:
-    """Each rank along `axes` holds an addend; `op` is ``sum``, ``avg``, ``max`` or ``min``."""
+    """Each rank along `axes` holds a partial sum; `op` is ``sum``, ``avg``, ``max`` or ``min``."""
 
     axes: tuple[str, ...] = attrs.field(converter=axis_tuple)
     op: str = attrs.field(default="sum")

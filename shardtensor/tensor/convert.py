@@ -2,7 +2,7 @@
 
 ``to`` and its short forms do what torch does to the leaf: they are differentiable where torch's are, and return the
 same object where torch does. Nothing is sent, but a partial tensor is reduced before its dtype changes: sums of rounded
-addends differ.
+partial sums differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardtensor.tensor import placing
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.placing import moved
-from shardtensor.tensor.sharded_tensor import ShardedTensor, settled, view_of, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, view_of, wrap
 
 
 def converted(tensor: ShardedTensor, change: Callable[[torch.Tensor], torch.Tensor], group: Group) -> ShardedTensor:
@@ -38,7 +38,7 @@ def converted(tensor: ShardedTensor, change: Callable[[torch.Tensor], torch.Tens
     kind of device rewrites the placements of the spec; `change` must keep the leaf's shape."""
     local = change(tensor._local)
     if tensor._layout.partial and local.dtype != tensor.dtype:
-        tensor = settled(tensor)
+        tensor = reduced(tensor)
         local = change(tensor._local)
     if local is tensor._local and group is tensor._group:
         return tensor
@@ -224,7 +224,7 @@ register_module_module_registration_hook(_refuse_ddp)
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
-"""What a shell is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
+"""What a wrapper is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -250,9 +250,9 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     twin = wrap(local, tensor._layout, tensor._spec, tensor._group)
     twin._placements = copy.deepcopy(tensor._placements, memo)
     memo[id(tensor)] = twin
-    if (cached := tensor._grad_shell) is not None and local.grad is not None:
-        twin._grad_shell = (local.grad, gradient_of(twin, local.grad))
-        memo[id(cached[1])] = twin._grad_shell[1]
+    if (cached := tensor._grad_wrapper) is not None and local.grad is not None:
+        twin._grad_wrapper = (local.grad, gradient_of(twin, local.grad))
+        memo[id(cached[1])] = twin._grad_wrapper[1]
     vars(twin).update(copy.deepcopy(attributes_of(tensor), memo))
     return twin
 

@@ -146,7 +146,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def refuse_partial_write(target: Any, name: str) -> None:
-    """Raise RuleError if `target` is partial: no addend could take a change in place."""
+    """Raise RuleError if `target` is partial: no partial sum could take a change in place."""
     if target._layout.partial:
         raise RuleError(
             f"{name}: in place on a tensor that is still to be reduced",

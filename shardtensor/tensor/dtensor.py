@@ -18,7 +18,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, device_mesh_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout, Layout, same_boxes
+from shardtensor.layout.layout import Layout, MeshLayout, same_boxes
 from shardtensor.layout.nested import nested_layout, say_nested
 from shardtensor.mesh import Mesh
 from shardtensor.plan.interop.dtensor import as_mesh, cannot_be_said, make_placements, read_placements
@@ -97,7 +97,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
     if said is None:
         raise _cannot_be_said(tensor, mesh)
     local = tensor._local
-    if not isinstance(layout, CutLayout):  # its boxes are DTensor's, but its local tensor may be flat
+    if not isinstance(layout, MeshLayout):  # its boxes are DTensor's, but its local tensor may be flat
         local = local.view(nested_layout(said, layout.shape, mesh).local_shape(tensor._group.rank))
     odd = next((op for _, op in layout.partial if op in ("max", "min")), None)
     if odd is not None and local.requires_grad and torch.is_grad_enabled():
@@ -120,7 +120,7 @@ def parameter_of(dtensor: Any) -> nn.Parameter:
     return made
 
 
-def _odd_spec(layout: CutLayout, device: torch.device, mesh: Mesh) -> ShardingSpec | None:
+def _odd_spec(layout: MeshLayout, device: torch.device, mesh: Mesh) -> ShardingSpec | None:
     """The spec of a layout with pieces that no cut of the language has; None for the rest, whose layout tells it."""
     if not any(layout.is_blocked(dim) for dim in range(len(layout.shape))):
         return None
@@ -170,8 +170,8 @@ def _order(dtensor: Any) -> tuple[int, ...] | None:
 
 
 def _gradient_scale(layout: Layout) -> float:
-    """What DTensor's gradient of an addend is of ours. It is that of the whole for both, but an average's addend
-    counts for one part of it only: DTensor leaves the division out."""
+    """What DTensor's gradient of a partial sum is of ours. It is that of the whole for both, but a rank's part of an
+    average counts for one part of it only: DTensor leaves the division out."""
     scale = 1
     for axis, op in layout.partial:
         scale *= layout.grid[axis] if op == "avg" else 1

@@ -172,15 +172,16 @@ class Plan(NamedTuple):
     coming: Side
 
 
-def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
+def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> torch.Tensor:
     """Return this rank's local tensor after an all-gather, a reduce-scatter or an all-to-all; no gradient.
 
-    All ranks of `team` call it. A rank's own pieces take the same way. What is in order on one side is moved without a
-    copy of ours, as rows that become columns are where they arrive, and columns that become rows where they leave.
+    All ranks of `subgroup` call it. A rank's own pieces take the same way. What is in order on one side is moved
+    without a copy of ours, as rows that become columns are where they arrive, and columns that become rows where they
+    leave.
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    plan = _plan(local, step, team, rank)
+    plan = _plan(local, step, subgroup, rank)
     leaving, coming = plan.leaving, plan.coming
     if leaving.in_order:
         sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
@@ -190,36 +191,36 @@ def exchange(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
             together.copy_(apart)
     if step.kind in ("all_gather", "reduce_scatter"):
         is_gather = step.kind == "all_gather"
-        received = team.all_gather(sent) if is_gather else team.reduce_scatter(sent, leaving.counts)
+        received = subgroup.all_gather(sent) if is_gather else subgroup.reduce_scatter(sent, leaving.counts)
         if coming.in_order:
             return received.view(plan.shape)
         out = local.new_empty(plan.shape)
     else:
         out = local.new_empty(plan.shape)
         received = out.view(-1) if coming.in_order else local.new_empty(coming.total)
-        team.all_to_all(sent, leaving.counts, coming.counts, received)
+        subgroup.all_to_all(sent, leaving.counts, coming.counts, received)
     if not coming.in_order:
         for apart, together in coming.copies.between(out, received):
             apart.copy_(together)
     return out
 
 
-def _plan(local: torch.Tensor, step: Step, team: Group, rank: int) -> Plan:
-    kept = team.__dict__.get("_exchanges")
+def _plan(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> Plan:
+    kept = subgroup.__dict__.get("_exchanges")
     if kept is None:
-        kept = team.__dict__["_exchanges"] = {}
+        kept = subgroup.__dict__["_exchanges"] = {}
     misplaced = misplacement(local)
     key = (id(step), rank, local.stride(), local.element_size(), misplaced)
     plan = kept.get(key)
     if plan is None:
         if len(kept) >= MOST:
             kept.clear()
-        plan = kept[key] = _settle(local, step, team, rank, misplaced)
+        plan = kept[key] = _settle(local, step, subgroup, rank, misplaced)
     return plan
 
 
-def _settle(local: torch.Tensor, step: Step, team: Group, rank: int, misplaced: int | None) -> Plan:
-    members = team.ranks
+def _settle(local: torch.Tensor, step: Step, subgroup: Group, rank: int, misplaced: int | None) -> Plan:
+    members = subgroup.ranks
     if step.kind == "reduce_scatter":
         kept = {peer: transfer(step.source, step.target, peer, (peer,)).keeps for peer in members}
         sends = [tuple(here for here, _ in kept[peer]) for peer in members]

@@ -8,7 +8,7 @@ a tensor's shape in place.
 A plain tensor that meets a sharded one is a copy on every rank: under `check_collectives` its checksum is compared.
 
 It is also under ``torch.autograd.Function.apply``. A Function ties its results to its arguments below the level that a
-subclass of Tensor can see: on ShardedTensors it would tie the shells, whose leaves would have no history. It has no
+subclass of Tensor can see: on ShardedTensors it would tie the wrappers, whose leaves would have no history. It has no
 override hook, so importing this module replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2
 microseconds; torch.compile knows ``apply`` by its name and traces the Function itself.
 
@@ -88,14 +88,14 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             fix=["pass local_tensor() to communicate shards", "full_tensor() or gather() to bring them together"],
         )
     leaves, tree = tree_flatten((args, kwargs))
-    shells = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}.values())
-    if not shells:
+    wrappers = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}.values())
+    if not wrappers:
         raise RuleError(
             f"{name_of(func)} got a ShardedTensor inside of a container that is not a list, tuple or dict",
             fix="pass a list",
         )
-    first = shells[0]
-    size_bytes = sum(shell.numel() * shell.element_size() for shell in shells)
+    first = wrappers[0]
+    size_bytes = sum(wrapper.numel() * wrapper.element_size() for wrapper in wrappers)
     warn_of_gather(
         func,
         size_bytes,
@@ -110,7 +110,7 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_statistics = any(family in name for family in WRITES_STATISTICS)
 
     def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | torch.Tensor | None]]:
-        wholes = {id(shell): shell.full_tensor() for shell in shells}
+        wholes = {id(wrapper): wrapper.full_tensor() for wrapper in wrappers}
         if changes:  # a whole may be the very bytes of a copy, or a view that may not be written
             wholes = {key: whole.clone() for key, whole in wholes.items()}
         befores = [_before(whole, changes, has_statistics) for whole in wholes.values()]
@@ -119,9 +119,9 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     result, wholes, befores = _with_one_random_stream(compute, first, generator)
-    returned = {id(whole): shell for whole, shell in zip(wholes.values(), shells, strict=True)}
-    for shell, before in zip(shells, befores, strict=True):
-        _write_back(func, shell, wholes[id(shell)], before, changes)
+    returned = {id(whole): wrapper for whole, wrapper in zip(wholes.values(), wrappers, strict=True)}
+    for wrapper, before in zip(wrappers, befores, strict=True):
+        _write_back(func, wrapper, wholes[id(wrapper)], before, changes)
     return tree_map(
         lambda x: returned.get(id(x), _lay_out(x, first)) if isinstance(x, torch.Tensor) else x,
         result,
@@ -149,26 +149,26 @@ def _is_unchanged(whole: torch.Tensor, before: int | torch.Tensor | None) -> boo
 
 
 def _write_back(
-    func: Any, shell: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None, changes: bool
+    func: Any, wrapper: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None, changes: bool
 ) -> None:
-    """Bring what the function changed of the gathered `whole` back to the shards of `shell`."""
-    if tuple(whole.shape) != shell._layout.shape:
+    """Bring what the function changed of the gathered `whole` back to the shards of `wrapper`."""
+    if tuple(whole.shape) != wrapper._layout.shape:
         raise RuleError(
             f"{name_of(func)} would change the shape of a ShardedTensor in place",
-            {"from": tuple(shell.shape), "to": tuple(whole.shape)},
+            {"from": tuple(wrapper.shape), "to": tuple(whole.shape)},
             "use the form that returns a new tensor",
         )
     if _is_unchanged(whole, before):
         return
-    refuse_lost_write(shell, name_of(func))
-    refuse_partial_write(shell, name_of(func))
-    local = part(whole, shell._layout, shell._group)
+    refuse_lost_write(wrapper, name_of(func))
+    refuse_partial_write(wrapper, name_of(func))
+    local = part(whole, wrapper._layout, wrapper._group)
     # Empty ones all have address 0, and must enter the graph as on other ranks, whose backward is collective.
-    if not local.numel() or local.untyped_storage().data_ptr() != shell._local.untyped_storage().data_ptr():
+    if not local.numel() or local.untyped_storage().data_ptr() != wrapper._local.untyped_storage().data_ptr():
         # A leaf that autograd follows is written by what torch does without it, as the scaling of an embedding's rows.
-        follows = changes or not shell._local.is_leaf
+        follows = changes or not wrapper._local.is_leaf
         with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
-            shell._local.copy_(local)
+            wrapper._local.copy_(local)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch
     return compute()
 
 
-SHELLS: set[type] = {ShardedTensor}
+WRAPPERS: set[type] = {ShardedTensor}
 """Classes of sharded tensors."""
 
 Function = torch.autograd.Function
@@ -226,7 +226,7 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     else:
         out = _plain_apply(cls, *args)
     kind = type(out)
-    if kind in SHELLS or (kind is tuple and not SHELLS.isdisjoint(map(type, out))):
+    if kind in WRAPPERS or (kind is tuple and not WRAPPERS.isdisjoint(map(type, out))):
         _refuse_cut_off(cls, out)
     return out
 

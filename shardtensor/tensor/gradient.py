@@ -19,14 +19,14 @@ import torch
 from shardtensor.errors import RuleError
 from shardtensor.tensor.bucket import flat_shard_of
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, settled, shell_over, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap, wrapper_over
 
 _NOTHING = torch.empty(0)
 
 
 def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
     """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
-    cached = tensor._grad_shell
+    cached = tensor._grad_wrapper
     if cached is not None and cached[0] is tensor._local.grad:
         return cached[1]
     return _shown(tensor)
@@ -49,7 +49,7 @@ def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
         local = local.clone(memory_format=torch.contiguous_format)  # else it keeps the whole in memory
     tensor._local.grad = local
     is_own = isinstance(value, ShardedTensor) and value._local is local
-    tensor._grad_shell = (tensor._local.grad, value) if is_own else None  # type: ignore[assignment]
+    tensor._grad_wrapper = (tensor._local.grad, value) if is_own else None  # type: ignore[assignment]
 
 
 def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
@@ -57,38 +57,40 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
     grad = tensor._local.grad
     if grad is None:
         return None
-    shell = _idle(tensor, grad)
-    if shell is None:
-        shell = gradient_of(tensor, grad)
-    tensor._grad_shell = (grad, shell)
-    return shell
+    wrapper = _idle(tensor, grad)
+    if wrapper is None:
+        wrapper = gradient_of(tensor, grad)
+    tensor._grad_wrapper = (grad, wrapper)
+    return wrapper
 
 
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
-    """Return the shell over the gradient of a tensor's leaf: of its layout, with nothing left to reduce. A tensor
+    """Return the wrapper over the gradient of a tensor's leaf: of its layout, with nothing left to reduce. A tensor
     that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's."""
     layout = tensor._layout
     if not layout.partial:
-        return shell_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
+        return wrapper_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
     if any(op != "sum" for _, op in layout.partial):
-        raise RuleError("the gradient of a partial tensor is not kept by its addends", fix="reduce the tensor first")
+        raise RuleError(
+            "the gradient of a partial tensor is not kept by its partial sums", fix="reduce the tensor first"
+        )
     return wrap(grad, layout.reduced(), None, tensor._group)
 
 
 def forget(tensor: ShardedTensor) -> None:
     """Let go of the gradient's memory; the leaf's gradient was set to None."""
-    cached, tensor._grad_shell = tensor._grad_shell, None
+    cached, tensor._grad_wrapper = tensor._grad_wrapper, None
     if cached is None:
         return
-    shell = cached[1]
+    wrapper = cached[1]
     del cached
-    if getrefcount(shell) == 2 and not tensor._layout.partial:  # held by this call alone
-        tensor._idle_grad = (shell, tensor._layout, shell.dtype, shell.device)
-        shell._local = _NOTHING
+    if getrefcount(wrapper) == 2 and not tensor._layout.partial:  # held by this call alone
+        tensor._idle_grad = (wrapper, tensor._layout, wrapper.dtype, wrapper.device)
+        wrapper._local = _NOTHING
 
 
 def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
-    """The shell of the gradient before, over this one, if nobody has it any more: half the cost of a new one."""
+    """The wrapper of the gradient before, over this one, if nobody has it any more: half the cost of a new one."""
     idle, tensor._idle_grad = tensor._idle_grad, None
     if idle is None or idle[1] is not tensor._layout or idle[2] is not grad.dtype or idle[3] != grad.device:
         return None
@@ -298,7 +300,7 @@ def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[to
             continue
         if batched:
             raise _batched_error()
-        tensor = settled(tensor)
+        tensor = reduced(tensor)
         roots.append(tensor._local)
         if gradient is not None and tuple(gradient.shape) != tuple(tensor.shape):
             raise RuntimeError(

@@ -214,7 +214,7 @@ def init_from_local_tensor(
 ) -> ShardedTensor:
     """Wrap each rank's local tensor as its part under a spec, without a copy. All ranks of the group call it.
 
-    One small exchange makes sure that all agree. A partial spec makes each rank's tensor an addend.
+    One small exchange makes sure that all agree. A partial spec makes each rank's tensor a partial sum.
 
     Args:
         local_tensor: of the local shape that the spec gives this rank, contiguous; it becomes the leaf.

@@ -1,7 +1,7 @@
 """Between layouts, with gradients: by the route from one to the other, and back by the route back.
 
 Which step sends what was decided in `shardtensor.layout.route`. One convention: a plain tensor is a copy on every rank
-and so is its gradient; the gradient of addends is that of their sum, on every rank.
+and so is its gradient; the gradient of partial sums is that of their sum, on every rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def along(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     key = (layout.ranks, layout.grid, tuple(axes))
     known = _ALONG.setdefault(group, {})
     if key not in known:
-        known[key] = _team(group, layout, axes)
+        known[key] = _subgroup(group, layout, axes)
     return known[key]
 
 
-def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
+def _subgroup(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     if len(layout.ranks) != group.size:
         raise RuleError(
             "ranks outside the tensor cannot take part in a reduction over some of its axes",
@@ -57,11 +57,11 @@ def _team(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     return group.subgroup(mesh.ranks_along(group.rank, axes))
 
 
-def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.Tensor:
+def run_step(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> torch.Tensor:
     """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split. It has
-    no gradient. All ranks of `team` (those along ``step.axes``, or all) call it; `rank` is the global one."""
+    no gradient. All ranks of `subgroup` (those along ``step.axes``, or all) call it; `rank` is the global one."""
     if step.kind == "all_reduce":
-        return team.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
+        return subgroup.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
     if step.kind == "split":
         made = tuple(p for p in step.target.partial if p not in step.source.partial)
         brings = attrs.evolve(step.target, partial=made).brings_value(rank)
@@ -70,7 +70,7 @@ def run_step(local: torch.Tensor, step: Step, team: Group, rank: int) -> torch.T
         return take(local, step.source, step.target, rank)
     if 0 in step.source.shape:
         return local.new_empty(step.target.local_shape(rank))
-    return exchange(local, step, team, rank)
+    return exchange(local, step, subgroup, rank)
 
 
 def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torch.Tensor:
@@ -116,13 +116,13 @@ def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 def _run(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
     for step in route(source, target):
         is_covered = len(step.source.ranks) == len(step.target.ranks) == group.size
-        team = group if step.axes is None or not is_covered else along(group, step.source, step.axes)
-        local = run_step(local, step, team, group.rank)
+        subgroup = group if step.axes is None or not is_covered else along(group, step.source, step.axes)
+        local = run_step(local, step, subgroup, group.rank)
     return local
 
 
 class _Moved(torch.autograd.Function):
-    """Its backward takes the route back; an addend of a mean gets its share of the mean's gradient."""
+    """Its backward takes the route back; a partial sum of a mean gets its share of the mean's gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
@@ -138,21 +138,23 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = collectives.whole_gradient(grad)
         made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
-        if made and grad.requires_grad:  # where addends are made, one copy of the gradient counts
-            layout = attrs.evolve(ctx.target, partial=made)  # weights sum to 1 over the holders of an element's addends
+        if made and grad.requires_grad:  # where partial sums are made, one copy of the gradient counts
+            layout = attrs.evolve(
+                ctx.target, partial=made
+            )  # weights sum to 1 over the holders of an element's partial sums
             grad = _Counted.apply(grad, layout.brings_value(ctx.group.rank) / _means(layout))
         back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)
         if share != 1:
             back = back * share
         joined = [axis for axis, op in ctx.source.partial if (axis, op) not in ctx.target.partial]
-        if joined and back.requires_grad:  # each rank's gradient of it, of second order, is an addend
+        if joined and back.requires_grad:  # each rank's gradient of it, of second order, is a partial sum
             back = collectives.sum_gradient(back, along(ctx.group, ctx.source, joined))
         return back if back.numel() else back.reshape(ctx.shape), None, None, None
 
 
 class _Counted(torch.autograd.Function):
-    """A copy whose own gradient counts as much as the addend that this rank makes of it."""
+    """A copy whose own gradient counts as much as the partial sum that this rank makes of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -161,11 +163,11 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Addend.apply(grad, ctx.weight), None
+        return _Partial.apply(grad, ctx.weight), None
 
 
-class _Addend(torch.autograd.Function):
-    """This rank's addend of a copy; the gradient of addends is that of their sum, and counts as such."""
+class _Partial(torch.autograd.Function):
+    """This rank's partial sum of a copy; the gradient of partial sums is that of their sum, and counts as such."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -205,6 +207,6 @@ def _everywhere(layout: Layout, group: Group) -> Layout:
     return replicated(layout.shape, group.ranks)
 
 
-def settle(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Join the addends of a partial layout: one all-reduce for each way of joining. Differentiable for sum and avg."""
+def reduce_local(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
+    """Reduce what ranks hold of a partial layout: one all-reduce for each reduction. Differentiable for sum and avg."""
     return moved(local, layout, layout.reduced(), group)

@@ -13,7 +13,7 @@ from shardtensor.comm.process_group import as_group, rank_of, rank_seen, world_p
 from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import axis_form
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
+from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.mesh import Mesh, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
@@ -128,7 +128,7 @@ def mesh_of(group: Group) -> Mesh:
 def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
     """Say a layout as a spec: with placements of this rank's kind of device where a device form can, else by axes.
     Axes without a name are called ``axis0``, ``axis1``, ..."""
-    if isinstance(layout, CutLayout):
+    if isinstance(layout, MeshLayout):
         device_form = None if layout.names or layout.partial else _device_form(layout, device)
         return axis_form(layout) if device_form is None else device_form
     if isinstance(layout, FlatLayout):
@@ -147,7 +147,7 @@ def enumerated(layout: Layout, device: torch.device) -> EnumerableShardingSpec:
     return EnumerableShardingSpec(shards)
 
 
-def _device_form(layout: CutLayout, device: torch.device) -> ShardingSpec | None:
+def _device_form(layout: MeshLayout, device: torch.device) -> ShardingSpec | None:
     """The chunk or grid spec of a layout without copies, None where neither says it."""
     cuts = [cut for cut in layout.dims if cut is not None]
     if [cut.axes for cut in cuts] != [(axis,) for axis in range(len(layout.grid))]:

@@ -16,7 +16,7 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.factories import distribute
 from shardtensor.tensor.gradient import keep_grad_dtype
-from shardtensor.tensor.move import moved, settle
+from shardtensor.tensor.move import moved, reduce_local
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -34,7 +34,8 @@ def reshard(
     layouts, so that a write into one is never seen in the other.
 
     Args:
-        tensor: of any global shape and layout, addends left to reduce included; a plain one is a copy on every rank.
+        tensor: of any global shape and layout, partial sums left to reduce included; a plain one is a copy on every
+        rank.
         spec: the layout of the result, any spec or its text; placements may name other devices.
         process_group: whose ranks the spec is bound to; those of `tensor` when None. It may be another DeviceMesh over
             the same ranks, or other ranks: then one of the two groups has to contain the other, or the default group
@@ -174,7 +175,7 @@ def _gather(
     fault = _fault(tensor, dst, out, None if enforce_dtype else dtype or tensor.dtype)
     agree(group, "gather", {"dst": str(dst), "dtype": str(dtype)}, fault)
     with torch.no_grad():
-        local = settle(tensor._local, layout, group)  # before it is rounded to another dtype
+        local = reduce_local(tensor._local, layout, group)  # before it is rounded to another dtype
         there = ListedLayout(
             shape=layout.shape, ranks=(group.ranks[dst],), grid=(1,), owned=((group.ranks[dst], whole(layout.shape)),)
         )

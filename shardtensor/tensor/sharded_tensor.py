@@ -1,9 +1,9 @@
 """`ShardedTensor`: one tensor that lives on many ranks.
 
-What people hold is a *shell*: a tensor of the global shape without bytes. What autograd knows is the *leaf*, the plain
-local tensor ``shell._local``. ``__torch_function__`` sends every operation on shells to a handler; there is no generic
-way to unwrap one, so nothing answers for a single shard by accident. ``__torch_dispatch__`` exists only to refuse what
-bypasses the handlers. The shell points to the leaf and never back.
+Users hold a *wrapper*: a tensor of the global shape without bytes. Autograd knows the *leaf*, the plain local tensor
+``wrapper._local``. ``__torch_function__`` sends every operation on wrappers to a handler; there is no generic way to
+unwrap one, so nothing answers for a single shard by accident. ``__torch_dispatch__`` exists only to refuse what
+bypasses the handlers. The wrapper points to the leaf and never back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.copied import Copied, version_of
-from shardtensor.tensor.move import as_nothing, moved, part, settle, whole
+from shardtensor.tensor.move import as_nothing, moved, part, reduce_local, whole
 from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
@@ -56,7 +56,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _layout: Layout
     _spec: ShardingSpec | None
     _group: Group
-    _grad_shell: tuple[torch.Tensor | None, ShardedTensor] | None = None
+    _grad_wrapper: tuple[torch.Tensor | None, ShardedTensor] | None = None
     _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
@@ -121,14 +121,14 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 self._shard_tensor(index).copy_(value)
 
     def _replace_local(self, value: torch.Tensor) -> None:
-        """Give the shell another leaf, of any dtype and device, and keep its own body true to it."""
+        """Give the wrapper another leaf, of any dtype and device, and keep its own body true to it."""
         self._local = value
-        self._grad_shell = None
+        self._grad_wrapper = None
         self._sync_body()
         self._record_change()
 
     def _sync_body(self) -> None:
-        """Make the shell's C-level body say the dtype, device and requires_grad of the leaf, as C code will ask it."""
+        """Give the wrapper's C-level body the dtype, device and requires_grad of the leaf, for C code that reads it."""
         local = self._local
         body = _make_body(
             ShardedTensor, self._layout.shape, dtype=local.dtype, device=local.device, requires_grad=False
@@ -219,7 +219,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 "use copy_(tensor) to take its values",
             )
         self._local.data = value._local
-        self._grad_shell = None
+        self._grad_wrapper = None
         self._sync_body()
         self._record_change()
 
@@ -274,37 +274,37 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
 
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
-    """Return the shell over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds. Where the
+    """Return the wrapper over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds. Where the
     local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked."""
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
-    return shell_over(local, layout, spec, group)
+    return wrapper_over(local, layout, spec, group)
 
 
-def shell_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
+def wrapper_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
     """As `wrap`, of a local tensor that has the layout's shape where it is empty, too."""
-    shell = _make_body(
+    wrapper = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
-    _refuse_data_pointer(shell)
-    shell._local = local
-    shell._layout = layout
-    shell._spec = spec
-    shell._group = group
-    return shell
+    _refuse_data_pointer(wrapper)
+    wrapper._local = local
+    wrapper._layout = layout
+    wrapper._spec = spec
+    wrapper._group = group
+    return wrapper
 
 
 def view_of(x: ShardedTensor, local: torch.Tensor, layout: Layout, spec: ShardingSpec | None = None) -> ShardedTensor:
     """Return the ShardedTensor over a view of the local tensor of `x`; a copy where `x` is one."""
-    shell = wrap(local, layout, spec, x._group)
-    return shell if x._copied is None else as_copy(shell, x._copied._replace(again=None))
+    wrapper = wrap(local, layout, spec, x._group)
+    return wrapper if x._copied is None else as_copy(wrapper, x._copied._replace(again=None))
 
 
-def as_copy(shell: ShardedTensor, copied: Copied) -> ShardedTensor:
-    """Make `shell` a copy that knows its source; see `Copied`."""
-    shell._copied = copied._replace(local=shell._local)
-    vars(shell).pop("_local", None)
-    return shell
+def as_copy(wrapper: ShardedTensor, copied: Copied) -> ShardedTensor:
+    """Make `wrapper` a copy that knows its source; see `Copied`."""
+    wrapper._copied = copied._replace(local=wrapper._local)
+    vars(wrapper).pop("_local", None)
+    return wrapper
 
 
 def copy_of(
@@ -338,9 +338,9 @@ def local_of(x: Any) -> Any:
     return x._local if isinstance(x, ShardedTensor) else x
 
 
-def settled(tensor: ShardedTensor) -> ShardedTensor:
+def reduced(tensor: ShardedTensor) -> ShardedTensor:
     """Return `tensor` with nothing left to reduce; itself when it is not partial."""
     if not tensor._layout.partial:
         return tensor
-    local = settle(tensor._local, tensor._layout, tensor._group)
+    local = reduce_local(tensor._local, tensor._layout, tensor._group)
     return wrap(local, tensor._layout.reduced(), None, tensor._group)

@@ -31,7 +31,7 @@ def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    _refuse_addends(tensor, fqn)
+    _refuse_partials(tensor, fqn)
     properties = TensorProperties.create_from_tensor(tensor._local)
     size = torch.Size(tensor._layout.shape)
     boxes = _boxes(tensor)
@@ -49,7 +49,7 @@ def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]
 
 def create_chunk_list(tensor: ShardedTensor) -> list[Any]:
     """Return the boxes that this rank has to read, perhaps none."""
-    _refuse_addends(tensor)
+    _refuse_partials(tensor)
     return [_chunk(box) for _, box in _boxes(tensor).values()]
 
 
@@ -77,7 +77,7 @@ def _chunk(box: Box) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def _refuse_addends(tensor: ShardedTensor, fqn: str | None = None) -> None:
+def _refuse_partials(tensor: ShardedTensor, fqn: str | None = None) -> None:
     if tensor._layout.partial:
         raise RuleError(
             "a checkpoint takes no tensor that is still to be reduced",

@@ -118,9 +118,9 @@ def check_teams() -> None:
     group = as_group().on_mesh(Mesh((("a", 2), ("b", 2), ("c", 1))), {})
     for names in ((), ("a",), ("b",), ("c",), ("a", "b"), ("b", "a"), ("a", "c"), ("a", "b", "c")):
         axes = [group.mesh.names.index(name) for name in sorted(names)]
-        team = group_along(group, iter(names))
-        assert tuple(team.ranks) == group.mesh.ranks_along(group.rank, axes)
-        assert team is group_along(group, reversed(names))
+        subgroup = group_along(group, iter(names))
+        assert tuple(subgroup.ranks) == group.mesh.ranks_along(group.rank, axes)
+        assert subgroup is group_along(group, reversed(names))
     with pytest.raises(st.LayoutError, match="no mesh axis is called `d`"):
         group_along(group, ("a", "d"))
     with pytest.raises(st.SpecError, match="no mesh axis is called `d`"):

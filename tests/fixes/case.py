@@ -119,7 +119,7 @@ def blocked() -> st.ShardedTensor:
     return st.distribute(torch.arange(8.0), "[tp blocks(2)]")
 
 
-def addends() -> st.ShardedTensor:
+def partials() -> st.ShardedTensor:
     return st.init_from_local_tensor(torch.ones(4, 6), "[-, -] partial(tp)", (4, 6))
 
 

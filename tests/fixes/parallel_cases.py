@@ -142,10 +142,10 @@ CASES: dict[str, Case] = {
         lambda: loss(TARGETS, spec="[..., -]"),
         {"use torch's cross_entropy: it is local": lambda: F.cross_entropy(torch.ones(2, 6), TARGETS)},
     ),
-    "several stretches of classes": Case(
+    "several ranges of classes": Case(
         lambda: st.ParallelCrossEntropy(8, "[..., tp blocks(2)]")(torch.ones(2, 4), TARGETS),
         {
-            "reshard the head, so that each rank has one stretch": lambda: st.ParallelCrossEntropy(8, "[..., tp]")(
+            "reshard the head, so that each rank has one range": lambda: st.ParallelCrossEntropy(8, "[..., tp]")(
                 torch.ones(2, 4), TARGETS
             )
         },

@@ -88,10 +88,10 @@ WAYS: dict[str, dict[str, str]] = {
     "a cut table beside a stream": {
         "or a style such as `colwise(...)` or `vocab_embedding(...)`": "embed_tokens: vocab_embedding(tp, pad=64)"
     },
-    "routing weights meet addends": {
+    "routing weights meet partial sums": {
         "write `in top_k_weights: replicate grad partial(tp)`": "in top_k_weights: replicate grad partial(tp)"
     },
-    "tokens of experts meet addends": {},
+    "tokens of experts meet partial sums": {},
     "experts do not say what leaves them": {"write `out: partial(tp) -> replicate`": "out: partial(tp) -> replicate"},
     "experts leave copies": {},
     "no token is sent to experts": {

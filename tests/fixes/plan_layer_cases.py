@@ -97,7 +97,7 @@ SLIPS: dict[str, tuple[str, dict[str, str]]] = {
         {"cut the vocabulary without `blocks`": of("embed", "weight: [tp, -]", "out: partial(tp) -> replicate")},
     ),
     "a norm that is cut": (norm("in: replicate", "out: replicate", weight="[tp]"), {}),
-    "addends that reach a norm": (
+    "partial sums that reach a norm": (
         of("embed", "weight: [tp, -]", "out: partial(tp)") + "\n" + norm("in: partial(tp)", "out: partial(tp)"),
         {
             "sum them before: `out: partial(tp) -> replicate` where they are made": of(
@@ -121,14 +121,14 @@ SLIPS: dict[str, tuple[str, dict[str, str]]] = {
             )
         },
     ),
-    "a gradient that is no addend": (
+    "a gradient that is no partial sum": (
         mlp(column(out="[..., tp] grad partial(tp)")), {"leave tp out of `grad`": mlp()},
     ),
-    "a value whose gradient is no addend": (
+    "a value whose gradient is no partial sum": (
         of("mlp", "in: replicate -> [-, pp, ...] grad partial(pp)", "out: [-, pp, ...] -> replicate"),
         {"leave pp out of `grad`": of("mlp", "in: replicate -> [-, pp, ...]", "out: [-, pp, ...] -> replicate")},
     ),
-    "a copy that becomes addends": (
+    "a copy that becomes partial sums": (
         mlp(FC1, FC2, "in: replicate -> partial(tp)"),
         {"leave out `partial` after the arrow": mlp(FC1, FC2, "in: replicate")},
     ),
@@ -140,7 +140,7 @@ SLIPS: dict[str, tuple[str, dict[str, str]]] = {
             "or `balanced`": of("mlp", "in: replicate -> [..., tp balanced]", "out: [..., tp balanced] -> replicate"),
         },
     ),
-    "addends along a part of an axis": (
+    "partial sums along a part of an axis": (
         of("mlp", "in: [-, tp, ...] -> replicate grad partial(a)", "out: replicate -> [-, tp, ...]"),
         {
             "say the others, too: `grad partial(...)`": of(
@@ -168,30 +168,30 @@ def block(fc0: tuple[str, ...], *more: str, norm: tuple[str, ...] = ()) -> str:
 SHARDED, OTHER = ("weight: [tp, -]",), ("weight: [pp, -]", "out: [..., pp] -> replicate")
 SAME = ("weight: [a, -]", "out: [..., a] -> replicate grad replicate")
 PLAIN, WHOLE = ("in: replicate", "out: replicate"), ("weight: replicate", "in: replicate", "out: replicate")
-ADDENDS = ("in: replicate", "out: replicate grad partial(tp)")
+PARTIALS = ("in: replicate", "out: replicate grad partial(tp)")
 IN = "in: replicate"
 BLOCKS: dict[str, tuple[str, dict[str, str]]] = {
-    "a sharded layer among addends": (
+    "a sharded layer among partial sums": (
         block(SHARDED, IN),
         {
             "say how its values leave, in an `out`": block((*SHARDED, "out: [..., tp]"), IN),
             "or move `in` down to those that are cut alike": block(SHARDED, f"fc1 {IN}"),
         },
     ),
-    "addends along another axis": (
+    "partial sums along another axis": (
         block(OTHER, IN),
         {
             "give it an `in` of its own": block((*OTHER, IN), IN),
             "or move `in` down to those that are cut alike": block((*OTHER, IN), f"fc1 {IN}"),
         },
     ),
-    "the same gradient among addends": (
+    "the same gradient among partial sums": (
         block(SAME, IN), {"move `in` down to those that are cut alike": block((*SAME, IN), f"fc1 {IN}")},
     ),
-    "a norm among addends": (
+    "a norm among partial sums": (
         block(WHOLE, IN, norm=PLAIN),
         {
-            "write `grad partial(tp)` after its `out`": block(WHOLE, IN, norm=ADDENDS),
+            "write `grad partial(tp)` after its `out`": block(WHOLE, IN, norm=PARTIALS),
             "or put `in` after it, on the module that holds the products": block(WHOLE, f"fc1 {IN}", norm=PLAIN),
         },
     ),
@@ -211,7 +211,7 @@ CASES: dict[str, Case] = {
     "a gradient that is cut otherwise": Case(
         lambda: read_flow("[..., tp] grad [tp, ...]"),
         {
-            "write `grad [..., tp]`, `grad partial(tp)` for addends, or `grad replicate` for copies": lambda: [
+            "write `grad [..., tp]`, `grad partial(tp)` for partial sums, or `grad replicate` for copies": lambda: [
                 read_flow(f"[..., tp] grad {said}") for said in ("[..., tp]", "partial(tp)", "replicate")
             ]
         },

@@ -156,12 +156,12 @@ TABLE = {"weight": "[tp, -]", "out": "partial(tp) -> replicate"}
 @register_hook("own_dispatch")
 def own_dispatch(site: Any, axis: str) -> Any:
     """A hook of one's own: experts are chosen by sigmoids."""
-    block, team = site.module, site.team(axis)
+    block, subgroup = site.module, site.group_along(axis)
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         weights, ids = block.gate(states).sigmoid().topk(block.top_k)
-        sent = st.dispatch_tokens(states, ids, EXPERTS, team)
-        held = block.experts[EXPERTS // team.size * team.index :]
+        sent = st.dispatch_tokens(states, ids, EXPERTS, subgroup)
+        held = block.experts[EXPERTS // subgroup.size * subgroup.index :]
         rows = sent.tokens.split(list(sent.counts))
         return sent.combine(torch.cat([expert(x) for expert, x in zip(held, rows, strict=False)]), weights=weights)
 

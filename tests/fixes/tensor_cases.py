@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import shardtensor as st
-from fixes.case import Case, addends, blocked, linear, on_cpu, placed, rank, weight
+from fixes.case import Case, blocked, linear, on_cpu, partials, placed, rank, weight
 from shardtensor.comm.process_group import as_group
 
 CASES: dict[str, Case] = {
@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
     ),
     "a new partial tensor": Case(
         lambda: st.zeros("[-, -] partial(tp)", 4, 6),
-        {"make it whole, or use init_from_local_tensor": lambda: [st.zeros("[-, -]", 4, 6), addends()]},
+        {"make it whole, or use init_from_local_tensor": lambda: [st.zeros("[-, -]", 4, 6), partials()]},
     ),
     "an array of numpy": Case(
         lambda: weight().numpy(),
@@ -168,13 +168,17 @@ CASES: dict[str, Case] = {
             "torch.gather(tensor, dim, index)": lambda: torch.gather(weight(), 1, torch.zeros(4, 1, dtype=torch.int64)),
         },
     ),
-    "in place on addends": Case(
-        lambda: addends().add_(1),
-        {"reduce it first: x = distribute(x, spec)": lambda: st.distribute(addends(), "replicate").add_(1)},
+    "in place on partial sums": Case(
+        lambda: partials().add_(1),
+        {"reduce it first: x = distribute(x, spec)": lambda: st.distribute(partials(), "replicate").add_(1)},
     ),
-    "a checkpoint of addends": Case(
-        lambda: addends().__create_chunk_list__(),
-        {"reduce it first: st.reshard(tensor, spec)": lambda: st.reshard(addends(), "[tp, -]").__create_chunk_list__()},
+    "a checkpoint of partial sums": Case(
+        lambda: partials().__create_chunk_list__(),
+        {
+            "reduce it first: st.reshard(tensor, spec)": lambda: st.reshard(
+                partials(), "[tp, -]"
+            ).__create_chunk_list__()
+        },
     ),
     "shards of other sizes": Case(
         lambda: st.Shard(torch.ones(2), st.ShardMetadata([0], [3], "rank:0/cpu")),

@@ -24,9 +24,9 @@ def is_packed(model: nn.Module) -> bool:
     """Whether every leaf is a view of its flat's range."""
     flats = {id(p._param_group): p._param_group for p in model.parameters()}.values()
     return all(
-        shell._local.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
+        wrapper._local.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
         for flat in flats
-        for shell in flat.sharded_params
+        for wrapper in flat.sharded_params
     )
 
 

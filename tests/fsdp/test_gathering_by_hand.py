@@ -98,13 +98,13 @@ def test_near_ranks_within_a_copy(world):
 def _unsharded():
     dense, model = twins(reshard_after_forward=True)
     both_backward(dense, model)
-    shells = list(model.parameters())
+    wrappers = list(model.parameters())
     for _ in range(2):
         handle = model.blocks[1].unshard(async_op=True)
         assert isinstance(handle, UnshardHandle)
         handle.wait()
         assert model.blocks[0].unshard() is None
-        assert all(a is b for a, b in zip(shells, model.parameters(), strict=True))
+        assert all(a is b for a, b in zip(wrappers, model.parameters(), strict=True))
         assert all(isinstance(p, st.ShardedTensor) for p in model.parameters())
         with counted(model) as seen:
             loss = loss_of(model(ids_of(1)[1]))

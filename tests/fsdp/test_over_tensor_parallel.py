@@ -73,7 +73,7 @@ def train_mlp(plan, dp, tp, data=None, forms=None, norm=True):
 
 @sim
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4)])
-@pytest.mark.parametrize("plan", [PLAIN, FLOWS], ids=["shells", "flows"])
+@pytest.mark.parametrize("plan", [PLAIN, FLOWS], ids=["wrappers", "flows"])
 def test_column_then_row(world, plan, dp, tp):
     world(train_mlp, dp * tp, plan=plan, dp=dp, tp=tp, norm=plan is PLAIN)
 

@@ -117,7 +117,7 @@ def test_reduction_dtype(world, size, param, reduce, own):
 
 
 def _large(factor):
-    """Addends of 40000 in float16: their mean is one, their sum is none."""
+    """Partial sums of 40000 in float16: their mean is one, their sum is none."""
     model = nn.Linear(1, 1, bias=False, device=device())
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=FP16))
     if factor is not None:

@@ -1,8 +1,8 @@
 """The law that every operation is held to: sharded equals dense, forward and backward, whatever the layouts.
 
 `sweep` takes one sample call through layouts of its operands in the world it is run in: each way to cut each dim, even
-and uneven, with empty parts, reversed, in blocks, over a grid; copies, plain tensors, addends. Where the product of
-these is large, a sample of it is drawn, the same every time. `tests/rules` holds each row of the rule table to it,
+and uneven, with empty parts, reversed, in blocks, over a grid; copies, plain tensors, partial sums. Where the product
+of these is large, a sample of it is drawn, the same every time. `tests/rules` holds each row of the rule table to it,
 `tests/ops` the ways to call an operation that a row does not show; `check_table` runs a list of those.
 """
 
@@ -39,7 +39,7 @@ class Sample:
         gathers: what may make it gather, which rows with letters must not otherwise: any layout (True), one that cuts
             one of these dims, or ("into whole") a first operand, written into, that is plain or a copy.
         grads: compare gradients, too.
-        refuses: flat ranges, boxes and addends may raise instead.
+        refuses: flat ranges, boxes and partial sums may raise instead.
         name: for messages.
     """
 
@@ -131,7 +131,7 @@ def specs(shape: tuple[int, ...]) -> list[tuple[str, Any, Any]]:
 def layouts(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
     """Names of layouts of a shape in this world, and what lays a tensor out so."""
     made = [("plain", _plain), *((name, _cut(spec, group)) for name, spec, group in specs(shape))]
-    return [*made, ("partial", _addends)] if as_group().size > 1 else made
+    return [*made, ("partial", _partials)] if as_group().size > 1 else made
 
 
 def grids(shape: tuple[int, ...]) -> list[tuple[str, Make]]:
@@ -175,8 +175,8 @@ def _cut(spec: Any, group: Any = None) -> Make:
     return lambda x: st.distribute(x, spec, process_group=group, requires_grad=x.is_floating_point())
 
 
-def _addends(x: torch.Tensor) -> torch.Tensor:
-    """Uneven addends of mixed signs that sum to `x`."""
+def _partials(x: torch.Tensor) -> torch.Tensor:
+    """Uneven partial sums of mixed signs that sum to `x`."""
     group = as_group()
     if x.dtype == torch.bool:
         return _cut("replicate")(x)

@@ -15,7 +15,7 @@ from layout_cases import MESH, axis_specs, device_specs, elements, places
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box, get_chunk_sharding_params, get_chunked_dim_size, get_split_size, runs, whole
 from shardtensor.layout.cutting import axis_form
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout, ListedLayout, has_equal_parts, same_boxes
+from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout, has_equal_parts, same_boxes
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
@@ -38,7 +38,7 @@ def check(layout: Layout) -> None:
     if not layout.shape and isinstance(layout, ListedLayout):
         assert set(held) == {()}
         return
-    copies = len(layout.ranks) // math.prod(layout.grid[axis] for axis in layout.parting_axes)
+    copies = len(layout.ranks) // math.prod(layout.grid[axis] for axis in layout.sharding_axes)
     assert held == dict.fromkeys(elements(whole(layout.shape)), copies)
     outside = max(layout.ranks) + 1
     assert layout.boxes(outside) == layout.local_boxes(outside) == ()
@@ -150,7 +150,7 @@ def test_what_is_asked_of_a_layout_follows_from_its_boxes(case):
     spec, shape = case
     layout = bind(spec, shape, MESH)
     assert has_equal_parts(layout) == (len({layout.numel(rank) for rank in layout.ranks}) == 1)
-    if isinstance(layout, CutLayout):
+    if isinstance(layout, MeshLayout):
         for dim in range(len(shape)):
             if not layout.is_blocked(dim):
                 starts = [[box.offsets[dim] for box in layout.boxes(rank)][:1] or [0] for rank in range(-1, MESH.size)]
@@ -267,9 +267,9 @@ def test_one_rank_of_a_sum_brings_a_new_value():
 
 
 def test_kinds():
-    assert isinstance(bind(Spec("tp"), (6,), MESH), CutLayout)
+    assert isinstance(bind(Spec("tp"), (6,), MESH), MeshLayout)
     assert isinstance(bind(Spec("tp").flat("dp"), (6,), MESH), FlatLayout)
-    assert isinstance(bind(Spec("tp").only("dp", 1), (6,), MESH), CutLayout)
+    assert isinstance(bind(Spec("tp").only("dp", 1), (6,), MESH), MeshLayout)
     assert isinstance(bind(ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"]), (6,), MESH), ListedLayout)
 
 
@@ -277,7 +277,7 @@ def test_only_leaves_the_other_ranks_empty():
     layout = bind(Replicate().only("tp", 1), (6,), MESH)
     assert [layout.numel(rank) for rank in MESH.ranks] == [0, 6, 0, 0, 6, 0]
     assert not layout.is_replicated
-    assert layout.parting_axes == (1,)
+    assert layout.sharding_axes == (1,)
     flat = bind(Replicate().flat("dp").only("tp", 1), (6,), MESH)
     assert [flat.numel(rank) for rank in MESH.ranks] == [0, 3, 0, 0, 3, 0]
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.nested import Addends, CutDim, nearest_nested, nested_layout, say_nested
+from shardtensor.layout.nested import CutDim, Partials, nearest_nested, nested_layout, say_nested
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
@@ -70,7 +70,7 @@ def test_what_is_said_can_be_said_again(sizes):
         ("[dp*tp, -]", (12, 2), (CutDim(0), CutDim(0))),
         ("[tp*dp, -]", (12, 2), (CutDim(0, 3), CutDim(0))),
         ("[-, tp blocks(2)]", (2, 12), (None, CutDim(1, 2))),
-        ("[dp, -] partial(tp, op=max)", (4, 6), (CutDim(0), Addends("max"))),
+        ("[dp, -] partial(tp, op=max)", (4, 6), (CutDim(0), Partials("max"))),
         ("replicate", (4, 6), (None, None)),
         ("[dp sizes(3, 2), -]", (5, 2), (CutDim(0), None)),
         ("[dp balanced, -]", (5, 2), (CutDim(0), None)),
@@ -103,9 +103,9 @@ def test_axes_are_split_and_joined():
     assert say_nested(said, coarse) == (CutDim(0),)
     assert say_nested(nested_layout((CutDim(0),), (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
     assert say_nested(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
-    assert say_nested(nested_layout((Addends("sum"), None, CutDim(0)), (12,), fine), coarse) is None
-    summed = nested_layout((Addends("sum"),), (12,), coarse)
-    assert say_nested(summed, fine) == (Addends("sum"), None, Addends("sum"))
+    assert say_nested(nested_layout((Partials("sum"), None, CutDim(0)), (12,), fine), coarse) is None
+    summed = nested_layout((Partials("sum"),), (12,), coarse)
+    assert say_nested(summed, fine) == (Partials("sum"), None, Partials("sum"))
     grid = nested_layout((CutDim(0), CutDim(1)), (4, 6), Mesh((("a", 2), ("b", 3))))
     assert say_nested(grid, Mesh((("a", 3), ("b", 2)))) is None
 

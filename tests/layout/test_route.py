@@ -118,7 +118,7 @@ def test_pieces_meet(mesh: Mesh) -> None:
 
 @examples(60)
 @given(st.data())
-def test_addends_are_joined_once_and_made_last(data: st.DataObject) -> None:
+def test_partials_are_joined_once_and_made_last(data: st.DataObject) -> None:
     mesh = Mesh((("x", 2), ("y", 2)))
     texts = [
         *("replicate partial(x)", "[-, y] partial(x)", "[x, -] partial(y)", "replicate partial(x*y)"),
@@ -136,7 +136,7 @@ def test_addends_are_joined_once_and_made_last(data: st.DataObject) -> None:
     assert all(step.kind in ("reduce_scatter", "all_reduce") for step in joining)
 
 
-def test_addends_that_are_cut_next_are_scattered() -> None:
+def test_partials_that_are_cut_next_are_scattered() -> None:
     mesh = Mesh((("x", 2), ("y", 2)))
 
     def kinds(source: str, target: str) -> list[str]:
@@ -183,7 +183,7 @@ def test_ranks_outside_are_dealt_to_the_copies() -> None:
                 assert sorted(cells_got) == sorted(held(target, rank))
 
 
-def test_what_a_rank_receives_of_addends() -> None:
+def test_what_a_rank_receives_of_partials() -> None:
     mesh = Mesh((("x", 4), ("y", 2)))
 
     def received(source: str, target: str) -> list[tuple[str, int]]:

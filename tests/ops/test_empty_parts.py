@@ -95,7 +95,7 @@ def test_a_conversion_to_half_before_a_sum(half):
     check("dp=2, tp=2", lambda x: x.sum(1).to(half).sum(), [values(3, 4)], ["[tp sizes(0, 3), -] flat(dp)"])
 
 
-def test_addends_of_half_precision_are_summed_in_float32():
+def test_partials_of_half_precision_are_summed_in_float32():
     def body():
         large = torch.tensor([6e4, 6e4, -6e4, -6e4]).half()
         assert st.distribute(large, "[tp]").sum().item() == 0

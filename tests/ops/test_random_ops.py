@@ -241,8 +241,8 @@ def test_bad_calls_draw_nothing_and_overwriting_ends_the_gradient(world):
 
 def partial() -> None:
     for op in ("sum", "avg", "max"):
-        addend = torch.ones(SHAPE, device=device())
-        x = st.init_from_local_tensor(addend, f"replicate partial(tp, op={op})", SHAPE)
+        partial_sum = torch.ones(SHAPE, device=device())
+        x = st.init_from_local_tensor(partial_sum, f"replicate partial(tp, op={op})", SHAPE)
         stream().manual_seed(3)
         expected = torch.empty(SHAPE, device=device()).normal_()
         stream().manual_seed(3)

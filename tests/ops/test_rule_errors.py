@@ -21,7 +21,7 @@ def rows() -> st.ShardedTensor:
     return ones("[tp balanced, -]", 5, 6)
 
 
-def addends() -> st.ShardedTensor:
+def partials() -> st.ShardedTensor:
     return st.init_from_local_tensor(torch.ones(3, device=device()), "[-] partial(tp)", 3)
 
 
@@ -72,14 +72,14 @@ REFUSED = {
         "  other  ranks [0, 1]\n"
         "  fix    make them on one group, or call full_tensor() on one of them",
     ),
-    "a write into addends": (
-        lambda: addends().add_(1),
+    "a write into partial sums": (
+        lambda: partials().add_(1),
         "Tensor.add_: in place on a tensor that is still to be reduced\n"
         "  spec  [-] partial(tp)\n"
         "  fix   reduce it first: x = distribute(x, spec) with a spec that is not partial",
     ),
-    "a write into addends of a list": (
-        lambda: torch._foreach_add_([addends()], 1),
+    "a write into partial sums of a list": (
+        lambda: torch._foreach_add_([partials()], 1),
         "_foreach_add_: in place on a tensor that is still to be reduced\n"
         "  spec  [-] partial(tp)\n"
         "  fix   reduce it first: x = distribute(x, spec) with a spec that is not partial",

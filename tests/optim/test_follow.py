@@ -72,7 +72,7 @@ def new_layout():
     param = model["rows"]
     other = shard(whole(param).detach(), "[-, tp balanced]")
     param._local, param._layout, param._spec = other._local, other._layout, other._spec
-    param._grad_shell = None
+    param._grad_wrapper = None
     set_grads(1, oracle, model)
     plain.step()
     ours.step()

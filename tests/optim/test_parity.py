@@ -80,13 +80,13 @@ def test_stock_optimizer_on_sharded_parameters(world, size):
 
 
 def default_implementation():
-    """The automatic choice is what it is for plain tensors: foreach where the device has it, no loop over shells."""
+    """The automatic choice is what it is for plain tensors: foreach where the device has it, no loop over wrappers."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
     from torch.utils._foreach_utils import _has_foreach_support
 
     model = sharded(dense())
-    shells = [x for x in model.values() if isinstance(x, st.ShardedTensor)]
-    assert _has_foreach_support(shells, device())
+    wrappers = [x for x in model.values() if isinstance(x, st.ShardedTensor)]
+    assert _has_foreach_support(wrappers, device())
     for fused in (True, False):
         plain = _default_to_fused_or_foreach(list(dense().values()), False, use_fused=fused)
         assert _default_to_fused_or_foreach(list(model.values()), False, use_fused=fused) == plain

@@ -548,7 +548,7 @@ def test_tied_parameters_and_sharded_attributes(world):
 def device_mesh():
     mesh = dist.init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     module, oracle = dense(), dense()
-    st.shard_module(module, PLAN, process_group=mesh["tp"])  # shells that know of one axis only
+    st.shard_module(module, PLAN, process_group=mesh["tp"])  # wrappers that know of one axis only
     st.data_parallel(module, "dp", mesh["dp"])
     x = batch(0)
     module(x.chunk(2)[mesh.get_local_rank("dp")]).pow(2).mean().backward()

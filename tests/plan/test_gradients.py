@@ -85,7 +85,7 @@ def sums(text: str, tensors: Model, world: int, **params) -> dict[str, tuple[str
         work = flows.works.get(path)
         axes = {*flows.modules.data, *(work.sums.get(last, ()) if work is not None else ())}
         names = resolved.plan.axes.mesh.names
-        cut = {names[axis] for axis in placed.layout.parting_axes}
+        cut = {names[axis] for axis in placed.layout.sharding_axes}
         found[name] = tuple(sorted(axes - cut))
     return found
 
@@ -113,11 +113,11 @@ def test_parameters_of_grouped_attention_are_summed_as_the_design_says(sp):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_all_that_meets_at_the_in_of_grouped_attention_are_addends_along_tp(sp):
+def test_all_that_meets_at_the_in_of_grouped_attention_are_partials_along_tp(sp):
     flows = flows_of(resolve(load_plan(PLAN, world=4, sp=sp), ATTENTION))
-    assert set(flows.meetings.addends["attn"]) == set(TP)
+    assert set(flows.meetings.partials["attn"]) == set(TP)
     assert [layer.path for layer in flows.meetings.served["attn"]] == ["attn.q", "attn.k"]
-    assert set(flows.works["head"].addends) == set(TP), "the head sums at its own `in`"
+    assert set(flows.works["head"].partials) == set(TP), "the head sums at its own `in`"
 
 
 def test_an_axis_of_size_1_sums_nothing():
@@ -193,20 +193,20 @@ GOLDENS = {
         """<plan>:15:7: error[E402]: `out: replicate` contradicts the layout of the weight
    15 |  out: replicate
       |       ^^^^^^^^^
-  why: the weight (out=16, in=32) is `[-, tp]`, so what it makes is an addend along tp until it is summed
+  why: the weight (out=16, in=32) is `[-, tp]`, so what it makes is a partial sum along tp until it is summed
   fix: write `out: partial(tp) -> replicate`""",
     ),
     "a sum that is dropped": (
         mlp(fc2=FC2.replace("partial(tp) -> replicate", "partial(tp)")),
-        """<plan>:15:7: error[E404]: this value leaves as addends along tp, and nobody sums them
+        """<plan>:15:7: error[E404]: this value leaves as partial sums along tp, and nobody sums them
    15 |  out: partial(tp)
       |       ^^^^^^^^^^^
-  why: `partial(tp)` has no arrow that sums: what meets it takes one rank's addend for the value
+  why: `partial(tp)` has no arrow that sums: what meets it takes one rank's partial sum for the value
   fix: write `partial(tp) -> replicate` (one all_reduce), or say who sums: `in: partial(tp) -> replicate` there""",
     ),
     "a sum that is made twice": (
         mlp(more="out: partial(tp) -> replicate"),
-        """<plan>:5:6: error[E403]: nothing in `mlp` leaves addends along tp
+        """<plan>:5:6: error[E403]: nothing in `mlp` leaves partial sums along tp
     5 | out: partial(tp) -> replicate
       |      ^^^^^^^^^^^^^^^^^^^^^^^^
   why: `mlp.fc2` sums them already; summed again they are as many times too large as there are ranks along tp
@@ -271,7 +271,7 @@ def test_grad_replicate_is_the_second_way_out():
     k = "k {\n weight: [kvg unit(4), -]\n bias: [kvg unit(4)]\n out: [..., kvg unit(4)] grad replicate\n }"
     text = PLAN.replace("k: colwise_shared(kvg, copies=kvr, unit=4)", k)
     found = check_flows(resolve(load_plan(text, world=4), ATTENTION))
-    assert [finding.fault for finding in found] == ["copies meet addends at the `in` of attn"], "the rest is told"
+    assert [finding.fault for finding in found] == ["copies meet partial sums at the `in` of attn"], "the rest is told"
 
 
 Q_NORM = PLAN[PLAN.index("q_norm {") : PLAN.index("k_norm {")]

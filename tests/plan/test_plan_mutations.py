@@ -252,10 +252,10 @@ MUTATIONS = {
         params=SP,
     ),
     # -- experts
-    "routing weights meet addends": Mutation(
+    "routing weights meet partial sums": Mutation(
         "in top_k_weights: replicate grad partial(tp)", "# no weights", "E401", "gate_up_proj:", **MIXTRAL
     ),
-    "tokens of experts meet addends": Mutation(
+    "tokens of experts meet partial sums": Mutation(
         "in:               replicate grad partial(tp)", "in: replicate", "E401", "in: replicate", **MIXTRAL
     ),
     "experts do not say what leaves them": Mutation(

@@ -29,7 +29,7 @@ class Input:
     Attributes:
         kind: how its values are made, see `values`.
         spec: its layout as text; "" for a plain tensor, a copy on every rank.
-        noise: whether the addends of a partial layout differ on all ranks.
+        noise: whether the partial sums of a partial layout differ on all ranks.
     """
 
     name: str

@@ -91,12 +91,12 @@ def _sharded(made: Input, group: Any) -> torch.Tensor:
     if not made.spec:
         return whole.requires_grad_(made.requires_grad)
     tensor = st.distribute(whole, made.spec, process_group=group)
-    _scatter_addends(tensor, made)
+    _scatter_partials(tensor, made)
     return tensor.requires_grad_(made.requires_grad)
 
 
-def _scatter_addends(tensor: st.ShardedTensor, made: Input) -> None:
-    """Give the ranks of a partial sum addends that are all different."""
+def _scatter_partials(tensor: st.ShardedTensor, made: Input) -> None:
+    """Give the ranks of a partial sum partial sums that are all different."""
     layout = tensor._layout
     if not layout.partial or any(op != "sum" for _, op in layout.partial):
         return

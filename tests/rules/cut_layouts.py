@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
+from shardtensor.layout.layout import DimCut, Layout, MeshLayout, replicated
 from shardtensor.layout.pieces import Blocked, Pieces, balanced, chunked, listed, padded
 from shardtensor.mesh import Mesh
 
@@ -44,9 +44,9 @@ def pieces(length: int, count: int) -> list[Pieces]:
     return list(dict.fromkeys(found))
 
 
-def cut_layout(shape: tuple[int, ...], *dims: DimCut | None) -> CutLayout:
+def cut_layout(shape: tuple[int, ...], *dims: DimCut | None) -> MeshLayout:
     """A layout of a shape over the grid."""
-    return CutLayout(shape=shape, ranks=MESH.ranks, grid=MESH.sizes, names=MESH.names, dims=dims)
+    return MeshLayout(shape=shape, ranks=MESH.ranks, grid=MESH.sizes, names=MESH.names, dims=dims)
 
 
 def over(axes: tuple[int, ...], length: int) -> list[DimCut]:
@@ -54,14 +54,14 @@ def over(axes: tuple[int, ...], length: int) -> list[DimCut]:
     return [DimCut(axes, each) for each in pieces(length, math.prod(MESH.sizes[axis] for axis in axes))]
 
 
-def cut_once(shape: tuple[int, ...]) -> Iterator[CutLayout]:
+def cut_once(shape: tuple[int, ...]) -> Iterator[MeshLayout]:
     """The layouts of which one dim is cut."""
     for dim, axes in product(range(len(shape)), ((0,), (1,), (1, 0))):
         for cut in over(axes, shape[dim]):
             yield cut_layout(shape, *(cut if d == dim else None for d in range(len(shape))))
 
 
-def cut_twice(shape: tuple[int, ...]) -> Iterator[CutLayout]:
+def cut_twice(shape: tuple[int, ...]) -> Iterator[MeshLayout]:
     """Layouts of which two dims are cut, each kind of cut of either dim in one of them at least."""
     for first, second in product(range(len(shape)), repeat=2):
         if first == second:
@@ -72,7 +72,7 @@ def cut_twice(shape: tuple[int, ...]) -> Iterator[CutLayout]:
             yield cut_layout(shape, *(pair.get(d) for d in range(len(shape))))
 
 
-def cut_layouts(shape: tuple[int, ...]) -> list[CutLayout]:
+def cut_layouts(shape: tuple[int, ...]) -> list[MeshLayout]:
     """Copies, and all of these."""
     return [replicated(shape, MESH.ranks, MESH.sizes), *cut_once(shape), *cut_twice(shape)]
 

@@ -10,7 +10,7 @@ from rules.fixed_rules import parse_rule
 from test_propagate import MESH, RULES, SIZES, every_choice, reduced
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, replicated
+from shardtensor.layout.layout import DimCut, Layout, MeshLayout, replicated
 from shardtensor.layout.pieces import chunked, listed
 from shardtensor.rules.propagate import MOST, assignments, base_of, cost, propagate, received, recipe_of
 from shardtensor.rules.rule import Rule
@@ -32,7 +32,7 @@ def ways_to_lay_out(shape: tuple[int, ...]) -> list[Operand]:
     kinds += [{a: cuts[a][0], b: cuts[b][1]} for a, b in product(range(len(shape)), repeat=2) if a != b]
     for kind in kinds:
         dims = tuple(kind.get(dim) for dim in range(len(shape)))
-        found.append(CutLayout(shape=shape, ranks=MESH.ranks, grid=MESH.sizes, names=MESH.names, dims=dims))
+        found.append(MeshLayout(shape=shape, ranks=MESH.ranks, grid=MESH.sizes, names=MESH.names, dims=dims))
     return found
 
 
@@ -73,7 +73,7 @@ def test_the_grid_is_that_of_the_most_ranks_then_of_what_is_cut_then_of_the_larg
     kinds = [ways_to_lay_out(shape)[1:3] for shape in (small, large)]
     (small_copy, small_rows), (large_copy, large_rows) = kinds
     flat = bind(parse_spec("flat(dp)"), large, MESH)
-    few = CutLayout(shape=large, ranks=(0, 1), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
+    few = MeshLayout(shape=large, ranks=(0, 1), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
     in_order = [large_rows, small_rows, flat, large_copy, small_copy, few]
     for k, first in enumerate(in_order):
         assert base_of(in_order[k:]) is first and base_of(in_order[k:][::-1]) is first
@@ -82,7 +82,7 @@ def test_the_grid_is_that_of_the_most_ranks_then_of_what_is_cut_then_of_the_larg
 def test_an_operand_on_another_grid_may_lie_anywhere_if_no_other_is_cut():
     rule = parse_rule("b k, k -> b k")
     whole = replicated((5, 4), MESH.ranks, MESH.sizes)
-    off = CutLayout(shape=(5, 4), ranks=(0, 1), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
+    off = MeshLayout(shape=(5, 4), ranks=(0, 1), grid=(2,), dims=(DimCut((0,), chunked(5, 2)), None))
     for operands in ((off, (4,)), (off, replicated((4,), MESH.ranks, MESH.sizes))):
         base = base_of([x for x in operands if isinstance(x, Layout)])
         ways = assignments(rule, operands, base)

@@ -26,7 +26,7 @@ def along(x: torch.Tensor, letters: Letters, letter: str, start: int, stop: int)
 def obeys(
     rule: Rule, operands: list[torch.Tensor], compute: Callable[..., torch.Tensor], but: Sequence[str | None] = ()
 ) -> None:
-    """Along each letter that may be cut, parts of the operands give the part of the result, or addends of it."""
+    """Along each letter that may be cut, parts of the operands give the part of the result, or partial sums of it."""
     want = compute(*operands)
     sizes: dict[str, int] = {}
     for letters, x in zip(rule.inputs, operands, strict=True):
@@ -42,15 +42,15 @@ def obeys(
             if letter in rule.output:
                 assert torch.equal(compute(*parts), along(want, rule.output, letter, start, stop)), letter
         if letter not in rule.output:
-            addends = []
+            partials = []
             for start, stop in ((0, 1), (1, size)):
                 zeroed = [x.clone() for x in operands]
                 for letters, x in zip(rule.inputs, zeroed, strict=True):
                     if letter in letters:
                         along(x, letters, letter, 0, start).zero_()
                         along(x, letters, letter, stop, size).zero_()
-                addends.append(compute(*zeroed))
-            assert torch.equal(sum(addends), want), letter
+                partials.append(compute(*zeroed))
+            assert torch.equal(sum(partials), want), letter
 
 
 # -- equations ---------------------------------------------------------------------------------------------------------

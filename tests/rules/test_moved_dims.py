@@ -12,7 +12,7 @@ import pytest
 import torch
 from cut_layouts import MESH, OUTSIDE, counted, counted_part, cut_layout, cut_layouts, cut_once, cut_twice, part
 
-from shardtensor.layout.layout import CutLayout, DimCut
+from shardtensor.layout.layout import DimCut, MeshLayout
 from shardtensor.layout.pieces import Blocked, chunked
 from shardtensor.rules.indexing import indexing, normalize
 from shardtensor.rules.views import expanded, heads_fit, permuted, repeated, reshaped
@@ -22,7 +22,7 @@ EMPTY = [(0,), (0, 3), (3, 0), (2, 0, 3)]
 ONES = [(), (1,), (1, 1)]
 
 
-def held_alike(layout: CutLayout, found: CutLayout, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def held_alike(layout: MeshLayout, found: MeshLayout, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What `view` makes of a rank's part is the rank's part of what it makes of the whole."""
     want = view(counted(layout.shape))
     assert found.shape == want.shape
@@ -39,13 +39,13 @@ def test_a_reshaped_tensor_has_every_element_where_it_was():
             if found is None:
                 continue
             assert found.shape == new
-            assert found.parting_axes == layout.parting_axes
+            assert found.sharding_axes == layout.sharding_axes
             for rank in MESH.ranks:
                 mine = counted_part(layout, rank).reshape(found.local_shape(rank))
                 assert torch.equal(mine, counted_part(found, rank)), (layout, new)
 
 
-def one_stretch_each(layout: CutLayout, new: tuple[int, ...]) -> bool:
+def one_stretch_each(layout: MeshLayout, new: tuple[int, ...]) -> bool:
     """Whether along one new dim every rank holds one stretch, and all of the other dims; by looking at each element."""
     held = [set(counted_part(layout, rank).flatten().tolist()) for rank in MESH.ranks]
     for dim in range(len(new)):
@@ -214,14 +214,14 @@ def test_tensors_lists_and_bools_are_no_basic_indices(index):
 
 
 @cache
-def held_heads(layout: CutLayout, rank: int) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
+def held_heads(layout: MeshLayout, rank: int) -> tuple[set[tuple[int, int]], tuple[int, ...]]:
     """The batches and heads of which a rank has anything, and the sizes of the two dims behind them."""
     heads = counted(layout.shape[:-2])[..., None, None].expand(layout.shape)
     mine = part(heads, layout, rank)
     return {divmod(int(i), layout.shape[-3]) for i in mine.flatten()}, tuple(mine.shape[-2:])
 
 
-def cut_heads(shape: tuple[int, ...]) -> list[CutLayout]:
+def cut_heads(shape: tuple[int, ...]) -> list[MeshLayout]:
     """Layouts of queries, keys or values: every dim cut in turn, and batches and heads together."""
     kinds: list[dict[int, DimCut]] = [{}]
     for dim, axes in itertools.product(range(len(shape)), ((0,), (1,), (1, 0), (0, 1))):
@@ -246,7 +246,7 @@ def test_grouped_heads_fit_where_every_rank_has_the_heads_of_its_keys(batch):
         assert not heads_fit(query, key, values[k - 1], groups)
 
 
-def test_grouped_heads_do_not_fit_addends_nor_another_grid():
+def test_grouped_heads_do_not_fit_partials_nor_another_grid():
     query, key = cut_layout((2, 4, 3, 2), *(None,) * 4), cut_layout((2, 2, 5, 2), *(None,) * 4)
     assert heads_fit(query, key, key, 2)
     for place, change in itertools.product(

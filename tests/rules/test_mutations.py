@@ -32,7 +32,7 @@ MUTATIONS = {
     ),
     "two letters of the output swapped": ("bmm", rule("b m k, b k n -> b n m", "k sum")),
     "two letters of an operand swapped": ("linear", rule("... k, k n, + n -> ... n", "k sum")),
-    "addends not joined": ("mm", unjoined),
+    "partial sums not joined": ("mm", unjoined),
     "a sum joined as a mean": ("sum", rule("... [d] -> ...", "d avg")),
     "a maximum joined as a minimum": ("amax", rule("... [d] -> ...", "d min")),
     "all joined as any": ("all", rule("... [d] -> ...", "d any")),

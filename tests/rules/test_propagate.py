@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rules.fixed_rules import parse_rule
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import CutLayout, DimCut, Layout, ListedLayout
+from shardtensor.layout.layout import DimCut, Layout, ListedLayout, MeshLayout
 from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import EVERY, Recipe, follow, propagate, received
@@ -82,18 +82,18 @@ def check(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> None:
         results[rank] = product(rule, locals_[rank])
         assert tuple(results[rank].shape) == recipe.output.local_shape(rank)
         if results[rank].requires_grad:
-            results[rank].backward(part(weight, recipe.settled, rank))
+            results[rank].backward(part(weight, recipe.reduced, rank))
     summed = [axis for axis, _ in recipe.output.partial]
-    assert recipe.output.reduced() == recipe.settled
+    assert recipe.output.reduced() == recipe.reduced
     for rank in MESH.ranks:
         total = sum(results[other].detach() for other in MESH.ranks_along(rank, summed))
-        assert torch.equal(total, part(expected.detach(), recipe.settled, rank))
+        assert torch.equal(total, part(expected.detach(), recipe.reduced, rank))
         for i, need in enumerate(recipe.needs):
-            grads = [locals_[other][i].grad for other in MESH.ranks_along(rank, need.addend_axes)]
+            grads = [locals_[other][i].grad for other in MESH.ranks_along(rank, need.grad_partial_axes)]
             assert torch.equal(sum(grads), part(dense[i].grad, need.layout, rank))
 
 
-def _check_letters(rule: Rule, layouts: list[CutLayout]) -> None:
+def _check_letters(rule: Rule, layouts: list[MeshLayout]) -> None:
     """A letter is cut alike wherever it stands, a whole one nowhere, and no axis cuts two letters."""
     cuts = {}
     for letters, layout in zip([*rule.inputs, rule.output], layouts, strict=True):
@@ -166,7 +166,7 @@ def recipe_of(rule: str, *operands: Layout | tuple[int, ...]):
 def test_a_column_parallel_linear_moves_nothing():
     recipe = recipe_of("b k, n k -> b n", (5, 4), cut((6, 4), "tp", None))
     assert [need.moves for need in recipe.needs] == [False, False]
-    assert [need.addend_axes for need in recipe.needs] == [(1,), ()]
+    assert [need.grad_partial_axes for need in recipe.needs] == [(1,), ()]
     assert recipe.output == cut((5, 6), None, "tp")
 
 
@@ -174,7 +174,7 @@ def test_a_row_parallel_linear_leaves_a_sum():
     recipe = recipe_of("b k, n k -> b n", cut((5, 6), None, "tp"), cut((4, 6), None, "tp"))
     assert not any(need.moves for need in recipe.needs)
     assert recipe.output.partial == ((1, "sum"),)
-    assert recipe.settled.is_replicated
+    assert recipe.reduced.is_replicated
 
 
 def test_an_axis_on_two_letters_stays_with_the_larger_operand():
@@ -198,7 +198,7 @@ def test_two_axes_on_two_letters_both_stay():
     recipe = recipe_of("b k, n k -> b n", cut((5, 4), "dp", None), cut((6, 4), "tp", None))
     assert not any(need.moves for need in recipe.needs)
     assert recipe.output == cut((5, 6), "dp", "tp")
-    assert [need.addend_axes for need in recipe.needs] == [(1,), (0,)]
+    assert [need.grad_partial_axes for need in recipe.needs] == [(1,), (0,)]
 
 
 def test_a_whole_letter_hands_its_axis_to_one_that_stays():
@@ -247,7 +247,7 @@ def test_a_dim_that_broadcasts_is_a_copy():
     rule = rule_of("add", ((5, 6), (5, 1)))
     operands = (cut((5, 6), None, "tp"), (5, 1))
     check(rule, operands)
-    assert propagate(rule, operands).needs[1].addend_axes == (1,)
+    assert propagate(rule, operands).needs[1].grad_partial_axes == (1,)
 
 
 def test_operands_on_another_grid_move():

@@ -1,4 +1,5 @@
-"""Every row of the rule table in one process: operands cut along a letter give that part of the result, or addends."""
+"""Every row of the rule table in one process: operands cut along a letter give that part of the result, or a partial
+sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bias is added once, wherever the sum is made: also where a row-parallel product leaves as addends."""
+"""A bias is added once, wherever the sum is made: also where a row-parallel product leaves as partial sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adds_once(stream: str) -> None:
 
 @pytest.mark.worlds("sim", "gloo")
 @pytest.mark.parametrize("stream", ["replicate", "[-, tp, ...]"])
-def test_a_bias_of_addends_is_added_once(world, stream):
+def test_a_bias_of_partials_is_added_once(world, stream):
     world(adds_once, 2, stream=stream)
 
 

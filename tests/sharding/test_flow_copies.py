@@ -78,9 +78,9 @@ def decoder_on_a_mesh(axes: Any) -> None:
     module = st.shard_module(dense, rules("[-, tp balanced, ...]", balanced=True), process_group=mesh)
     twin = saved(module)
     torch.testing.assert_close(results(twin, ids), want)
-    team = twin.layers[0].mlp.down.flow.leave[0].team
-    assert tuple(team.ranks) == tuple(as_group(mesh).axis("tp").ranks)
-    assert saved(module).layers[0].mlp.down.flow.leave[0].team is team  # one group for all that is read
+    subgroup = twin.layers[0].mlp.down.flow.leave[0].subgroup
+    assert tuple(subgroup.ranks) == tuple(as_group(mesh).axis("tp").ranks)
+    assert saved(module).layers[0].mlp.down.flow.leave[0].subgroup is subgroup  # one group for all that is read
 
 
 @pytest.mark.worlds("gloo")
@@ -113,7 +113,7 @@ def another_place() -> Any:
 def from_the_first() -> str:
     written = another_place()
     if as_group().rank == 0:
-        return pickle.loads(written).leave[0].team.size
+        return pickle.loads(written).leave[0].subgroup.size
     with pytest.raises(RuntimeError, match="rank at save time was 0, but at load time was 1"):
         pickle.loads(written)
     return 2

@@ -69,7 +69,7 @@ and 2 patterns more)""",
         {"up": st.colwise(), "down": {**st.rowwise(), "out": "replicate"}},
         PlanError,
         """error[E402]: down: `out: replicate` contradicts the layout of the weight
-  why: the weight (out=4, in=8) is `[in: tp]`, so what it makes is an addend along tp until it is summed
+  why: the weight (out=4, in=8) is `[in: tp]`, so what it makes is a partial sum along tp until it is summed
   fix: write `out: partial(tp) -> replicate`""",
     ),
     "a bias cut where the weight is not": (
@@ -90,13 +90,13 @@ and 2 patterns more)""",
 or such an `out` on the module around; or gather it: `out: [..., tp] -> replicate`; \
 for logits: `use cross_entropy()`""",
     ),
-    "a layer between addends": (
+    "a layer between partial sums": (
         Branches,
         {"in": "replicate", "up": st.colwise(), "down": st.rowwise()},
         PlanError,
         """error[E401]: the gradient of `side.weight` along tp is not known
   why: the `in` of the module sums what comes back along tp, for up is cut: the gradients \
-here may be addends, or copies
+here may be partial sums, or copies
   fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole; \
 or move `in` to the modules that are cut, so that this one is not inside""",
     ),
@@ -105,7 +105,7 @@ or move `in` to the modules that are cut, so that this one is not inside""",
         {key: value for key, value in rules("[-, tp, ...]").items() if key != "norm"},
         PlanError,
         """error[E401]: the gradient of `norm.weight` along tp is not known
-  why: embed leaves values cut along tp: if it meets such values, its gradients are addends, \
+  why: embed leaves values cut along tp: if it meets such values, its gradients are partial sums, \
 and one rank's would be taken for the sum
   fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole""",
     ),
@@ -142,15 +142,15 @@ and one rank's would be taken for the sum
   why: it is added once, to what leaves: each rank would add all of it to its part
   fix: leave the sum whole (`-> replicate`) or cut along tokens; or drop the bias""",
     ),
-    "a module of one's own that shall leave addends": (
+    "a module of one's own that shall leave partial sums": (
         lambda: nn.Sequential(OfOnesOwn(4, 4)),
         {"0": {"weight": "[in: tp]", "in": "replicate", "out": "partial(tp)"}, "out": "partial(tp) -> replicate"},
         PlanError,
-        """error[E402]: 0: this module leaves no addends along tp
+        """error[E402]: 0: this module leaves no partial sums along tp
   why: its class is not known and its parameters are cut, so it works on ShardedTensors, which are summed at once
   fix: write `out: partial(tp) -> replicate`""",
     ),
-    "a copy that shall become addends": (
+    "a copy that shall become partial sums": (
         Branches,
         {"up": {**st.colwise(), "in": "replicate -> replicate partial(tp)"}, "down": st.rowwise()},
         PlanError,
@@ -190,9 +190,9 @@ def wrong_values() -> None:
         "  found  Tensor of (8, 4)",
         "  fix    lay it out alike: torch.empty_like(module.weight).copy_(tensor)",
     ]
-    shell = st.distribute(torch.ones(8, 4), "[tp, -]")
+    wrapper = st.distribute(torch.ones(8, 4), "[tp, -]")
     x = torch.ones(2, 4)
-    found = functional_call(module, {"0.weight": shell}, x)
+    found = functional_call(module, {"0.weight": wrapper}, x)
     with torch.no_grad():
         module[0].weight.fill_(1)
     assert torch.equal(found, module(x))

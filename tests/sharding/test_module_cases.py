@@ -52,7 +52,7 @@ class Norm(nn.Module):
 def norm_of_a_sum() -> None:
     for order, number in ((2, 5.0), (1, 7.0), (math.inf, 4.0)):
         model = Norm(order)
-        set_to(model.fc.weight, [[1.0, 2.0], [3.0, 1.0]])  # on two ranks the addends are [1, 3] and [2, 1]
+        set_to(model.fc.weight, [[1.0, 2.0], [3.0, 1.0]])  # on two ranks the partial sums are [1, 3] and [2, 1]
         module, dense = twins(model, {"fc": "[-, tp balanced]"})
         for net in (module, dense):
             found = net(torch.ones(2, device=device()))

@@ -47,7 +47,7 @@ def lines_of(findings: tuple[Finding, ...]) -> set[str]:
     return {each.origin.text for each in findings if each.origin is not None}
 
 
-def test_weights_of_experts_whose_gradients_are_addends():
+def test_weights_of_experts_whose_gradients_are_partials():
     weights = "in top_k_weights: replicate grad partial(tp)"
     found = found_after(
         "mixtral", "mixtral_stacked", 4, weights, "in top_k_weights: replicate grad replicate", tp=2, ep=2

@@ -160,7 +160,7 @@ def noted(site, axis, times=1):
         raise site.refused("noted at most twice", fix="write times=2")
 
     def apply():
-        size = site.team(axis).size
+        size = site.group_along(axis).size
         return [site.module.register_forward_hook(lambda *_: notes.append((site.path, size))) for _ in range(times)]
 
     return apply

@@ -83,8 +83,8 @@ def test_a_rule_that_is_missing_never_gives_other_numbers(stream, entry):
 
 
 WRONG = {
-    "a table leaves addends": ("replicate", ("embed", "out"), "partial(tp)"),
-    "a product leaves addends": ("replicate", ("layers.*", "mlp", "down", "out"), "partial(tp)"),
+    "a table leaves partial sums": ("replicate", ("embed", "out"), "partial(tp)"),
+    "a product leaves partial sums": ("replicate", ("layers.*", "mlp", "down", "out"), "partial(tp)"),
     "tokens meet a weight that is cut alike": ("replicate", ("head", "in"), "replicate -> [-, tp, ...]"),
     "a norm that cuts what is cut": ("[-, tp, ...]", ("norm", "in"), "replicate -> [-, tp, ...]"),
 }

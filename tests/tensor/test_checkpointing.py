@@ -116,10 +116,10 @@ def test_copies_are_written_by_one_rank(world, tmp_path):
 
 
 def refused(folder: str) -> list[str]:
-    addends = st.reshard(st.zeros("replicate", 4, 6), "replicate partial(tp)")
+    partials = st.reshard(st.zeros("replicate", 4, 6), "replicate partial(tp)")
     dcp.save({"w": torch.zeros(4, 6)}, checkpoint_id=folder)
     texts = []
-    for act, tensor in ((dcp.save, addends), (dcp.load, addends), (dcp.load, st.zeros("[tp]", 4))):
+    for act, tensor in ((dcp.save, partials), (dcp.load, partials), (dcp.load, st.zeros("[tp]", 4))):
         with pytest.raises(CheckpointException) as caught:
             act({"w": tensor}, checkpoint_id=folder + ("/other" if act is dcp.save else ""))
         texts.append("\n".join(str(error) for error, _ in caught.value.failures.values()))
@@ -129,8 +129,8 @@ def refused(folder: str) -> list[str]:
 def test_what_cannot_be_saved_or_loaded_raises_on_every_rank(world, tmp_path):
     first, *others = world(refused, 2, folder=str(tmp_path))
     assert others == [first]
-    addends, loaded, shape = first
-    assert addends.startswith("a checkpoint takes no tensor that is still to be reduced\n  tensor  w\n  spec ")
-    assert addends.splitlines()[3].startswith("  fix     reduce it first")
+    partials, loaded, shape = first
+    assert partials.startswith("a checkpoint takes no tensor that is still to be reduced\n  tensor  w\n  spec ")
+    assert partials.splitlines()[3].startswith("  fix     reduce it first")
     assert loaded.startswith("a checkpoint takes no tensor that is still to be reduced")
     assert "Size mismatch" in shape

@@ -55,8 +55,8 @@ def test_every_form_gives_the_dense_values_type_identity_and_gradient(world, siz
 
 def check_partial() -> None:
     rank = dist.get_rank()
-    addend = torch.tensor([2049.0 if rank == 0 else 1.0], device=device())  # half can tell 2048 and 2050, not 2049
-    x = st.init_from_local_tensor(addend, "[-] partial(tp)", 1)
+    partial_sum = torch.tensor([2049.0 if rank == 0 else 1.0], device=device())  # half can tell 2048 and 2050, not 2049
+    x = st.init_from_local_tensor(partial_sum, "[-] partial(tp)", 1)
     assert x.half().full_tensor().item() == 2050.0
 
 

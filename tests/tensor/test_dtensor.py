@@ -32,7 +32,7 @@ def device_mesh(sizes: tuple[int, ...]) -> Any:
 
 
 def placed(whole: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> Any:
-    """A DTensor of these values. Of a sum, each rank's addend is the whole times one more than its place."""
+    """A DTensor of these values. Of a sum, each rank's partial sum is the whole times one more than its place."""
     kept = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(whole, mesh, kept, src_data_rank=None).to_local()
     factor = 1.0

@@ -402,15 +402,15 @@ def test_the_size_follows_along_the_axes_of_a_mesh(world):
     world(on_mesh, 4)
 
 
-def addends() -> None:
+def partials() -> None:
     mine = torch.full((2, 3), dist.get_rank() + 1.0, device=device())
     x = st.init_from_local_tensor(mine, "replicate partial(tp)", 2, 3)
     assert torch.equal(x.full_tensor(), torch.full((2, 3), 6.0, device=device()))
     assert st.init_from_local_tensor(mine, "replicate partial(tp)").shape == (2, 3)
 
 
-def test_addends(world):
-    world(addends, 3)
+def test_partials(world):
+    world(partials, 3)
 
 
 def tensor_fault(name: str) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""A plain tensor that becomes addends: its gradients, and those of the gradients, are the dense ones on every rank."""
+"""A plain tensor that becomes partial sums: its gradients, and those of the gradients, are the dense ones on all
+ranks."""
 
 from __future__ import annotations
 
@@ -73,13 +74,13 @@ def test_gradients_through_any_two_layouts(world):
 
 @pytest.mark.parametrize("other", ["replicate", "[tp balanced]", "[-] partial(tp)", "flat(tp)"])
 @pytest.mark.parametrize(("op", "share"), [("sum", 1), ("avg", 1 / 3)])
-def test_an_addend_gets_its_share_of_the_gradient_of_all(op, share, other):
+def test_an_partial_sum_gets_its_share_of_the_gradient_of_all(op, share, other):
     def body():
         rank = as_group().rank
-        addends = [torch.arange(1.0, 6.0) * (r + 1) for r in range(3)]
-        mine = addends[rank].clone().requires_grad_()
+        partials = [torch.arange(1.0, 6.0) * (r + 1) for r in range(3)]
+        mine = partials[rank].clone().requires_grad_()
         x = st.init_from_local_tensor(mine, f"[-] partial(tp, op={op})", 5)
-        total = sum(addends) * share
+        total = sum(partials) * share
         y = st.reshard(x, other)
         torch.testing.assert_close(y.full_tensor().detach(), total)
         (y * y).sum().backward()

@@ -34,7 +34,7 @@ def specs(ndim: int, size: int) -> list[str]:
 
 
 def filled(spec: str, dense: torch.Tensor, group=None) -> st.ShardedTensor | None:
-    """`dense` in a layout, its addends different on every rank; None where the spec does not fit."""
+    """`dense` in a layout, its partial sums different on every rank; None where the spec does not fit."""
     try:
         x = st.reshard(st.distribute(dense, "replicate", process_group=group), spec)
     except st.LayoutError:
@@ -64,7 +64,7 @@ def values_and_gradients(shape: tuple[int, ...]) -> None:
         assert same(y.full_tensor(), dense), where
         assert y._local.untyped_storage().data_ptr() != x._local.untyped_storage().data_ptr() or not y._local.numel()
         assert y.sharding_spec() == st.parse_spec(other)
-        if "avg" in one:  # the gradient of a mean's addend is its share
+        if "avg" in one:  # the gradient of a mean's partial sum is its share
             continue
         (y * factor).sum().backward()
         assert same(x.grad.full_tensor(), factor), where

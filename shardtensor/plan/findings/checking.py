@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardtensor.layout.explain import say_bytes
-from shardtensor.layout.layout import CutLayout, FlatLayout, Layout
+from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout
 from shardtensor.layout.pieces import Pieces
 from shardtensor.plan.findings.brief import brief_names, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
@@ -66,7 +66,7 @@ def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, Passing]
     names.update(*(placed.stored.axes for placed in own if placed.stored is not None))
     for passing in modules.values():
         for flow, _ in (*passing.ins.values(), *passing.outs.values()):
-            names |= flow.before.axis_names | flow.after.axis_names | set(flow.addends)
+            names |= flow.before.axis_names | flow.after.axis_names | set(flow.partials)
         for hook, _ in passing.uses:
             for arg in (*hook.args, *hook.kwargs.values()):
                 names |= {each for each in (arg if isinstance(arg, tuple) else (arg,)) if each in plan.axes.names}
@@ -104,7 +104,7 @@ def _empty_shards(placed: Placed) -> Iterator[Finding]:
 def _cut_dims(layout: Layout) -> list[tuple[int, Pieces]]:
     if isinstance(layout, FlatLayout):
         layout = layout.inner
-    if not isinstance(layout, CutLayout):
+    if not isinstance(layout, MeshLayout):
         return []
     return [(dim, cut.pieces) for dim, cut in enumerate(layout.dims) if cut is not None]
 

@@ -9,7 +9,7 @@ from shardtensor.spec.diagnostics import Source
 
 @attrs.frozen(eq=False)
 class Origin:
-    """A stretch of a plan's text.
+    """A range of a plan's text.
 
     Attributes:
         source: the text, and the file it came from.

@@ -1,8 +1,8 @@
 """How a plain value enters and leaves a module: ``[-, tp, ...] -> replicate``. Text, and what it asks for; no torch.
 
 Left of the arrow the layout in which a value comes, right of it the one in which it goes on; without an arrow both are
-the same. ``grad partial(a)`` says that the gradient that comes back is an addend along `a`, ``grad replicate`` that it
-is equal on all ranks that hold copies of the value; where nothing is said it follows from the layers.
+the same. ``grad partial(a)`` says that the gradient that comes back is a partial sum along `a`, ``grad replicate`` that
+it is equal on all ranks that hold copies of the value; where nothing is said it follows from the layers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Flow:
     Attributes:
         before: its layout left of the arrow.
         after: its layout right of the arrow.
-        addends: axes along which the gradient that comes from the right is an addend, as the flow itself says.
-        says_grad: the flow says how its gradient lies, also where there are no addends (``grad replicate``).
+        partials: axes along which the gradient that comes from the right is a partial sum, as the flow itself says.
+        says_grad: the flow says how its gradient lies, also where there are no partial sums (``grad replicate``).
     """
 
     before: Spec
     after: Spec
-    addends: Axes = ()
-    says_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.addends), takes_self=True))
+    partials: Axes = ()
+    says_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.partials), takes_self=True))
 
     def __str__(self) -> str:
         arrow = str(self.before) if self.before == self.after else f"{self.before} -> {self.after}"
-        grad = f"partial({'*'.join(self.addends)})" if self.addends else "replicate"
+        grad = f"partial({'*'.join(self.partials)})" if self.partials else "replicate"
         return f"{arrow} grad {grad}" if self.says_grad else arrow
 
 
@@ -53,7 +53,7 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
         >>> flow = read_flow("partial(tp) -> [-, tp, ...]")
         >>> str(flow.before), str(flow.after), str(flow)
         ('replicate partial(tp)', '[-, tp, ...]', 'replicate partial(tp) -> [-, tp, ...]')
-        >>> read_flow("[..., kvg] grad partial(kvr)").addends, str(read_flow("[..., kvg] grad replicate"))
+        >>> read_flow("[..., kvg] grad partial(kvr)").partial sums, str(read_flow("[..., kvg] grad replicate"))
         (('kvr',), '[..., kvg] grad replicate')
     """
     if isinstance(flow, Flow):
@@ -65,19 +65,19 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
     sides = [_value_layout(side.strip()) for side in arrow.split("->")]
     if len(sides) > 2:
         raise PlanError("a flow has one arrow", {"found": flow}, "write `LAYOUT -> LAYOUT`")
-    addends: Axes = ()
+    partials: Axes = ()
     if grad:
-        addends = _addends(_value_layout(grad.strip()), sides[-1], flow)
-    return Flow(sides[0], sides[-1], addends, bool(grad))
+        partials = _partials(_value_layout(grad.strip()), sides[-1], flow)
+    return Flow(sides[0], sides[-1], partials, bool(grad))
 
 
-def _addends(grad: Spec, after: Spec, flow: str) -> Axes:
-    """The axes of addends in the layout of a gradient, whose cuts are those of the value or left out."""
+def _partials(grad: Spec, after: Spec, flow: str) -> Axes:
+    """The axes of partial sums in the layout of a gradient, whose cuts are those of the value or left out."""
     if cuts(grad) and cuts(grad) != cuts(after):
         raise PlanError(
             "a gradient is cut as its value is",
             {"found": flow},
-            f"write `grad {after}`, `grad partial(tp)` for addends, or `grad replicate` for copies",
+            f"write `grad {after}`, `grad partial(tp)` for partial sums, or `grad replicate` for copies",
         )
     return partial_axes(grad)
 
@@ -117,7 +117,7 @@ def cut_axes(spec: Spec) -> Axes:
 
 
 def as_written(flow: Flow | Spec) -> str:
-    """A flow or a layout as people write it: addends alone without ``replicate``.
+    """A flow or a layout as people write it: partial sums alone without ``replicate``.
 
     Example:
         >>> as_written(read_flow("partial(tp) -> replicate"))
@@ -133,7 +133,7 @@ def union(*axes: Axes) -> Axes:
 
 @lru_cache(maxsize=4096)
 def partial_axes(spec: ShardingSpec) -> Axes:
-    """The axes along which a value is an addend."""
+    """The axes along which a value is a partial sum."""
     assert isinstance(spec, Spec)
     for part in spec.partial_parts:
         if part.op != "sum":
@@ -154,13 +154,13 @@ class FlowError(PlanError):
 
 
 class CopyError(FlowError):
-    """A copy would become addends."""
+    """A copy would become partial sums."""
 
     code = "E404"
 
 
 class GradientError(FlowError):
-    """The gradient that comes back is an addend along some axes of a cut only."""
+    """The gradient that comes back is a partial sum along some axes of a cut only."""
 
     code = "E401"
 
@@ -177,11 +177,12 @@ class Change:
 
 
 @lru_cache(maxsize=4096)
-def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
+def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
     """The steps of a flow.
 
     Args:
-        addends: axes along which the gradient from the right is an addend, besides those that the flow itself says.
+        partials: axes along which the gradient from the right is a partial sum, besides those that the flow itself
+        says.
 
     Raises:
         FlowError: (a PlanError) there is no way from the left to the right.
@@ -192,13 +193,15 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
         >>> [step.kind for step in changes(read_flow("partial(tp) -> [-, tp, ...]"))]
         ['sum_scatter']
     """
-    addends = union(flow.addends, addends)
+    partials = union(flow.partials, partials)
     before, after = cuts(flow.before), cuts(flow.after)
     leaving = {dim: cut for dim, cut in before.items() if after.get(dim) != cut}
     coming = {dim: cut for dim, cut in after.items() if before.get(dim) != cut}
     partial, kept = partial_axes(flow.before), partial_axes(flow.after)
     if not set(kept) <= set(partial):
-        raise CopyError("a copy does not become addends", {"flow": str(flow)}, "leave out `partial` after the arrow")
+        raise CopyError(
+            "a copy does not become partial sums", {"flow": str(flow)}, "leave out `partial` after the arrow"
+        )
     for cut in (*leaving.values(), *coming.values()):
         if cut.blocks != 1:
             raise FlowError(
@@ -209,7 +212,7 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
     steps: list[Change] = []
     open_axes = [axis for axis in partial if axis not in kept]
     passed = {*cut_axes(flow.before), *cut_axes(flow.after), *partial}
-    summed = tuple(axis for axis in addends if axis not in passed)
+    summed = tuple(axis for axis in partials if axis not in passed)
     if summed:
         steps.append(Change("sum_gradient", summed))
     for dim, cut in list(coming.items()):
@@ -219,13 +222,13 @@ def changes(flow: Flow, addends: Axes = ()) -> tuple[Change, ...]:
     if open_axes:
         steps.append(Change("sum", tuple(open_axes)))
     for dim, cut in leaving.items():
-        if 0 < len(set(cut.axes) & set(addends)) < len(cut.axes):
+        if 0 < len(set(cut.axes) & set(partials)) < len(cut.axes):
             raise GradientError(
-                f"what comes back is an addend along {', '.join(axis for axis in cut.axes if axis in addends)} only",
+                f"its gradient is a partial sum along {', '.join(axis for axis in cut.axes if axis in partials)} only",
                 {"flow": str(flow), "cut over": "*".join(cut.axes)},
                 "say the others, too: `grad partial(...)` where the copies differ",
             )
-        steps.append(Change("gather", cut.axes, dim, cut, set(cut.axes) <= set(addends)))
+        steps.append(Change("gather", cut.axes, dim, cut, set(cut.axes) <= set(partials)))
     for dim, cut in coming.items():
         steps.append(Change("take", cut.axes, dim, cut))
     return tuple(steps)

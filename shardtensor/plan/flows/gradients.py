@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
@@ -73,8 +73,8 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
 
     Args:
         is_whole: the plan has rules for the whole model. Rules for a part of one leave the rest as it is: plain modules
-            on whole values. There it is no fault that no module leaves the addends which another sums, that a sibling
-            has no flow, or that the axes of the data are not known.
+            on whole values. There it is no fault that no module leaves the partial sums which another sums, that a
+            sibling has no flow, or that the axes of the data are not known.
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
@@ -127,24 +127,24 @@ def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
     for path, stated in modules.stated.items():
         if path in modules.layers:
             continue
-        sides = [("in", name, flow, meetings.addends.get(path, ())) for name, flow in stated.ins.items()]
+        sides = [("in", name, flow, meetings.partials.get(path, ())) for name, flow in stated.ins.items()]
         sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
-        for side, name, flow, addends in sides:
+        for side, name, flow, partials in sides:
             line = stated.line(side, name)
             try:
                 if side == "out" and partial_axes(flow.after) and _works_on_shards(path, modules):
                     named = modules.named(partial_axes(flow.after))
                     raise Contradiction(
-                        "E402", side, f"this module leaves no addends along {named}",
+                        "E402", side, f"this module leaves no partial sums along {named}",
                         "its class is not known and its parameters are cut, so it works on ShardedTensors, which are "
                         "summed at once",
                         f"write `out: {as_written(stated.passing.outs[name][0].before)} -> replicate`",
                     )  # fmt: skip
-                steps(flow, side, addends)
-                twice = modules.named([axis for axis in flow.addends if axis in cut_axes(flow.after)])
+                steps(flow, side, partials)
+                twice = modules.named([axis for axis in flow.partials if axis in cut_axes(flow.after)])
                 if twice:
                     raise Contradiction(
-                        "E401", side, f"the gradient along {twice} is declared an addend, and is none",
+                        "E401", side, f"the gradient along {twice} is declared a partial sum, and is none",
                         f"the value is cut along {twice}: so is its gradient", f"leave {twice} out of `grad`",
                     )  # fmt: skip
             except Contradiction as found:
@@ -153,7 +153,7 @@ def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
 
 
 TOKENS, WEIGHTS = "", "top_k_weights"
-"""The arguments of stacked experts whose gradients are addends where an expert is cut inside."""
+"""The arguments of stacked experts whose gradients are partial sums where an expert is cut inside."""
 
 
 def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
@@ -191,14 +191,14 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
 def _cut(placed: Placed, modules: Modules) -> Names:
     """The axes over which a parameter is cut, those of one rank left out, as they are of flows."""
     layout = placed.layout
-    if not isinstance(layout, CutLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
+    if not isinstance(layout, MeshLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
         return ()
     sizes = enumerate(modules.axes.mesh.axes)
-    return tuple(name for i, (name, size) in sizes if i in layout.parting_axes and size > 1)
+    return tuple(name for i, (name, size) in sizes if i in layout.sharding_axes and size > 1)
 
 
 def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
-    """Flows of experts that are cut inside, each making addends of its result and of its inputs' gradients."""
+    """Flows of experts that are cut inside, each making partial sums of its result and of its inputs' gradients."""
     stated, params = modules.stated[path], modules.owned[path]
     inside: dict[str, str] = {}
     for name, placed in params.items():
@@ -214,19 +214,19 @@ def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
         line = stated.line("out") if out is not None else placed.line
         said = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
         yield flow_finding(
-            "E402", f"{said} for experts that leave addends along {shown}", line,
-            f"{why}, so what it makes is an addend until it is summed",
+            "E402", f"{said} for experts that leave partial sums along {shown}", line,
+            f"{why}, so what it makes is a partial sum until it is summed",
             f"write `out: partial({shown}) -> {as_written(out.after) if out is not None else 'replicate'}`", path,
         )  # fmt: skip
     for name in (TOKENS, WEIGHTS):
         flow = _entering(stated, name)
-        if flow is not None and ((flow.says_grad and not flow.addends) or set(axes) <= set(flow.addends)):
+        if flow is not None and ((flow.says_grad and not flow.partials) or set(axes) <= set(flow.partials)):
             continue
         side = f"in {name}".strip()
         came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
         what = f"`{side}` is not said" if flow is None else f"`{side}: {came}` does not sum its gradient"
         yield flow_finding(
-            "E401", f"{what}, and it is an addend along {shown}", stated.line("in", name) or placed.line,
+            "E401", f"{what}, and it is a partial sum along {shown}", stated.line("in", name) or placed.line,
             f"{why}, and multiplies what enters with it: one rank's gradient would be taken for the sum",
             f"write `{side}: {came} grad partial({shown})`", path,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a known layer does with the values that pass it, and the layouts of its gradients.
 
-A *copy* is equal on all ranks along an axis, a *cut* value is a part on each, of an *addend* the sum counts. The
-gradient of a copy is a copy, but where it meets a product that is cut along the axis: there it is an addend.
+A *copy* is equal on all ranks along an axis, a *cut* value is a part on each, of an *partial sum* the sum counts. The
+gradient of a copy is a copy, but where it meets a product that is cut along the axis: there it is a partial sum.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LayerWork:
         came: how its input comes and is wanted.
         leaves: how its result is made and leaves.
         enter, leave: the steps of these.
-        addends: axes along which the gradient of its input is an addend, before `enter` sums it.
-        sums: for each parameter, the axes, none of them of the data, along which its gradient is an addend.
+        partials: axes along which the gradient of its input is a partial sum, before `enter` sums it.
+        sums: for each parameter, the axes, none of them of the data, along which its gradient is a partial sum.
         sums_beside: the bias's gradient travels with the input's, in one message.
     """
 
@@ -44,7 +44,7 @@ class LayerWork:
     leaves: Flow
     enter: tuple[Change, ...]
     leave: tuple[Change, ...]
-    addends: Names
+    partials: Names
     sums: dict[str, Names]
     sums_beside: bool = False
 
@@ -72,24 +72,24 @@ def layer_work(layer: Layer, is_inside: bool) -> LayerWork:
 
 
 def natural(last: Names, partial: Names = ()) -> Flow:
-    """What a layer takes or gives when nothing is said: cut as its weight is, addends summed at once."""
+    """What a layer takes or gives when nothing is said: cut as its weight is, partial sums summed at once."""
     after = Spec(..., last) if last else Replicate()
     return Flow(after.partial(*partial) if partial else after, after)
 
 
-def addends_of(layer: Layer) -> Names:
-    """The axes along which a layer leaves the gradient of its input as an addend."""
+def partials_of(layer: Layer) -> Names:
+    """The axes along which a layer leaves the gradient of its input as a partial sum."""
     out = layer.stated.out
-    declared = out.addends if out is not None else ()
+    declared = out.partials if out is not None else ()
     if layer.kind.name == "embedding":
         return ()
     return union(layer.cut("weight", "out"), declared) if layer.kind.name == "linear" else declared
 
 
-def steps(flow: Flow, side: str, addends: Names = ()) -> tuple[Change, ...]:
+def steps(flow: Flow, side: str, partials: Names = ()) -> tuple[Change, ...]:
     """`changes`, whose refusals become contradictions."""
     try:
-        return changes(flow, addends)
+        return changes(flow, partials)
     except FlowError as error:
         facts = dict(error.rows)
         fix = facts.pop("fix")
@@ -124,11 +124,11 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     _no_blocks_on_the_way(layer, "in", came)
     _no_blocks_on_the_way(layer, "out", leaves)
     _declared_once(layer, leaves, (*out_axes, *in_axes))
-    addends = union(out_axes, leaves.addends)
+    partials = union(out_axes, leaves.partials)
     own = enters is not None or not is_inside
-    enter = steps(attrs.evolve(came, addends=()), "in", union(addends, came.addends) if own else ())
-    leave = steps(attrs.evolve(leaves, addends=()), "out")
-    sums = {"weight": union(stream, leaves.addends)}
+    enter = steps(attrs.evolve(came, partials=()), "in", union(partials, came.partials) if own else ())
+    leave = steps(attrs.evolve(leaves, partials=()), "out")
+    sums = {"weight": union(stream, leaves.partials)}
     beside = False
     if "bias" in layer.params:
         bias_axes = layer.cut("bias", "out")
@@ -150,9 +150,9 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             )  # fmt: skip
         if in_axes:
             left = tuple(axis for axis in cut_axes(leaves.after) if axis not in out_axes)
-            sums["bias"] = union(left, partial_axes(leaves.after), leaves.addends)
+            sums["bias"] = union(left, partial_axes(leaves.after), leaves.partials)
         else:
-            sums["bias"] = union(stream, leaves.addends)
+            sums["bias"] = union(stream, leaves.partials)
         if out_axes and not bias_axes:
             if layer.is_blocked("out"):
                 raise Contradiction(
@@ -162,7 +162,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             sums["bias"] = union(sums["bias"], out_axes)
             summed = enter and enter[0].kind == "sum_gradient"
             beside = bool(summed) and sums["bias"] == out_axes and not in_axes and not leave and len(enter) == 1
-    return LayerWork(came, leaves, enter, leave, addends, sums, beside)
+    return LayerWork(came, leaves, enter, leave, partials, sums, beside)
 
 
 def _embedding(layer: Layer) -> LayerWork:
@@ -176,8 +176,8 @@ def _embedding(layer: Layer) -> LayerWork:
         )  # fmt: skip
     came = _the_one_in(layer) or REPLICATE
     _declared_once(layer, leaves, (*rows, *columns))
-    sums = {"weight": union(cut_axes(came.after), leaves.addends)}
-    leave = steps(attrs.evolve(leaves, addends=()), "out")
+    sums = {"weight": union(cut_axes(came.after), leaves.partials)}
+    leave = steps(attrs.evolve(leaves, partials=()), "out")
     return LayerWork(came, leaves, steps(came, "in"), leave, (), sums)
 
 
@@ -193,8 +193,8 @@ def _norm(layer: Layer) -> LayerWork:
     if partial_axes(came.after):
         axes = layer.named(partial_axes(came.after))
         raise Contradiction(
-            "E404", "in", f"addends along {axes} reach a norm",
-            "a norm is not linear: the norms of addends do not add up to the norm of their sum",
+            "E404", "in", f"partial sums along {axes} reach a norm",
+            "a norm is not linear: the norms of partial sums do not add up to the norm of their sum",
             f"sum them before: `out: partial({axes}) -> replicate` where they are made",
         )  # fmt: skip
     if last_cut(came.after) is not None and came.after.dims != (last_cut(came.after),):
@@ -207,10 +207,10 @@ def _norm(layer: Layer) -> LayerWork:
             "E402", "out" if layer.stated.out is not None else "in", "a norm gives what it takes",
             f"`in` gives `{came.after}`, `out` begins with `{leaves.before}`", f"write `out: {came.after}`",
         )  # fmt: skip
-    sums = union(cut_axes(came.after), leaves.addends)
-    enter = steps(attrs.evolve(came, addends=()), "in", came.addends)
-    leave = steps(attrs.evolve(leaves, addends=()), "out")
-    return LayerWork(came, leaves, enter, leave, leaves.addends, dict.fromkeys(layer.params, sums))
+    sums = union(cut_axes(came.after), leaves.partials)
+    enter = steps(attrs.evolve(came, partials=()), "in", came.partials)
+    leave = steps(attrs.evolve(leaves, partials=()), "out")
+    return LayerWork(came, leaves, enter, leave, leaves.partials, dict.fromkeys(layer.params, sums))
 
 
 def _the_one_in(layer: Layer) -> Flow | None:
@@ -243,7 +243,7 @@ def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial:
     if set(partial_axes(met)) != set(partial):
         what = "is complete on every rank: nothing is left to sum"
         if partial:
-            what = f"is an addend along {name(partial)} until it is summed"
+            what = f"is a partial sum along {name(partial)} until it is summed"
             what += ", for rows of other ranks give zeros" if layer.kind.name == "embedding" else ""
         why += f", so what it makes {what}"
     else:
@@ -262,7 +262,7 @@ def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial:
 
 
 def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
-    """Refuse to join or cut on the way what the weight cuts in blocks: ranks have stretches of each block."""
+    """Refuse to gather or scatter what the weight cuts in blocks: ranks have a range of each block."""
     if flow.before == flow.after or not layer.is_blocked("out" if side == "out" else "in"):
         return
     met, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
@@ -270,18 +270,18 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
         said = layer.said(side).partition(" grad ")[0].split(" -> ")
         raise Contradiction(
             "E402", side, "what is cut in blocks cannot be cut or joined on the way",
-            f"the weight is `{layer.params['weight'].spec}`: a rank has a stretch of each block, not of the whole",
+            f"the weight is `{layer.params['weight'].spec}`: a rank has a range of each block, not of the whole",
             f"let the value pass as it is: `{side}: {said[0 if side == 'out' else -1]}`",
         )  # fmt: skip
 
 
 def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
-    """Refuse addends along an axis that cuts the value or the weight: those gradients are parts, never addends."""
+    """Refuse partial sums along an axis that cuts the value or the weight: such gradients are shards."""
     for what, cut in (("result", cut_axes(leaves.after)), ("weight", own)):
-        axes = layer.named([axis for axis in leaves.addends if axis in cut])
+        axes = layer.named([axis for axis in leaves.partials if axis in cut])
         if axes:
             raise Contradiction(
-                "E401", "out", f"the gradient of this output along {axes} is declared an addend, and is none",
+                "E401", "out", f"the gradient of this output along {axes} is declared a partial sum, and is none",
                 f"the {what} is cut along {axes}: summing would add gradients of different parts",
                 f"leave {axes} out of `grad`",
             )  # fmt: skip

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 import attrs
 
-from shardtensor.layout.layout import CutLayout
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.layout.pieces import Blocked
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
@@ -81,9 +81,9 @@ class Layer:
         return self.cuts.get((name, dim), ())
 
     def is_blocked(self, dim: str) -> bool:
-        """Whether a dim of the weight is cut in blocks, so that a rank holds several stretches of it."""
+        """Whether a dim of the weight is cut in blocks, so that a rank holds several ranges of it."""
         layout = self.params["weight"].layout
-        cut = layout.dims[self.kind.dims["weight"].index(dim)] if isinstance(layout, CutLayout) else None
+        cut = layout.dims[self.kind.dims["weight"].index(dim)] if isinstance(layout, MeshLayout) else None
         return cut is not None and isinstance(cut.pieces, Blocked)
 
     @property
@@ -121,7 +121,7 @@ class Modules:
 
     def flow(self, flow: Flow) -> Flow:
         """A flow in the axes of the mesh."""
-        return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.addends), flow.says_grad)
+        return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.partials), flow.says_grad)
 
     def spec(self, spec: Spec) -> Spec:
         """The layout of a value in the axes of the mesh."""
@@ -180,7 +180,7 @@ class Modules:
             dims, layout = kind.dims.get(name), placed.layout
             if dims is None or len(dims) != len(layout.shape):
                 continue
-            if not isinstance(layout, CutLayout) or len(layout.grid) != len(sizes):
+            if not isinstance(layout, MeshLayout) or len(layout.grid) != len(sizes):
                 loose = name
                 continue
             for dim, cut in zip(dims, layout.dims, strict=True):

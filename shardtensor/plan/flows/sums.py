@@ -11,7 +11,7 @@ from functools import cached_property
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
-from shardtensor.plan.flows.layer_flows import addends_of
+from shardtensor.plan.flows.layer_flows import partials_of
 from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, around, flow_finding
 from shardtensor.plan.line import origin_of, pattern_place
 from shardtensor.plan.resolved import Placed
@@ -43,19 +43,19 @@ class Sums:
         return found
 
     @cached_property
-    def addends(self) -> dict[str, Names]:
-        """By the path of a module with an `in`, the axes along which what comes back to it is an addend."""
+    def partials(self) -> dict[str, Names]:
+        """By the path of a module with an `in`, the axes along which what comes back to it is a partial sum."""
         found = {}
         for path, layers in self.served.items():
             if not all(placed.layout.is_replicated for placed in self._modules.owned.get(path, {}).values()):
                 continue  # it works on ShardedTensors, whose gradients are complete
-            found[path] = max((addends_of(layer) for layer in layers if layer.has_flow), key=len, default=())
+            found[path] = max((partials_of(layer) for layer in layers if layer.has_flow), key=len, default=())
         return found
 
     def _around(self, path: str) -> tuple[str, Names]:
         """The name of the `in` that serves a path, and the axes along which it sums gradients."""
         nearest = self._modules.nearest_in(path)
-        return f"the `in` of {nearest or 'the module'}", self.addends.get(nearest, ()) if nearest is not None else ()
+        return f"the `in` of {nearest or 'the module'}", self.partials.get(nearest, ()) if nearest is not None else ()
 
     # -- values that are cut along tokens -----------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Sums:
         for path, stated in self._modules.stated.items():
             if path not in self._broken:
                 yield from self._siblings_inside_an_axis(path, stated)
-        yield from self._copies_among_addends()
+        yield from self._replicas_among_partials()
         for path, stated in self._modules.stated.items():
             if path not in self._broken:
                 yield from self._summed_again(path, stated)
@@ -151,25 +151,25 @@ class Sums:
                 f"{sums}; if every copy gets the same gradient, write the flow with `grad replicate`{alone}", path,
             )  # fmt: skip
 
-    def _copies_among_addends(self) -> Iterator[Finding]:
+    def _replicas_among_partials(self) -> Iterator[Finding]:
         """Layers that one `in` serves, which sums what some of them leave, and others do not."""
         modules = self._modules
-        for path, addends in self.addends.items():
-            for layer in self.served[path] if addends else ():
-                own = addends_of(layer) if layer.has_flow else ()
-                if set(own) == set(addends) or (layer.has_flow and self._unknown_siblings(layer.stated) is not None):
+        for path, partials in self.partials.items():
+            for layer in self.served[path] if partials else ():
+                own = partials_of(layer) if layer.has_flow else ()
+                if set(own) == set(partials) or (layer.has_flow and self._unknown_siblings(layer.stated) is not None):
                     continue
-                how, alone = f"brings {f'addends along {modules.named(own)}' if own else 'copies'}", ""
+                how, alone = f"brings {f'partials along {modules.named(own)}' if own else 'copies'}", ""
                 if not layer.has_flow:
                     how = "passes ShardedTensors, whose gradients are complete"
                     alone = "say how its values leave, in an `out`, or "
-                elif not set(own) & set(addends):
+                elif not set(own) & set(partials):
                     alone = "give it an `in` of its own, or "
                 yield flow_finding(
-                    "E401", f"copies meet addends at the `in` of {path or 'the module'}",
+                    "E401", f"copies meet partial sums at the `in` of {path or 'the module'}",
                     layer.stated.line("out") or layer.params["weight"].line,
-                    f"{layer.path} {how}, the others bring addends along {modules.named(addends)}, which `in` sums: "
-                    f"what is no addend would be counted {modules.times(addends)} times",
+                    f"{layer.path} {how}, the others bring partial sums along {modules.named(partials)}, which `in` "
+                    f"sums: what is no partial sum would be counted {modules.times(partials)} times",
                     f"{alone}move `in` down to those that are cut alike", layer.path,
                     "flow" if layer.has_flow else "",
                 )  # fmt: skip
@@ -177,29 +177,30 @@ class Sums:
     def _summed_again(self, path: str, stated: Stated) -> Iterator[Finding]:
         """A module inside of an `in` that sums, with an `in` of its own on what must be the same value."""
         flow, layer, modules = stated.ins.get(""), self._modules.layers.get(path), self._modules
-        of, addends = self._around(path)
-        kind, named = layer.kind.name if layer is not None else "", modules.named(addends)
-        if flow is None or flow.says_grad or not addends or set(cut_axes(flow.before)) & set(addends):
+        of, partials = self._around(path)
+        kind, named = layer.kind.name if layer is not None else "", modules.named(partials)
+        if flow is None or flow.says_grad or not partials or set(cut_axes(flow.before)) & set(partials):
             return
-        if kind == "embedding" or self._has_copies_before(path, addends):
+        if kind == "embedding" or self._has_copies_before(path, partials):
             return
         if kind == "norm":
             out = stated.out
-            if out is None or not (out.says_grad or set(cut_axes(out.after)) & set(addends)):
+            if out is None or not (out.says_grad or set(cut_axes(out.after)) & set(partials)):
                 yield flow_finding(
-                    "E401", f"addends along {named} come back to this norm", stated.line("out") or stated.line("in"),
-                    f"it stands between {of} and products that are cut along {named}, which leave their addends to "
-                    "that `in`: the gradients of its parameters would stay one rank's addend",
+                    "E401", f"partial sums along {named} come back to this norm",
+                    stated.line("out") or stated.line("in"),
+                    f"it stands between {of} and products that are cut along {named}, which leave their partial sums "
+                    "to that `in`: the gradients of its parameters would stay one rank's partial sum",
                     f"write `grad partial({named})` after its `out`, or put `in` after it, on the module that holds "
                     "the products", path,
                 )  # fmt: skip
             return
-        own = addends_of(layer) if layer is not None else self.addends.get(path, ())
-        if set(own) & set(addends):
+        own = partials_of(layer) if layer is not None else self.partials.get(path, ())
+        if set(own) & set(partials):
             yield flow_finding(
                 "E401", f"this gradient is summed along {modules.named(own)} here and again around", stated.line("in"),
                 f"{of} sums what comes back along {named}; {path} sums its part before: "
-                f"it would be counted {modules.times(addends)} times",
+                f"it would be counted {modules.times(partials)} times",
                 f"drop `in` here, or {of}", path,
             )  # fmt: skip
 
@@ -226,9 +227,9 @@ class Sums:
     def _summed_otherwise(self) -> Iterator[Finding]:
         """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
         modules = self._modules
-        for path, addends in self.addends.items():
+        for path, partials in self.partials.items():
             parent, _, number = path.rpartition(".")
-            if not addends or not number.isdecimal():
+            if not partials or not number.isdecimal():
                 continue
             alike = (f"{parent}.{int(number) + step}".lstrip(".") for step in (1, -1))
             other = next((each for each in alike if each in modules.places), None)
@@ -238,9 +239,9 @@ class Sums:
             first = self.served[path][0]
             holder = first.path.rpartition(".")[0]
             yield flow_finding(
-                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(addends)}", line,
+                "E401", f"this `in` sums the gradients that layers inside leave along {modules.named(partials)}", line,
                 f"{first.path} leaves its own to it; in {other}, which has no `in`, the same layer sums for itself: "
-                "what stands between them, a norm or a residual, would get one rank's addend here",
+                "what stands between them, a norm or a residual, would get one rank's partial sum here",
                 f"say how values enter `{holder if holder != path else first.path}`: `in: replicate` there",
                 path,
             )  # fmt: skip
@@ -253,27 +254,27 @@ class Sums:
         Args:
             beside: the axes along which a module of the same parent leaves values cut, and which one.
         """
-        (of, addends), streams = self._around(path), self._streams_into(path)
-        axes = addends or tuple(beside) or tuple(streams)
+        (of, partials), streams = self._around(path), self._streams_into(path)
+        axes = partials or tuple(beside) or tuple(streams)
         if not axes:
             return
         shown = self._modules.named(axes)
-        if addends:
+        if partials:
             first = self.served[self._modules.nearest_in(path) or ""][0].path
-            why = f"{of} sums what comes back along {shown}, for {first} is cut: the gradients here may be addends, or "
-            why += "copies"
+            why = f"{of} sums what comes back along {shown}, for {first} is cut: "
+            why += "the gradients here may be partial sums, or copies"
         elif beside:
             why = f"{beside[axes[0]]} beside it leaves values cut along {self._modules.named(axes[:1])}: met by such "
-            why += "values, its gradients are addends; met by copies, they are copies"
+            why += "values, its gradients are partial sums; met by copies, they are copies"
         else:
             why = (
                 f"{self._streams[streams[0]]} leaves values cut along {shown}: if it meets such values, its gradients "
             )
-            why += "are addends, and one rank's would be taken for the sum"
+            why += "are partial sums, and one rank's would be taken for the sum"
         quote = "" if self._modules.resolved.plan.sources else '"'  # rules in Python
         cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
         fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
-        if addends and not beside:
+        if partials and not beside:
             fix += "; or move `in` to the modules that are cut, so that this one is not inside"
         unmatched = self._modules.resolved.plan.unmatched
         at_unmatched = unmatched.origin if unmatched is not None else None
@@ -339,19 +340,19 @@ class Sums:
 
     def _cut_without_flows(self, path: str, placed: Placed) -> Iterator[Finding]:
         """A cut module of which nothing is said, so that it takes and gives ShardedTensors, where plain values pass."""
-        modules, (of, addends), streams = self._modules, self._around(path), self._streams_into(path)
-        stated, addends = modules.stated.get(path), addends if path not in modules.layers else ()
-        if not (addends or streams) or (stated is not None and stated.passing.uses):
+        modules, (of, partials), streams = self._modules, self._around(path), self._streams_into(path)
+        stated, partials = modules.stated.get(path), partials if path not in modules.layers else ()
+        if not (partials or streams) or (stated is not None and stated.passing.uses):
             return
         why = f"{placed.tensor.name} is `{placed.spec}`, so it takes and gives ShardedTensors; "
-        if addends:
-            why += f"their gradients are complete, and {of} sums what comes back along {modules.named(addends)}: they "
-            why += f"would be counted {modules.times(addends)} times"
+        if partials:
+            why += f"their gradients are complete, and {of} sums what comes back along {modules.named(partials)}: they "
+            why += f"would be counted {modules.times(partials)} times"
         else:
             why += f"{self._streams[streams[0]]} leaves plain values cut along {modules.named(streams)}, and it would "
             why += "take a part for the whole, or leave a whole among parts"
         yield flow_finding(
-            "E401" if addends else "E403", f"`{path}` is cut, and the plan does not say how values pass it",
+            "E401" if partials else "E403", f"`{path}` is cut, and the plan does not say how values pass it",
             placed.line, why,
             "say it: `in` and `out` in its block, or a style such as `colwise(...)` or `vocab_embedding(...)`",
             path, "layout",

@@ -1,4 +1,4 @@
-"""Values that leave in parts, or as addends, and that no module of the plan takes so (E403, E404).
+"""Values that leave in parts, or as partial sums, and that no module of the plan takes so (E403, E404).
 
 Which module calls which only the model's code says, and nothing is guessed of it: a value counts as taken where any
 other module takes its like. Parts that reach the wrong module do not fit it, and torch says so at the first call.
@@ -16,7 +16,7 @@ from shardtensor.plan.flows.modules import REPLICATE, Modules, around, flow_find
 from shardtensor.spec.nodes import Spec
 
 Parts = tuple[frozenset[str], frozenset[str]]
-"""The axes over which a value is cut, and those along which it is an addend."""
+"""The axes over which a value is cut, and those along which it is a partial sum."""
 
 TOO_LARGE = "copies would be summed: the value comes out as many times too large as there are ranks"
 
@@ -124,7 +124,7 @@ class Takers:
 
     @cached_property
     def _left(self) -> list[tuple[str, str, bool]]:
-        """The results that leave in parts or as addends and that no module takes; and whether a hook may."""
+        """The results that leave in parts or as partial sums and that no module takes; and whether a hook may."""
         return [
             (path, name, self._may_go_to_a_hook(path))
             for path, outs in self._outs.items() for name, flow in outs.items() if path
@@ -153,12 +153,13 @@ class Takers:
         flow, line = self._outs[path][name], stated.line("out", name)
         said = stated.passing.outs[name][0] if line is not None else flow
         line = line or self._modules.layers[path].params["weight"].line
-        if addends := partial_axes(flow.after):
+        if partials := partial_axes(flow.after):
             return flow_finding(
-                "E404", f"this value leaves as addends along {named(addends)}, and nobody sums them", line,
-                f"`{as_written(said)}` has no arrow that sums: what meets it takes one rank's addend for the value",
+                "E404", f"this value leaves as partial sums along {named(partials)}, and nobody sums them", line,
+                f"`{as_written(said)}` has no arrow that sums: "
+                "what meets it takes one rank's partial sum for the value",
                 f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
-                f"{named(addends)}) -> replicate` there", path,
+                f"{named(partials)}) -> replicate` there", path,
             )  # fmt: skip
         fix = f"say who takes it: `in: {said.after}` there, or such an `out` on the module around; or gather it: "
         fix += f"`out: {'' if said.before == REPLICATE.before else f'{as_written(said.before)} -> '}replicate`"
@@ -168,10 +169,11 @@ class Takers:
             "what meets it next would take one rank's part for the whole", fix, path,
         )  # fmt: skip
 
-    # -- addends that are summed, and that nobody leaves --------------------------------------------------------------
+    # -- partial sums that are summed, and that nobody leaves
+    # --------------------------------------------------------------
 
     def _not_given(self) -> Iterator[Finding]:
-        """Modules that sum addends, as values enter or leave, where no module leaves such."""
+        """Modules that sum partial sums, as values enter or leave, where no module leaves such."""
         modules, named = self._modules, self._modules.named
         flows = [(path, flow) for path, stated in modules.stated.items() for flow in stated.outs.values()]
         gives = _by_parts((path, _parts(flow.after)) for path, flow in flows)
@@ -180,7 +182,7 @@ class Takers:
                 axes = partial_axes(flow.before)
                 if axes and not _any(gives, path, (frozenset(), frozenset(axes))) and not self._is_fed(path, flow):
                     yield flow_finding(
-                        "E403", f"`{path}` takes addends along {named(axes)}, and no module leaves such",
+                        "E403", f"`{path}` takes partial sums along {named(axes)}, and no module leaves such",
                         stated.line("in", name), TOO_LARGE,
                         f"drop `partial({named(axes)})` here, or the arrow that sums them where they are made", path,
                     )  # fmt: skip
@@ -194,14 +196,15 @@ class Takers:
                 summing = next((other for other, each in inside if set(axes) <= set(partial_axes(each.before))), None)
                 if summing is not None or self._is_whole:
                     yield flow_finding(
-                        "E403", f"nothing in `{path}` leaves addends along {named(axes)}", stated.line("out", name),
+                        "E403", f"nothing in `{path}` leaves partial sums along {named(axes)}",
+                        stated.line("out", name),
                         TOO_LARGE if summing is None else f"`{summing}` sums them already; summed again they are as "
                         f"many times too large as there are ranks along {named(axes)}",
                         "drop this `out`, or the arrow inside", path,
                     )  # fmt: skip
 
     def _is_fed(self, path: str, flow: Flow) -> bool:
-        """Whether a module around passes such addends on, or a hook there may make them."""
+        """Whether a module around passes such partial sums on, or a hook there may make them."""
         wanted = frozenset[str](), frozenset(partial_axes(flow.before))
         stated = [self._modules.stated[above] for above in around(path) if above in self._modules.stated]
         return self._is_in_a_hook(path) or any(

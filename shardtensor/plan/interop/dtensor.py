@@ -9,7 +9,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import Layout, same_boxes
-from shardtensor.layout.nested import Addends, CutDim, Said, nearest_nested, nested_layout, say_nested
+from shardtensor.layout.nested import CutDim, Partials, Said, nearest_nested, nested_layout, say_nested
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
@@ -119,7 +119,7 @@ def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Sa
                 )
             return CutDim(placement.dim % ndim, int(placement.split_factor) if kind == "_StridedShard" else 1)
         if kind == "Partial" and placement.reduce_op in REDUCTIONS:
-            return Addends(placement.reduce_op)
+            return Partials(placement.reduce_op)
         raise LayoutError(
             f"the placement {placement!r} has no meaning outside of DTensor",
             _facts(placements, shape),
@@ -137,7 +137,7 @@ def make_placements(said: tuple[Said, ...]) -> tuple[Any, ...]:
     def make(what: Said) -> Any:
         if what is None:
             return Replicate()
-        if isinstance(what, Addends):
+        if isinstance(what, Partials):
             return Partial(what.op)
         return Shard(what.dim) if what.blocks == 1 else _StridedShard(what.dim, split_factor=what.blocks)
 

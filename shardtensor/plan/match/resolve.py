@@ -147,7 +147,7 @@ class _Placing:
 def _partial(info: TensorInfo, spec: Spec, line: Line) -> Finding:
     return Finding(
         "E404", "a parameter is never `partial`", line.origin,
-        f"{info.name} is `{spec}`: each rank would hold an addend of it, and no rank its value",
+        f"{info.name} is `{spec}`: each rank would hold a partial sum of it, and no rank its value",
         "drop `partial`; it is for values, in `in` and `out`", (), info.name,
     )  # fmt: skip
 

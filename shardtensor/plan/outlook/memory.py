@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import attrs
 
 from shardtensor.errors import PlanError
-from shardtensor.layout.layout import CutLayout, Layout, ListedLayout
+from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
 from shardtensor.mesh import Mesh
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
@@ -250,10 +250,10 @@ def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     if len(layout.grid) != len(mesh.sizes) or isinstance(layout, ListedLayout):
         return everything  # one that names ranks
     only = {axis for axis in everything if layout.grid[axis] != mesh.sizes[axis]}  # on one coordinate of these
-    if isinstance(layout, CutLayout):
+    if isinstance(layout, MeshLayout):
         cuts: list[Any] = [cut for cut in layout.dims if cut is not None]
         return tuple(sorted(only.union(*(cut.axes for cut in cuts if not _is_even(cut.pieces)))))
-    return tuple(sorted({*only, *layout.parting_axes}))
+    return tuple(sorted({*only, *layout.sharding_axes}))
 
 
 @lru_cache(maxsize=4096)

@@ -89,4 +89,4 @@ def _axes_used(resolved: Resolved, own: list[Placed]) -> Iterator[tuple[str, ...
         for flow, _ in (*passing.ins.values(), *passing.outs.values()):
             yield from of(flow.before)
             yield from of(flow.after)
-            yield flow.addends
+            yield flow.partials

@@ -130,16 +130,16 @@ class Body:
     def _flow(self, node: Node) -> Flow:
         sides = [self._value_layout(child) for child in node.children if not is_kind(child, "ARROW", "grad")]
         grads = [child.children[0] for child in node.children if is_kind(child, "grad")]
-        addends = tuple(axis for grad in grads for axis in self._addends(grad))
-        flow = Flow(sides[0], sides[-1], addends, bool(grads))
+        partials = tuple(axis for grad in grads for axis in self._partials(grad))
+        flow = Flow(sides[0], sides[-1], partials, bool(grads))
         return self.plan.flows.setdefault(flow, flow)
 
-    def _addends(self, grad: Node) -> tuple[str, ...]:
+    def _partials(self, grad: Node) -> tuple[str, ...]:
         spec = self._value_layout(grad)
         if cuts(spec):
-            why = "a flow says along which axes the gradient that comes back is an addend"
+            why = "a flow says along which axes the gradient that comes back is a partial sum"
             fix = f"write `partial({'*'.join(cut_axes(spec))})`"
-            raise self.evaluator.fault("E107", grad, "`grad` stands before addends", why, fix)
+            raise self.evaluator.fault("E107", grad, "`grad` stands before partial sums", why, fix)
         try:
             return partial_axes(spec)
         except PlanError:

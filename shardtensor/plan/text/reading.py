@@ -209,7 +209,7 @@ class PlanReader(Statements):
 def _flow_axes(flow: Flow) -> tuple[str, ...]:
     """All axes that a flow names."""
     partial = tuple(axis for side in (flow.before, flow.after) for part in side.partial_parts for axis in part.axes)
-    return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.addends)
+    return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.partials)
 
 
 def _public(value: Any) -> Any:
