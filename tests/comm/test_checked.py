@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -42,6 +43,17 @@ def checks(asked: str = "collectives"):
 def checked_group(ranks: list[int] | None = None, timeout_s: float = PATIENT_S) -> Any:
     with checks():
         return as_group(dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)))
+
+
+METHODS = sorted(name for name in vars(CheckedGroup) if name in vars(Group) and name[0] != "_")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_checked_group_is_called_as_any_group(name):
+    ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (CheckedGroup, Group))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
 
 
 def rest() -> None:

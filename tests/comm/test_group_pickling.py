@@ -9,7 +9,7 @@ import pytest
 
 import shardtensor as st
 from shardtensor.comm.group import group_along
-from shardtensor.comm.process_group import as_group
+from shardtensor.comm.process_group import as_group, unpickle_group
 from shardtensor.mesh import Mesh
 
 
@@ -98,8 +98,6 @@ def test_alone_a_group_is_read_alone_only():
 
 
 def test_a_mesh_of_other_ranks_is_refused():
-    from shardtensor.comm.process_group import unpickle_group
-
     def read() -> None:
         group = as_group()
         place = (group.index, group.rank, group.size, group.size)
@@ -114,7 +112,19 @@ def test_a_mesh_of_other_ranks_is_refused():
     st.simulate(4, read)
 
 
-def check_teams() -> None:
+def test_a_group_that_has_a_mesh_keeps_it():
+    """Inside ``load_with_process_group(device_mesh)`` the reader's mesh counts, not the writer's."""
+
+    def read() -> None:
+        group = as_group()
+        place = (group.index, group.rank, group.size, group.size)
+        assert unpickle_group(place, ((("x", 4),), (0, 1, 2, 3))) is group
+        assert group.mesh.names == ("a", "b")
+
+    st.simulate("a=2, b=2", read)
+
+
+def check_subgroups() -> None:
     group = as_group().on_mesh(Mesh((("a", 2), ("b", 2), ("c", 1))), {})
     for names in ((), ("a",), ("b",), ("c",), ("a", "b"), ("b", "a"), ("a", "c"), ("a", "b", "c")):
         axes = [group.mesh.names.index(name) for name in sorted(names)]
@@ -130,5 +140,5 @@ def check_teams() -> None:
 
 
 @pytest.mark.worlds("sim")
-def test_a_team_is_the_ranks_that_differ_along_some_axes_only(world):
-    world(check_teams, 4)
+def test_a_subgroup_is_the_ranks_that_differ_along_some_axes_only(world):
+    world(check_subgroups, 4)

@@ -11,7 +11,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec
 
-MESHES = (range(4), range(1, 5), (0, 1, 2, 3), (0, 1, 3), (3, 1, 2, 0), (0, 2, 4, 6))
+MESHES = (range(4), range(3), range(1, 5), (0, 1, 2, 3), (0, 1, 3), (3, 1, 2, 0), (0, 2, 4, 6))
 NAMED = (["rank:0-3/cpu"], ["rank:0-1/cpu"], ["rank:2/cpu", "rank:0/cpu"], ["rank:0/cpu", "rank:2/cpu", "rank:4/cpu"])
 
 

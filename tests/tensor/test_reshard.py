@@ -230,3 +230,16 @@ def test_steps_are_said_with_their_bytes(capsys):
     )
     with pytest.raises(st.LayoutError, match="missing  shape, mesh"):
         st.explain_reshard("[tp, -]", "[-, tp]")
+
+
+def test_steps_of_a_tensor_whose_group_has_no_mesh(capsys):
+    def explain() -> None:
+        x = st.distribute(torch.ones(4, 4), 'chunk(dim=0, placements=["rank:0-1/cpu"])')
+        if as_group().rank == 0:
+            st.explain_reshard(x, "replicate")
+
+    st.simulate(2, explain)
+    assert capsys.readouterr().out == (
+        'chunk(dim=0, placements=["rank:0-1/cpu"]) -> replicate   4 x 4 float32 on 2 ranks\n'
+        "  all_gather over axis0=2   32 B received by each rank\n"
+    )
