@@ -97,7 +97,7 @@ def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
     if tensor._remote is None:
         raise RuleError(
             "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available",
-            fix=["metadata() tells where all shards lie", "full_tensor() or gather() bring them here"],
+            fix=["metadata() has the ranks of all shards", "full_tensor() or gather() copy them here"],
         )
     return dict(sorted(tensor._remote.items()))
 

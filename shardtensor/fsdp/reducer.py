@@ -17,9 +17,8 @@ from shardtensor.fsdp.comm_context import Streams
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.layout.ranges import REDUCE_BUFFERS
-from shardtensor.tensor.bucket import GradientBuffer, Grads
+from shardtensor.tensor.bucket import KEPT_BYTES, GradientBuffer, Grads
 
-_KEPT = 1 << 24  # bytes; larger input buffers are freed after each backward, for a loss needs the most memory before it
 _will_run = torch._C._will_engine_execute_node
 _in_backward = torch._C._current_graph_task_id
 
@@ -244,7 +243,7 @@ class GradientReducer:
         if self.unused.pattern:  # else nothing was reduced, on any rank
             with self._stream:
                 self.unused.end()
-        if self._memory_size > _KEPT:
+        if self._memory_size > KEPT_BYTES:
             for memory in self._memory.values():
                 memory.untyped_storage().resize_(0)  # views of it find it again: a fifth of a millisecond each
 

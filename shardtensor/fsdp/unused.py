@@ -159,7 +159,7 @@ class UnusedCheck:
             {"used only": "; ".join([*some[:_SHOWN], *rest])},
             [
                 "fully_shard(..., find_unused=True): ranks settle in each backward which parameters any of them used,"
-                " and those that did not use one bring zeros",
+                " and those that did not use one add zeros",
                 "let every rank use every parameter, or none",
             ],
         )

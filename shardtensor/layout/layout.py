@@ -94,7 +94,7 @@ class Layout:
         sharding = self.sharding_axes
         return place is not None and all(i == 0 for axis, i in enumerate(place) if axis not in sharding)
 
-    def brings_value(self, rank: int) -> bool:
+    def holds_full_value(self, rank: int) -> bool:
         """Whether a rank holds the value when a full value becomes a partial sum; the other ranks hold zeros."""
         place = coordinate(self.ranks, self.grid, rank)
         return place is None or all(place[axis] == 0 for axis, op in self.partial if op == "sum")

@@ -177,7 +177,7 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
             recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
     if recipe is None or (len(recipe.reduced.ranks) != group.size and not _fits_a_part(recipe, operands)):
         return None
-    locals_ = [bring(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
+    locals_ = [redistributed(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
     return Prepared(locals_, recipe, group)
 
 
@@ -201,7 +201,7 @@ def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
     return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
 
-def bring(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
+def redistributed(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
     """Return the local tensor of `x` in the layout it needs, with the backward that this asks for."""
     layout = need.layout
     if isinstance(x, ShardedTensor):

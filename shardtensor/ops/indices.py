@@ -285,20 +285,20 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
     ready = prepare("index_put", rule, (input, *tensors, values))
     if ready is None:
         return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
-    (local, *ats, brought), recipe, group = ready
+    (local, *ats, local_values), recipe, group = ready
     where = iter(ats)
     places = [None if index is None else next(where) for index in indices]
     cut, mine = _local_places(places, recipe.needs[0].layout, group.rank, local.device)
     if not cut:
-        out = torch.ops.aten.index_put(local, places, brought, accumulate)
+        out = torch.ops.aten.index_put(local, places, local_values, accumulate)
     elif not all(local.shape[k] for k in cut[1:]):
-        out = in_graph(local.clone(), (brought,))
+        out = in_graph(local.clone(), (local_values,))
     else:
         d, count = cut[0], local.shape[cut[0]]
         here = places[d]
         assert here is not None, "indices of a sharded dim"
         places[d] = torch.where(mine, here, count)
-        out = torch.ops.aten.index_put(_with_spare(local, d), places, brought, accumulate).narrow(d, 0, count)
+        out = torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
     return finish(out, recipe.output, group)
 
 

@@ -53,7 +53,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     local = local_as(reduced(src) if isinstance(src, ShardedTensor) else src, whole, group)
     if layout.partial and local.requires_grad:  # what each partial sum asks of the value adds up
         local = collectives.sum_gradient(local, along(group, layout, layout.partial_axes))
-    if layout.brings_value(group.rank):
+    if layout.holds_full_value(group.rank):
         local = apart(local, input._local)
     else:  # zeros that stay in the graph, for its backward is collective
         local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
@@ -72,7 +72,7 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     value = value.full_tensor() if isinstance(value, ShardedTensor) else value
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return copy_(input, value.to(input.dtype))
-    input._local.fill_(value if input._layout.brings_value(input._group.rank) else 0)
+    input._local.fill_(value if input._layout.holds_full_value(input._group.rank) else 0)
     return input
 
 

@@ -82,7 +82,7 @@ def refuse_leaf(x: ShardedTensor) -> None:
 
 def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
     """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one partial sum takes them."""
-    x._local.copy_(values if x._layout.brings_value(x._group.rank) else torch.zeros_like(values))
+    x._local.copy_(values if x._layout.holds_full_value(x._group.rank) else torch.zeros_like(values))
     return x
 
 

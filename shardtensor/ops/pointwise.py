@@ -15,7 +15,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import decided
-from shardtensor.ops.engine import bring, group_of, refuse_to_move, run, write_out
+from shardtensor.ops.engine import group_of, redistributed, refuse_to_move, run, write_out
 from shardtensor.ops.local_call import remembered
 from shardtensor.rules.propagate import Need, follow
 from shardtensor.rules.rule import Rule
@@ -238,7 +238,9 @@ def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
         return beside(name, other, x)
     target = follow(layout, other.shape)
     moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
-    return bring(name, other, Need(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group)
+    return redistributed(
+        name, other, Need(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group
+    )
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:

@@ -114,7 +114,7 @@ def _telling(handler: Function, name: str, row: Row) -> Function:
         tensors = sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
         if tensors - isinstance(kwargs.get("out"), torch.Tensor) > len(pattern.sides) and not pattern.is_elementwise:
             raise RuleError(
-                f"{name}: the call brings {tensors} tensors, its rule has {len(pattern.sides)} operands",
+                f"{name}: the call has {tensors} tensors, its rule has {len(pattern.sides)} operands",
                 {"rule": str(pattern)},
                 "write one side for each tensor, apart by commas",
             )

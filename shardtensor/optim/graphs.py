@@ -197,7 +197,7 @@ class StaticInputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
         leaves, self._structure = _flatten(args, kwargs)
-        self._buffers = [_buffer(x, device) for x in leaves]
+        self._buffers, self._kinds = [_buffer(x, device) for x in leaves], [_kind(x) for x in leaves]
         self._memory = [local_of(x).detach() if isinstance(x, torch.Tensor) else None for x in self._buffers]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,9 +213,9 @@ class StaticInputs:
         leaves, structure = _flatten(args, kwargs)
         if structure != self._structure:
             raise _unlike("arguments", self._structure, structure)
-        for i, (buffer, x) in enumerate(zip(self._buffers, leaves, strict=True)):
-            if not _is_alike(buffer, x):
-                raise _unlike(f"input {i}", _describe(buffer), _describe(x))
+        for i, (kind, x) in enumerate(zip(self._kinds, leaves, strict=True)):
+            if kind != _kind(x):
+                raise _unlike(f"input {i}", _describe(self._buffers[i]), _describe(x))
         for memory, x in zip(self._memory, leaves, strict=True):
             if memory is not None:
                 x = local_of(x)
@@ -240,16 +240,12 @@ def _buffer(x: Any, device: torch.device) -> Any:
     return copy.requires_grad_(x.requires_grad)
 
 
-def _is_alike(buffer: Any, x: Any) -> bool:
-    if not isinstance(buffer, torch.Tensor):
-        return x is buffer or (type(x) is type(buffer) and bool(x == buffer))
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What every call must have in common with the capture: of a tensor all but its values, of others the value."""
     if not isinstance(x, torch.Tensor):
-        return False
-    if buffer.shape != x.shape or buffer.dtype != x.dtype or buffer.requires_grad != x.requires_grad:
-        return False
-    if isinstance(buffer, ShardedTensor) and isinstance(x, ShardedTensor):
-        return buffer._layout == x._layout and buffer._group is x._group
-    return isinstance(buffer, ShardedTensor) == isinstance(x, ShardedTensor)
+        return type(x), x
+    layout = (x._layout, x._group) if isinstance(x, ShardedTensor) else None
+    return x.shape, x.dtype, x.requires_grad, layout
 
 
 def _describe(x: Any) -> str:

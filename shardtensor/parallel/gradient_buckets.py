@@ -15,7 +15,7 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.ranges import ANYWHERE, lay_out_whole
 from shardtensor.mesh import coordinate
-from shardtensor.tensor.bucket import Bucket
+from shardtensor.tensor.bucket import Bucket, GradientBuffer
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
@@ -182,6 +182,7 @@ class GradientBucket:
         shapes = [tuple(gradient.leaf.shape) for gradient in gradients] + [(len(flagged),)]
         ranges = lay_out_whole([math.prod(shape) for shape in shapes])
         self._bucket = Bucket([ANYWHERE] * len(shapes), shapes, ranges, index=0)
+        self._buffer: GradientBuffer | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -201,14 +202,17 @@ class GradientBucket:
         has = [gradient.leaf.grad is not None for gradient in self.flagged]
         kind: dict[str, Any] = {"dtype": first.dtype, "device": first.leaf.device}
         flags = torch.ones(len(has), **kind) if all(has) else torch.tensor(has, **kind)  # the host waits for a list
-        buffer = self._bucket.gradient_buffer(torch.empty(self._bucket.total, **kind))
-        buffer.pack([*self.grads, flags])
-        self.pending = first.group.all_reduce_async(buffer.packed, "avg")
+        if self._buffer is None:
+            self._buffer = self._bucket.gradient_buffer(torch.empty(self._bucket.total, **kind))
+        self._buffer.allocate()
+        self._buffer.pack([*self.grads, flags])
+        self.pending = first.group.all_reduce_async(self._buffer.packed, "avg")
 
     @torch.no_grad()
-    def finish(self, averages: torch.Tensor, is_used: dict[Gradient, bool]) -> None:
+    def finish(self, is_used: dict[Gradient, bool]) -> None:
         """Make the averages the gradients; `is_used` says of those this rank lacks whether another rank has them."""
-        *views, _ = self._bucket.views(averages)[0]
+        assert self._buffer is not None, "it was started"
+        *views, _ = self._buffer.params
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for gradient, grad, view in zip(self.gradients, self.grads, views, strict=True):
             if grad is not None and not grad.requires_grad:
@@ -218,11 +222,12 @@ class GradientBucket:
                 leaf.grad = view.to(leaf.dtype if grad is None else grad.dtype, copy=True)
         if kept:
             torch._foreach_copy_([grad for grad, _ in kept], [view for _, view in kept])
+        self._buffer.free()
 
-    def flags(self, averages: torch.Tensor) -> dict[Gradient, bool]:
+    def flags(self) -> dict[Gradient, bool]:
         """Return of the flagged gradients whether any rank has them. The host waits."""
-        *_, found = self._bucket.views(averages)[0]
-        return dict(zip(self.flagged, found.ne(0).tolist(), strict=True))
+        assert self._buffer is not None, "it was started"
+        return dict(zip(self.flagged, self._buffer.params[-1].ne(0).tolist(), strict=True))
 
 
 def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[GradientBucket]:
@@ -251,11 +256,12 @@ def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Gra
 
 def finish(buckets: Sequence[GradientBucket]) -> None:
     """Wait for buckets that were all started, and make the averages the gradients."""
-    averages = [bucket.pending.wait() for bucket in buckets]
+    for bucket in buckets:
+        bucket.pending.wait()
     lacking = {b.gradients[0].kind for b in buckets if any(grad is None for grad in b.grads)}
     is_used: dict[Gradient, bool] = {}
-    for bucket, found in zip(buckets, averages, strict=True):
+    for bucket in buckets:
         if bucket.flagged and bucket.gradients[0].kind in lacking:
-            is_used.update(bucket.flags(found))
-    for bucket, found in zip(buckets, averages, strict=True):
-        bucket.finish(found, is_used)
+            is_used.update(bucket.flags())
+    for bucket in buckets:
+        bucket.finish(is_used)

@@ -63,9 +63,9 @@ class Entering:
         for name, move in self.moves.items():
             place = self.places[name]
             if name in kwargs:
-                kwargs = {**kwargs, name: self._brought(module, name, kwargs[name], move)}
+                kwargs = {**kwargs, name: self._entered(module, name, kwargs[name], move)}
             elif place < len(args_found):
-                args_found[place] = self._brought(module, name, args_found[place], move)
+                args_found[place] = self._entered(module, name, args_found[place], move)
         return tuple(args_found), kwargs
 
     def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Entering:
                     [f"write `in {name}: replicate` in the plan", "give it without a gradient: detach()"],
                 )
 
-    def _brought(self, module: nn.Module, name: str, x: Any, move: Move) -> Any:
+    def _entered(self, module: nn.Module, name: str, x: Any, move: Move) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         refuse_sharded(module, x)
@@ -109,7 +109,7 @@ class Result:
     move: Move
     takes_from: Spec | None = None
 
-    def brought(self, module: nn.Module, y: Any) -> Any:
+    def left(self, module: nn.Module, y: Any) -> Any:
         if not isinstance(y, torch.Tensor) or not (y.is_floating_point() or y.is_complex()):
             return y
         if self.takes_from is not None and cuts(self.takes_from) and not isinstance(y, ShardedTensor):
@@ -149,7 +149,7 @@ class Leaving:
         elif isinstance(output, tuple | list):
             names = list(getattr(output, "_fields", map(str, range(len(output)))))
         elif name in ("", "0"):
-            return result.brought(module, output)
+            return result.left(module, output)
         else:
             raise self._no_result(module, name, ["0"])
         place = names.index(name) if name in names else int(name or 0) if (name or "0").isdecimal() else len(names)
@@ -159,11 +159,11 @@ class Leaving:
             raise self._no_result(module, name, names)
         key = names[place]
         if isinstance(output, dict):
-            output[key] = result.brought(module, output[key])
+            output[key] = result.left(module, output[key])
             return output
         if dataclasses.is_dataclass(output):
-            return dataclasses.replace(output, **{key: result.brought(module, getattr(output, key))})  # type: ignore
-        parts = [result.brought(module, y) if i == place else y for i, y in enumerate(output)]
+            return dataclasses.replace(output, **{key: result.left(module, getattr(output, key))})  # type: ignore
+        parts = [result.left(module, y) if i == place else y for i, y in enumerate(output)]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
     def _no_result(self, module: nn.Module, name: str, names: list[str]) -> RuleError:

@@ -15,6 +15,9 @@ import torch
 
 from shardtensor.layout.ranges import Ranges, ShardPlacement
 
+KEPT_BYTES = 1 << 24
+"""Buffers of gradients that are larger are freed after each backward: a loss needs the most memory before it."""
+
 Shape = tuple[int, ...]
 Grads = Sequence[torch.Tensor | None]
 
@@ -97,6 +100,17 @@ class GradientBuffer:
     params: list[torch.Tensor]
     padding: list[torch.Tensor]
     summed: torch.Tensor
+
+    def allocate(self) -> None:
+        """Have memory again after `free`; the views are of the new memory, without values."""
+        storage = self.packed.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.packed.nbytes)
+
+    def free(self) -> None:
+        """Free the memory, if it is large, until the next backward."""
+        if self.packed.nbytes > KEPT_BYTES and not self.packed.is_meta:
+            self.packed.untyped_storage().resize_(0)
 
     def pack(self, grads: Grads) -> list[bool]:
         """Copy gradients into the buffer, zeros for parameters that have none; return which have one."""

@@ -85,7 +85,7 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise RuleError(
             f"{name_of(func)} is not supported for ShardedTensor: it moves memory that each process has for itself",
-            fix=["pass local_tensor() to communicate shards", "full_tensor() or gather() to bring them together"],
+            fix=["pass local_tensor() to communicate shards", "full_tensor() or gather() for the whole"],
         )
     leaves, tree = tree_flatten((args, kwargs))
     wrappers = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}.values())

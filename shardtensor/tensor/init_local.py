@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 
 @attrs.frozen
-class Brought:
+class RankShards:
     """What one rank brings, as small values that travel; the properties are None where it has no shard."""
 
     size: Size
@@ -68,10 +68,10 @@ def init_from_local_shards(
         tensor([1., 1., 1., 1.])
     """
     group = as_group(process_group)
-    brought, fault = _caught(lambda: _bring(local_shards, global_size, group.rank))
+    own, fault = _caught(lambda: _checked_shards(local_shards, global_size, group.rank))
     agree(group, "init_from_local_shards", {}, fault)
     holders = {
-        rank: other for rank, other in zip(group.ranks, group.exchange_objects(brought), strict=True) if other.shards
+        rank: other for rank, other in zip(group.ranks, group.exchange_objects(own), strict=True) if other.shards
     }
     _check_properties(holders)
     shape, shards = _joined(holders)
@@ -115,7 +115,7 @@ def leaf_of(
     return packed
 
 
-def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Brought:
+def _checked_shards(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> RankShards:
     """Say what this rank brings, or raise what is wrong with it."""
     size = _given_size(global_size)
     if size is None:
@@ -133,7 +133,7 @@ def _bring(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Br
                 {"found": " and ".join(sorted(map(str, found)))},
                 "convert them to one",
             )
-    return Brought(
+    return RankShards(
         size,
         tuple((*_box(shard.metadata), str(shard.metadata.placement)) for shard in shards),
         *(next(iter(found), None) for found in properties.values()),
@@ -162,25 +162,25 @@ def _check_shard(shard: Shard, rank: int) -> None:
         )
 
 
-def _check_properties(holders: Mapping[int, Brought]) -> None:
+def _check_properties(holders: Mapping[int, RankShards]) -> None:
     """Raise, on every rank alike, when the ranks that have shards differ in what a tensor has one of."""
     if not holders:
-        raise LayoutError("ShardedTensor have no local shards on all ranks!", fix="bring at least one shard")
+        raise LayoutError("ShardedTensor have no local shards on all ranks!", fix="pass at least one shard")
     for name, shown in [("size", "global_size"), *((name, name) for name in PROPERTIES)]:
-        values = {rank: getattr(brought, name) for rank, brought in holders.items()}
+        values = {rank: getattr(own, name) for rank, own in holders.items()}
         first = next(iter(values))
         other = next((rank for rank, value in values.items() if value != values[first]), None)
         if other is not None:
             raise LayoutError(
                 f"ShardedTensor {shown} property does not match from different ranks! "
                 f"Found {shown}={values[first]} on rank:{first}, and {shown}={values[other]} on rank:{other}.",
-                fix="bring the same on every rank; nothing was made on any rank",
+                fix="pass the same on every rank; nothing was made on any rank",
             )
 
 
-def _joined(holders: Mapping[int, Brought]) -> tuple[Shape, list[tuple[int, ShardMetadata]]]:
+def _joined(holders: Mapping[int, RankShards]) -> tuple[Shape, list[tuple[int, ShardMetadata]]]:
     """The global shape and every shard with its rank, in rank order; raises the same error on every rank."""
-    shards = [(rank, ShardMetadata(*shard)) for rank, brought in holders.items() for shard in brought.shards]
+    shards = [(rank, ShardMetadata(*shard)) for rank, own in holders.items() for shard in own.shards]
     size = next(iter(holders.values())).size
     unknown = [dim for dim, length in enumerate(size) if length is None]
     if not unknown:

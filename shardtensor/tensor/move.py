@@ -64,8 +64,8 @@ def run_step(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> tor
         return subgroup.all_reduce(local.clone(memory_format=torch.contiguous_format), step.op)
     if step.kind == "split":
         made = tuple(p for p in step.target.partial if p not in step.source.partial)
-        brings = attrs.evolve(step.target, partial=made).brings_value(rank)
-        return local if brings else torch.zeros_like(local)
+        is_full = attrs.evolve(step.target, partial=made).holds_full_value(rank)
+        return local if is_full else torch.zeros_like(local)
     if step.kind == "slice":
         return take(local, step.source, step.target, rank)
     if 0 in step.source.shape:
@@ -142,7 +142,7 @@ class _Moved(torch.autograd.Function):
             layout = attrs.evolve(
                 ctx.target, partial=made
             )  # weights sum to 1 over the holders of an element's partial sums
-            grad = _Counted.apply(grad, layout.brings_value(ctx.group.rank) / _means(layout))
+            grad = _Counted.apply(grad, layout.holds_full_value(ctx.group.rank) / _means(layout))
         back = moved(grad, ctx.target.reduced(), ctx.source.reduced(), ctx.group)
         share = _means(ctx.target) / _means(ctx.source)
         if share != 1:

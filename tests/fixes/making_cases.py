@@ -96,11 +96,11 @@ CASES: dict[str, Case] = {
     ),
     "no shards on any rank": Case(
         lambda: joined(),
-        {"bring at least one shard": lambda: joined(*on_first([piece(torch.ones(6))], []))},
+        {"pass at least one shard": lambda: joined(*on_first([piece(torch.ones(6))], []))},
     ),
     "global sizes that differ": Case(
         lambda: joined(piece(), size=on_first(6, 7)),
-        {"bring the same on every rank; nothing was made on any rank": lambda: joined(piece(), size=6)},
+        {"pass the same on every rank; nothing was made on any rank": lambda: joined(piece(), size=6)},
     ),
     "a global size of other dims": Case(
         lambda: joined(piece(), size=(None, 6)),
@@ -185,8 +185,8 @@ CASES: dict[str, Case] = {
     "shards that are not shown": Case(
         lambda: sharded_tensor.zeros("[tp]", 6).remote_shards(),
         {
-            "metadata() tells where all shards lie": lambda: st.zeros("[tp]", 6).metadata(),
-            "full_tensor() or gather() bring them here": lambda: st.zeros("[tp]", 6).full_tensor(),
+            "metadata() has the ranks of all shards": lambda: st.zeros("[tp]", 6).metadata(),
+            "full_tensor() or gather() copy them here": lambda: st.zeros("[tp]", 6).full_tensor(),
         },
     ),
     "a device that is not there": Case(

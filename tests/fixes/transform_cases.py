@@ -213,7 +213,7 @@ CASES: dict[str, Case] = {
             "pass local_tensor() to communicate shards": lambda: alone(
                 lambda: dist.all_reduce(weight().local_tensor())
             ),
-            "full_tensor() or gather() to bring them together": lambda: alone(lambda: weight().full_tensor()),
+            "full_tensor() or gather() for the whole": lambda: alone(lambda: weight().full_tensor()),
         },
         mesh="",
     ),

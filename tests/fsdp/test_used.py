@@ -253,7 +253,7 @@ TEXT = """\
 in the last backward ranks used different parameters, and fully_shard takes them to use the same
   used only  branches.1.weight on rank 0; branches.3.weight on rank 1
   either     fully_shard(..., find_unused=True): ranks settle in each backward which parameters any of them used, and \
-those that did not use one bring zeros
+those that did not use one add zeros
   or         let every rank use every parameter, or none"""
 
 

@@ -262,8 +262,8 @@ def test_same_boxes_compares_what_is_left_to_reduce():
 
 def test_one_rank_of_a_sum_brings_a_new_value():
     layout = bind(Spec("dp").partial("tp"), (4,), MESH)
-    assert [layout.brings_value(rank) for rank in range(6)] == [True, False, False] * 2
-    assert all(bind(Spec("dp").partial("tp", op="avg"), (4,), MESH).brings_value(rank) for rank in range(6))
+    assert [layout.holds_full_value(rank) for rank in range(6)] == [True, False, False] * 2
+    assert all(bind(Spec("dp").partial("tp", op="avg"), (4,), MESH).holds_full_value(rank) for rank in range(6))
 
 
 def test_kinds():

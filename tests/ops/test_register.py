@@ -154,7 +154,7 @@ def test_more_tensors_than_operands_are_refused():
     with pytest.raises(st.RuleError) as caught:
         registered(x, x)
     assert str(caught.value) == (
-        "scores: the call brings 2 tensors, its rule has 1 operands\n"
+        "scores: the call has 2 tensors, its rule has 1 operands\n"
         "  rule  ... k -> ... k\n"
         "  fix   write one side for each tensor, apart by commas"
     )

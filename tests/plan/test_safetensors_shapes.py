@@ -82,9 +82,9 @@ FLOATS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("entries", "fault"),
     [
         ([], "names no tensors"),
-        ({"w": 1}, "does not tell what `w` is"),
-        ({"w": FLOATS | {"shape": [-2]}}, "does not tell what `w` is"),
-        ({"w": FLOATS | {"shape": [True]}}, "does not tell what `w` is"),
+        ({"w": 1}, "does not say what `w` is"),
+        ({"w": FLOATS | {"shape": [-2]}}, "does not say what `w` is"),
+        ({"w": FLOATS | {"shape": [True]}}, "does not say what `w` is"),
         ({"w": FLOATS | {"dtype": "F4"}}, "element type F4"),
         (b"{", "is no JSON"),
         (b"[" * 100_000, "is no JSON"),

@@ -251,11 +251,11 @@ def fault(name: str) -> tuple[str, str]:
 
 
 FROM_RANK_1 = "init_from_local_shards: rank 1 has a fault, so nothing was done on any rank\n  rank 1  "
-MISMATCH = "  fix  bring the same on every rank; nothing was made on any rank"
+MISMATCH = "  fix  pass the same on every rank; nothing was made on any rank"
 FAULTS = {
     "no shards": (
         "LayoutError",
-        "ShardedTensor have no local shards on all ranks!\n  fix  bring at least one shard",
+        "ShardedTensor have no local shards on all ranks!\n  fix  pass at least one shard",
     ),
     "sparse": (
         "LayoutError",

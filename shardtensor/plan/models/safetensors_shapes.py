@@ -106,7 +106,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     shape, dtype = fields.get("shape"), fields.get("dtype")
     is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
     if not is_shape or shape is None or not isinstance(dtype, str):
-        raise _refused(path, f"its header does not tell what `{name[:100]}` is", {"found": json.dumps(entry)[:200]})
+        raise _refused(path, f"its header does not say what `{name[:100]}` is", {"found": json.dumps(entry)[:200]})
     if dtype not in DTYPES:
         facts = {"known": ", ".join(DTYPES)}
         raise _refused(path, f"`{name[:100]}` is of the element type {dtype[:40]}, which is not known here", facts)
