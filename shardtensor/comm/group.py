@@ -83,7 +83,7 @@ class Group(ABC):
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
         """Start to gather every member's flat `part`, all of one size, into the flat `out`, which may contain
-        `part`. On cuda it runs in the current stream. The version counter of `out` does not change."""
+        `part`. On cuda it runs in the current stream. Some backends count a write of `out`, others do not."""
         return Pending(overwrite(out, self.all_gather(part)))
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
@@ -266,7 +266,7 @@ class NonMemberGroup(Group):
 
 
 def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Copy `values` into `out` as a backend does: the version counter stays. No copy if they are the same memory."""
+    """Copy `values` into `out`, without an entry in the autograd graph. No copy if they are the same memory."""
     if out.data_ptr() != values.data_ptr():
         out.data.copy_(values)
     return out

