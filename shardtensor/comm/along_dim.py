@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along any dim, of which each member of a group holds a slice.
+"""All-gather and reduce-scatter along any dim; each member of a group holds a slice of it.
 
 Forms with ``_no_grad`` are for autograd Functions that write their own backward; the others have gradients.
 """
@@ -18,7 +18,7 @@ from shardtensor.errors import LayoutError
 
 class DimSizes(NamedTuple):
     """A dim, counted from the front, or from the end if negative, and the size of each group member's slice of it.
-    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error."""
+    None: computed from the length; if `balanced` they may differ by one, else an uneven length is an error."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
