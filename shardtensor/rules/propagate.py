@@ -293,7 +293,7 @@ def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> Me
 
 @lru_cache(maxsize=8192)
 def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
-    """Return the layout of an operand of `shape` broadcast to a tensor with `layout`, which stays."""
+    """Return the layout of an operand of `shape` broadcast to a tensor that keeps its `layout`."""
     skip = len(layout.shape) - len(shape)
     dims = tuple(
         cut if size == full else None
