@@ -63,7 +63,7 @@ def are_collectives_checked() -> bool:
 
 
 def _checked(name: str, describe: Callable[..., str]) -> Any:
-    """Return the method of `CheckedGroup` that checks and makes a call; `describe` makes its text from the arguments."""
+    """Return the method of `CheckedGroup` that checks and makes a call; `describe` returns its arguments as text."""
 
     def method(self: CheckedGroup, *args: Any, **kwargs: Any) -> Any:
         self._check(f"{name} {describe(*args, **kwargs)}".rstrip())
