@@ -183,7 +183,7 @@ def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers knows no such model.
+        ValueError: transformers has no such model.
     """
     import torch
     import transformers

@@ -60,8 +60,8 @@ def all_gather_no_grad(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.
 
 
 def all_gather(x: torch.Tensor, sizes: DimSizes, group: Group, sum_gradient: bool = False) -> torch.Tensor:
-    """`all_gather_no_grad` with a gradient: this member's slice of the result's gradient. With `sum_gradient`, for
-    work that is split over the group, the gradients of all members are summed first."""
+    """Run `all_gather_no_grad` with a gradient: this member's slice of the result's gradient. With `sum_gradient`, for
+    work that is split over the group, backward sums the gradients of all members first."""
     if not _differentiates(x, group):
         return all_gather_no_grad(x, sizes, group)
     if sum_gradient:

@@ -90,7 +90,7 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
+    """Run `all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
     if group.size == 1:
         return x
     if differentiates(x):

@@ -266,7 +266,7 @@ class NonMemberGroup(Group):
 
 
 def overwrite(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Copy `values` into `out`, as a backend without a change of the version counter; nothing if they share memory."""
+    """Copy `values` into `out` as a backend does, without a change of the version counter. No copy for same memory."""
     if out.data_ptr() != values.data_ptr():
         out.data.copy_(values)
     return out

@@ -1,7 +1,7 @@
 """Ranks wait for each other in a store before each collective, so that a rank that is missing or calls another
 collective raises an error instead of a hang.
 
-The store is the one through which torch's process groups found each other. A rank writes its status (what it calls,
+The store is the one that torch's process groups were initialized with. A rank writes its status (what it calls,
 and where), adds itself to the counter of this rendezvous, and polls it until all ranks have arrived. It holds their
 number and the sum of the digests of their calls; one read shows whether all make the same call. The first rank
 that finds a fault stores the error, and every rank raises it.

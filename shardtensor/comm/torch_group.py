@@ -20,7 +20,7 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 class TorchGroup(Group):
     """A torch process group of two or more ranks, in its order; make one with `as_group`. Tensors that the backend
-    does not support are converted as `support` says; the usual tensor costs one look-up."""
+    does not support are converted by `support`; the usual tensor costs one look-up."""
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()

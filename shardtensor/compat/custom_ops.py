@@ -26,7 +26,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same for one class of specs, that of the first sharded argument; other calls use the previous handler."""
+    """Do the same for one class of specs, that of the first sharded argument; others use the previous handler."""
 
     def register(user: Callable[..., Any]) -> Callable[..., Any]:
         _check_signature(user)

@@ -221,7 +221,7 @@ def name_order(name: str) -> list[tuple[int, str]]:
 
 
 def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:
-    """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
+    """Return the numbers of parameters that are gathered together, in the order of their places in the buffer.
     A group has one kind; parameters that one rank holds whole are in the order of their owners."""
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}

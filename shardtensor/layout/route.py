@@ -165,7 +165,7 @@ def route(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=4096)
 def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Step, ...]:
-    """`names` is part of the cache key: equal layouts may have other axis names, which the steps show in messages."""
+    """Return `route`. `names` is for the cache key: equal layouts may have other axis names, which messages show."""
     if source.shape != target.shape:
         raise LayoutError(
             "a reshard keeps the shape of a tensor",

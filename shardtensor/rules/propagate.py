@@ -305,7 +305,7 @@ def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
 # -- what errors say of operands that do not match ---------------------------------------------------------------------
 
 WAYS = 3
-"""The largest number of ways out that a message shows."""
+"""The largest number of fixes that a message shows."""
 
 
 def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str]) -> str:
