@@ -126,7 +126,7 @@ def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step
 
 
 def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:
-    """Return candidates; the range size is a multiple of one: common multiples of the longest parameters' grains."""
+    """Return common multiples of the longest parameters' grains: candidates for a divisor of the range size."""
     divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if unit < n), reverse=True)
     grains, common, limit = {step}, step, sum(lengths)
     for unit in list(dict.fromkeys(unit for _, unit in divided))[:_TRIES]:

@@ -1,4 +1,4 @@
-"""Gather units: the stored parameters that share one flat buffer. The arithmetic is that of `fully_shard`."""
+"""Gather units: stored parameters gathered together, in flat buffers. The arithmetic is that of `fully_shard`."""
 
 from __future__ import annotations
 

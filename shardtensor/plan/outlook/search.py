@@ -132,7 +132,7 @@ def _tried(
     head = _head(path, config, world, params)
     free = {name: value for name, value in _params(head).items() if name not in params}
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    # The numeric parameters that change the mesh, or make it too large or too small for the world.
+    # The numeric parameters that change the mesh, or with which it does not fit the world.
     names = [
         name for name, value in free.items()
         if type(value) is not bool and len({_mesh(head.again({**head.given, name: n})) for n in divisors}) > 1
