@@ -1,4 +1,4 @@
-"""Tensors that live on many devices: a sharded-tensor library with a one-line spec language."""
+"""A library of sharded tensors with a one-line spec language."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _HOME = {
     "vocab_head": "sharding.styles",
     "zeros": "tensor.factories",
 }
-"""Where each public name lives; it is imported when first asked for, so that planning never pays for torch."""
+"""The module of each public name. It is imported at the first use, so that planning does not import torch."""
 
 _UPSTREAM = {
     "_collect_local_shard": ("parallel.parameter", "collect_local_shard"),
@@ -132,7 +132,7 @@ _UPSTREAM = {
 """Names that torch's own code spells with an underscore."""
 
 _MODULES = frozenset("api metadata sharded_optim sharded_tensor sharder sharding_plan sharding_spec".split())
-"""Modules that are there without an import of their own, as those of ``torch.distributed._shard`` are."""
+"""Submodules that are available without an import of their own, as in ``torch.distributed._shard``."""
 
 _PURE = ("errors", "mesh", "plan", "spec")
 
@@ -147,7 +147,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not home.startswith(_PURE):
         if "torch" not in sys.modules:
-            with warnings.catch_warnings():  # torch itself warns where it is imported and numpy is not installed
+            with warnings.catch_warnings():  # torch warns if numpy is not installed
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
                 importlib.import_module("torch")
         importlib.import_module("shardtensor.ops")  # gives ShardedTensor its operations
@@ -157,7 +157,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rebuild(*state: Any) -> Any:
-    """Make the tensor that a pickle holds. Pickles name it since it loads the operations of the tensor, too."""
+    """Return the tensor of a pickle. Pickles name this function because it also loads the tensor's operations."""
     importlib.import_module("shardtensor.ops")
     return importlib.import_module("shardtensor.tensor.convert").rebuild(*state)
 

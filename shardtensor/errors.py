@@ -5,19 +5,19 @@
     ShardTensorError
     ├── SpecError              (ValueError)      the text or value of a spec is wrong; has a position
     ├── LayoutError            (ValueError)      a spec does not fit the mesh, the world or the shape
-    │   └── WrappedTwiceError  (AssertionError)  a module is to be fully sharded that already is
+    │   └── WrappedTwiceError  (AssertionError)  a fully sharded module is to be sharded again
     ├── RuleError              (RuntimeError)    an operation cannot be done on these layouts
-    │   └── ShardCountError    (NotImplementedError)  a rank holds no shard, or several, where one is asked for
-    ├── DisagreementError      (ValueError)      ranks brought different things; nothing has moved
+    │   └── ShardCountError    (NotImplementedError)  a rank holds no shard, or several, where one is needed
+    ├── DisagreementError      (ValueError)      ranks passed different values; no data has moved
     │   └── CallMismatchError  (RuntimeError)    ranks are in different collectives
     ├── AbsentRankError        (RuntimeError)    ranks did not join a collective, or were lost in it
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
     ├── PlanError              (TypeError, KeyError, RuntimeError)  a sharding plan contradicts itself or its module
-    ├── StaleParameterError    (RuntimeError)    an optimizer holds parameters that no longer live
+    ├── StaleParameterError    (RuntimeError)    an optimizer holds parameters that the module no longer has
     └── CaptureError           (RuntimeError)    a step cannot be captured in a CUDA graph, or be replayed as called
 
-Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses hold.
-A message has three parts: the fault in the user's nouns, facts as aligned pairs, and the ways out.
+Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses work.
+A message has three parts: the fault in the user's terms, facts as aligned pairs, and fixes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 
 def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> str:
-    """Lay out an error message: the fault, aligned facts, then the ways out.
+    """Return the text of an error message: the fault, aligned facts, then fixes.
 
     Example:
         >>> print(message("dim 2 does not exist", {"spec": "[-, -, tp]", "shape": "4 x 8"}, "write `[-, tp]`"))
@@ -47,7 +47,7 @@ def message(fault: str, facts: Mapping[str, object] | None = None, fix: str | It
 
 
 def _rows(facts: Mapping[str, object], fix: str | Iterable[str]) -> list[tuple[str, str]]:
-    """What stands below the fault: facts, then the ways out, each with the word before it."""
+    """Return the rows below the fault: facts, then fixes, each as a key and a text."""
     ways = [fix] if isinstance(fix, str) else list(fix)
     keys = ["fix"] if len(ways) == 1 else ["either"] + ["or"] * (len(ways) - 1)
     rows = [(name, str(value)) for name, value in facts.items()]
@@ -58,12 +58,12 @@ class ShardTensorError(Exception):
     """Base of every error this library raises on purpose.
 
     Args:
-        fault: line one, what is wrong in the user's words.
+        fault: line one, what is wrong in the user's terms.
         facts: where it was written, what was found, what was needed.
-        fix: one way out, or several.
+        fix: one fix, or several.
 
     Attributes:
-        fault, rows: the message in parts; each row is a word and what stands after it.
+        fault, rows: the message in parts; each row is a key and its text.
     """
 
     def __init__(self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()) -> None:
@@ -72,7 +72,7 @@ class ShardTensorError(Exception):
         super().__init__(message(fault, facts, fix))
 
     def of(self, name: str) -> Self:
-        """This error, said of what has a name: of a tensor, a module, a rule."""
+        """Return this error with the name of a tensor, a module or a rule before its message."""
         self.fault = f"{name}: {self.fault}"
         self.args = (f"{name}: {self.args[0]}",)
         return self
@@ -83,10 +83,10 @@ class SpecError(ShardTensorError, ValueError):
 
     Attributes:
         code: the check that failed, such as ``E001``; empty where no check has a code.
-        file: where the text stands; ``<spec>`` for a string in Python.
+        file: the file of the text; ``<spec>`` for a string in Python.
         line, col: position of the fault, counted from 1; 0 for values made in Python.
-        parts: where a text is wrong: the text, the characters that are, and whether a value refused what it was given,
-            so that the text that gave it may stand elsewhere.
+        parts: for an error in a text: its `Source`, the span of the wrong characters, and whether a value raised the
+            error, so that the text that gave the value may be elsewhere.
         findings: of a plan, every error that was found; `sources`, the files that were read.
     """
 
@@ -114,7 +114,7 @@ class LayoutError(ShardTensorError, ValueError):
 
     Attributes:
         code: the check that failed, such as ``E205``; empty where no check of plans has one.
-        about: the numbers of the fault by name, for those who tell it in other words.
+        about: the numbers of the fault by name, for code that writes another message.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LayoutError(ShardTensorError, ValueError):
 
 
 class WrappedTwiceError(LayoutError, AssertionError):
-    """A module is to be fully sharded that already is."""
+    """A fully sharded module is to be sharded again."""
 
 
 class RuleError(ShardTensorError, RuntimeError):
@@ -139,15 +139,15 @@ class RuleError(ShardTensorError, RuntimeError):
 
 
 class ShardCountError(RuleError, NotImplementedError):
-    """A rank holds no shard of a tensor, or several, where one is asked for."""
+    """A rank holds no shard of a tensor, or several, where one is needed."""
 
 
 class DisagreementError(ShardTensorError, ValueError):
-    """Ranks brought different things to a call that needs them equal; no data has moved."""
+    """Ranks passed different values to a call that needs equal ones; no data has moved."""
 
 
 class CallMismatchError(DisagreementError, RuntimeError):
-    """Ranks met in different collectives, or in one that they call with different numbers; no data has moved."""
+    """Ranks called different collectives, or one collective with different numbers; no data has moved."""
 
 
 class AbsentRankError(ShardTensorError, RuntimeError):
@@ -159,7 +159,7 @@ class MissingParameterError(ShardTensorError, AttributeError):
 
 
 class PlanError(ShardTensorError, TypeError, KeyError, RuntimeError):
-    """A sharding plan contradicts itself or its module; the module is as it was."""
+    """A sharding plan contradicts itself or its module; the module is unchanged."""
 
     __str__ = Exception.__str__  # KeyError would show the repr
 

@@ -1,4 +1,4 @@
-"""What is to be done to a module of torch as soon as a program imports it, and not before: importing some is slow."""
+"""Run code on a module of torch as soon as a program imports it, and not before: some are slow to import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Finder:
         self._name, self._act = name, act
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return None but for the one module."""
+        """Return the spec of the one module, and None for all others."""
         if name != self._name:
             return None
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # the old list is being read

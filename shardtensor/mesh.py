@@ -30,7 +30,7 @@ def as_ranks(ranks: Sequence[int]) -> Ranks:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in order, runs of them folded.
+    """Return ranks as text, in ascending order, with ranges.
 
     Example:
         >>> ranks_text([5, 0, 1, 2])
@@ -49,7 +49,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 class Mesh:
     """Ranks laid out row-major over named axes, the last axis fastest.
 
-    A mesh with the single axis ``"*"`` is *unnamed*: it is what a plain process group gives, and the one axis
+    A mesh with the single axis ``"*"`` is *unnamed*: a plain process group has one, and the one axis
     that a spec names binds to it, whatever its name.
 
     Args:
@@ -104,18 +104,18 @@ class Mesh:
             raise error(f"no mesh axis is called `{unknown}`", {"mesh": str(self)}, ways)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The place of a global rank in the grid, or None when it has none."""
+        """Return the coordinate of a global rank in the grid; None if it is not in the mesh."""
         return coordinate(self.ranks, self.sizes, rank)
 
     def rank_at(self, coord: Sequence[int]) -> int:
-        """The global rank at a place of the grid."""
+        """Return the global rank at a coordinate of the grid."""
         index = 0
         for size, i in zip(self.sizes, coord, strict=True):
             index = index * size + i
         return self.ranks[index]
 
     def ranks_along(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
-        """The global ranks that differ from `rank` only along `axes` (axis numbers), row-major over them in order."""
+        """Return the ranks that differ from `rank` only along `axes` (axis numbers), row-major over them in order."""
         here = self.coordinate(rank)
         if here is None:
             return ()
@@ -132,7 +132,7 @@ class Mesh:
 
 
 def coordinate(ranks: Ranks, sizes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-    """The row-major place of `rank` among `ranks` in a grid of `sizes`; None when it is not there."""
+    """Return the coordinate of `rank` in a row-major grid of `sizes` over `ranks`; None if it is not there."""
     if rank not in ranks:
         return None
     index = ranks.index(rank)
@@ -149,7 +149,7 @@ _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")
 
 
 def read_mesh(mesh: str | int | Mesh) -> Mesh:
-    """Return the mesh of ranks 0, 1, ... that a text names, major axis first; a number is that many ranks in a row.
+    """Return the mesh of ranks 0, 1, ... for a text, major axis first; for a number, one axis of that many ranks.
 
     Raises:
         LayoutError: (a ValueError) the text is no list of ``name=size``, or names an axis twice, or one of size 0.

@@ -1,4 +1,4 @@
-"""Arguments that several commands take alike: for which model, on how many ranks, with which parameters."""
+"""Arguments that several commands share: the model, the number of ranks, the parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import os
 
 NO_NUMPY = "Failed to initialize NumPy"
-"""How torch's warning begins that it gives when it is imported where numpy is not installed; nothing here needs it."""
+"""The beginning of torch's warning at import if numpy is not installed; nothing here needs numpy."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a plan is read for: ``--model``, ``--safetensors``, ``--module``, ``--world``, ``--set``."""
+    """Add the inputs of a plan: ``--model``, ``--safetensors``, ``--module``, ``--world``, ``--set``."""
     parser.add_argument("--model", metavar="CONFIG", help="the model's config.json, for a plan")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--safetensors", metavar="INDEX", help="names and shapes from this index or file")
@@ -22,13 +22,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def quiet_processes() -> None:
-    """Keep torch's warning about numpy out of the processes that this one starts."""
+    """Suppress torch's warning about numpy in the processes that this one starts."""
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, f"ignore:{NO_NUMPY}")))
 
 
 def positive(text: str) -> int:
-    """A whole number of at least one.
+    """Parse a whole number of at least one.
 
     Example:
         >>> positive("4")
@@ -41,7 +41,7 @@ def positive(text: str) -> int:
 
 
 def setting(text: str) -> tuple[str, str]:
-    """A parameter and its value.
+    """Parse a parameter and its value.
 
     Example:
         >>> setting("tp=4")

@@ -1,4 +1,4 @@
-"""Measure what collectives and products take on the ranks at hand, and write it down as a hardware profile."""
+"""Measure the time of collectives and products on the available ranks, and write it to a hardware profile."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ROUNDS = 12
 _ROUND_S = 0.02
 _WARM_S = 0.1
 _MOST_CALLS = 50
-_SIZES = {"cuda": [1 << n for n in range(16, 30)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a whole
+_SIZES = {"cuda": [1 << n for n in range(16, 30)], "cpu": [1 << n for n in range(14, 25, 2)]}  # bytes of a full tensor
 _MOST_SLEEP_S = 0.02
 _CYCLES_PER_S = 2e9  # of a GPU, at most
 
 
 def calibrate(out: Path) -> int:
-    """Measure on the ranks that torchrun started, or else on some of this machine; write the profile; about a minute.
+    """Measure on the ranks that torchrun started, else on ranks of this machine; write the profile; about a minute.
 
-    One rank for each GPU where there are any, else two to four processes with gloo. Returns the exit status.
+    On this machine it starts one rank for each GPU, else two to four processes with gloo. Returns the exit status.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", 0)), str(out))
@@ -73,17 +73,17 @@ def _work(rank: int, world: int, local_rank: int, out: str) -> None:
 
 
 def measure_profile(ranks_per_node: int) -> Profile:
-    """Measure all that a profile has. All ranks of the default group call it; it takes the time of a minute at most.
+    """Measure all values of a profile. All ranks of the default group call it; it takes at most a minute.
 
     Args:
-        ranks_per_node: as they were started; what lies between nodes is measured where there are several, and else
-            taken from the packaged profile that is nearest.
+        ranks_per_node: as they were started. The links between nodes are measured if there are several nodes, else
+            taken from the nearest packaged profile.
     """
     world = as_group(None)
     node = [r for r in world.ranks if r // ranks_per_node == world.rank // ranks_per_node]
     within = _curves(world.subgroup(node) if len(node) < world.size else world, world)
     across = [r for r in world.ranks if r % ranks_per_node == world.rank % ranks_per_node]
-    base = read_profile(nearest() if world.device_type == "cuda" else "cpu")  # ranks of gloo may stand beside GPUs
+    base = read_profile(nearest() if world.device_type == "cuda" else "cpu")  # gloo ranks may be on a machine with GPUs
     between: Mapping[str, Curve] = base.between
     if len(across) > 1:
         between = _curves(world.subgroup(across), world)
@@ -102,26 +102,26 @@ def measure_profile(ranks_per_node: int) -> Profile:
 
 
 def measure(kind: str, whole_bytes: int, group: Group) -> tuple[float, float]:
-    """Measure one collective: many calls, each after the other, at the pace of the devices. All members call it.
+    """Measure one collective: many calls, one after the other, at the speed of the devices. All members call it.
 
     Args:
         kind: one of `KINDS`.
-        whole_bytes: of the tensor, whole: that of an all-reduce, the result of an all-gather, what goes into a
-            reduce-scatter, what one rank sends in an all-to-all, its own part included.
+        whole_bytes: of the full tensor: the argument of an all-reduce, the result of an all-gather, the argument of a
+            reduce-scatter, all that one rank sends in an all-to-all, with its own part.
 
     Returns:
-        the bytes that a rank receives, and the seconds of one call on the slowest rank: of some rounds the lower
-        quartile, for whatever else a machine does makes a round longer.
+        the bytes that a rank receives, and the seconds of one call on the slowest rank: the lower quartile of some
+        rounds, since other work of a machine only makes rounds longer.
     """
     call, received = _call(kind, whole_bytes, group)
     return received, _settled(call, group)
 
 
 def _settled(call: Callable[[], Any], group: Group) -> float:
-    """Seconds of one call, when connections are made and clocks are up."""
+    """Return the seconds of one call, after warm-up calls for connections and clocks."""
     for _ in range(3):
         call()
-    first = _slowest(_timed(call, 3, group), group)  # alike on all ranks, as are the numbers of calls that follow
+    first = _slowest(_timed(call, 3, group), group)  # equal on all ranks, as are the numbers of calls below
     calls = max(1, min(int(_ROUND_S / first), _MOST_CALLS))
     for _ in range(max(1, int(_WARM_S / (first * calls)))):
         _timed(call, calls, group)
@@ -130,7 +130,7 @@ def _settled(call: Callable[[], Any], group: Group) -> float:
 
 
 def _call(kind: str, whole_bytes: int, group: Group) -> tuple[Callable[[], Any], float]:
-    """What does the collective once, and the bytes that a rank receives then."""
+    """Return a function that calls the collective once, and the bytes that a rank receives in it."""
     n = group.size
     dtype = torch.bfloat16 if group.device_type == "cuda" else torch.float32
     each = max(whole_bytes // dtype.itemsize // n, 1)
@@ -147,7 +147,7 @@ def _call(kind: str, whole_bytes: int, group: Group) -> tuple[Callable[[], Any],
 
 
 def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
-    """Seconds of one of some calls."""
+    """Return the mean seconds of `calls` calls."""
     group.barrier()
     if group.device_type == "cuda":
         return _timed_on_gpu(call, calls)
@@ -158,7 +158,7 @@ def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
 
 
 def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
-    """By the clock of the GPU, which waits until the host has queued all calls: the speed of the host plays no part."""
+    """Measure by the clock of the GPU, which waits until the host has queued all calls: host speed does not matter."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     told = time.perf_counter()
     for _ in range(4):
@@ -166,7 +166,7 @@ def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
     told_s = (time.perf_counter() - told) / 4
     torch.cuda.synchronize()
     torch.cuda._sleep(int(_CYCLES_PER_S * min(1.5 * told_s * (calls + 1), _MOST_SLEEP_S)))
-    call()  # which synchronizes the ranks
+    call()  # synchronizes the ranks
     begin.record()
     for _ in range(calls):
         call()
@@ -200,19 +200,19 @@ def _curves(group: Group, world: Group) -> dict[str, Curve]:
 
 
 def _growing(times: list[float]) -> list[float]:
-    """Without what was slower than a larger message: the host was busy then."""
+    """Return times that grow: one above that of a larger message is lowered to it, since the host was busy then."""
     return list(accumulate(reversed(times), min))[::-1]
 
 
 def nearest() -> str:
-    """The packaged profile that this machine is like."""
+    """Return the name of the packaged profile that is nearest to this machine."""
     if not torch.cuda.is_available():
         return "cpu"
     return "h200" if "H200" in torch.cuda.get_device_name() else "h100"
 
 
 def _product_rate(group: Group) -> tuple[str, float]:
-    """The dtype and FLOPs a second of a large product on the slowest rank."""
+    """Return the dtype and the FLOP/s of a large product on the slowest rank."""
     on_gpu = group.device_type == "cuda"
     dtype, side = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 768)
     a = torch.randn(side, side, device=group.device_type).to(dtype)

@@ -1,6 +1,6 @@
-"""``shardtensor check``: everything that is wrong with a plan for one model and world, before anything runs.
+"""``shardtensor check``: all errors of a plan for one model and world, before anything runs.
 
-Imports no torch, unless --module or --numeric asks for it.
+Imports no torch, except for --module or --numeric.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         findings, summary, ran = _checked(options)
     except ShardTensorError as error:
-        if not (isinstance(error, SpecError) and error.findings):  # of no plan: a file that is not there, say
+        if not (isinstance(error, SpecError) and error.findings):  # not about a plan: a missing file, for example
             _fail(options, str(error))
             return USAGE
         findings, summary = tuple(error.findings), None
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
-    """The findings, the summary when none of them is an error, and what ran."""
+    """Return the findings, the summary if none of them is an error, and the name of the step that ran."""
     from shardtensor.cli.model_source import resolved_of
     from shardtensor.plan.findings.checking import check_plan
     from shardtensor.plan.outlook.summary import summarize
@@ -80,7 +80,7 @@ def _errors(findings: Sequence[Any]) -> list[Any]:
 
 
 def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], str]:
-    """What one step of a small model shows to be wrong, nothing when gradients are right; and what ran."""
+    """Return the findings of one step of a small model, none if gradients are right, and the name of what ran."""
     if find_spec("torch") is None:
         raise SpecError("--numeric needs torch, which is not installed", fix=NO_TORCH, code="E303")
     from shardtensor.cli.model_source import small_model
@@ -112,7 +112,7 @@ def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, r
 
 
 def _fail(options: argparse.Namespace, text: str) -> None:
-    """An error that has no place in the plan."""
+    """Print an error that has no place in the plan."""
     if options.format == "json":
         print(json.dumps({"findings": [], "error": text}, indent=2))
     elif options.format == "github":

@@ -1,4 +1,4 @@
-"""What ``shardtensor check`` prints for people: findings, coloured in a terminal, and the summary of a clean plan."""
+"""The text output of ``shardtensor check``: findings, coloured in a terminal, and the summary if there is no error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print findings, and how many there are."""
+    """Print findings and their number."""
     if not findings:
         return
     text = f"{text_report(findings)}\n\n{counted(findings)}"
@@ -35,7 +35,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def counted(findings: Sequence[Finding]) -> str:
-    """How many findings there are of each severity.
+    """Return the number of findings of each severity, as text.
 
     Example:
         >>> counted([Finding("E301", "x"), Finding("N001", "y"), Finding("N002", "z")])
@@ -46,16 +46,16 @@ def counted(findings: Sequence[Finding]) -> str:
 
 
 def looked_at(ran: str) -> str:
-    """What a check without errors looked at, and what it did not.
+    """Return as text what a check without errors has checked.
 
     Args:
-        ran: the step that ran, in words; empty where none did.
+        ran: the step that ran, in words; empty if none did.
     """
     return "text, layouts and the values of a small step checked" if ran else "text and layouts checked; values not run"
 
 
 def summary_text(summary: Mapping[str, Any], ran: str = "") -> str:
-    """What a plan comes to, as a few small tables."""
+    """Return the summary of a plan as a few small tables."""
     ranks = f"{summary['world']:,} rank{'s' * (summary['world'] != 1)}"
     of = f" of {summary['model']}" if summary["model"] else ""
     layouts = [(row["layout"], f"{row['tensors']:,}", say_bytes(row["bytes"])) for row in summary["layouts"]]
@@ -77,7 +77,7 @@ def summary_text(summary: Mapping[str, Any], ran: str = "") -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows under a head; the first column to the left, the others to the right."""
+    """Return rows under a head; the first column is aligned to the left, the others to the right."""
     shown = [head, *((f"  {row[0]}", *row[1:]) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return [

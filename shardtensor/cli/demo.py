@@ -1,4 +1,4 @@
-"""``shardtensor demo``: a small decoder trained on real text, sharded, beside the same training on one process."""
+"""``shardtensor demo``: train a small sharded decoder on real text, and the same one on one process to compare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardtensor.tensor.sharded_tensor import local_of
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
 TOLERANCE = 1e-4
-"""Of the dense loss: a larger difference is no rounding."""
+"""Relative to the dense loss: a larger difference is not rounding."""
 SLOWER = (
     "\nA sharded step is slower here: the {} ranks share this machine ({} cores) with the dense run, and this model is "
     "so small that the sums between its layers take longer than the work they divide. Sharding pays where each rank has"
@@ -50,7 +50,7 @@ Next
 
 @attrs.frozen
 class Held:
-    """Who holds what of one parameter: its boxes by rank; none where it is whole on every rank."""
+    """The boxes of one parameter by rank; none if it is replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ class Held:
 
 @attrs.frozen
 class Outcome:
-    """What the demo found.
+    """The results of the demo.
 
     Attributes:
         sharded, dense: the loss of every step.
-        step_s: seconds that the sharded steps and the dense steps took.
-        held: who holds what of each parameter.
-        held_bytes: of parameters, gradients and optimizer state: of each rank, and of the dense model at the end.
+        step_s: the seconds of the sharded steps and of the dense steps.
+        held: the boxes of each parameter.
+        held_bytes: of parameters, gradients and optimizer state: of each rank, and last of the dense model.
     """
 
     sharded: list[float]
@@ -117,7 +117,7 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
 
 
 def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
-    """Print what was found; returns the exit status."""
+    """Print the results; returns the exit status."""
     show_holders(outcome.held, console)
     show_bytes(outcome.held_bytes, console)
     steps = len(outcome.sharded)
@@ -145,7 +145,7 @@ def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
 
 
 def show_holders(held: list[Held], console: Console) -> None:
-    """Draw each parameter with every rank's boxes in that rank's colour; those that lie alike are drawn once."""
+    """Draw each parameter with every rank's boxes in that rank's colour; those of one layout are drawn once."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for each in held:
         alike.setdefault((each.shape, each.spec, each.boxes) if each.spec else (), []).append(each.name)
@@ -176,7 +176,7 @@ def show_bytes(held_bytes: list[tuple[int, ...]], console: Console) -> None:
 
 
 def worst_difference(sharded: list[float], dense: list[float]) -> tuple[int, float]:
-    """The step (from 1) whose losses differ most, and by how much, relative to the dense loss; NaN counts as most."""
+    """Return the step (from 1) with the largest difference relative to the dense loss, and that; NaN counts as most."""
     relative = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(sharded, dense, strict=True)]
     relative = [math.inf if math.isnan(difference) else difference for difference in relative]
     step = max(range(len(relative)), key=relative.__getitem__)
@@ -231,7 +231,7 @@ def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: i
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """One step; returns the loss. The same code for the sharded and the dense model."""
+    """Run one step and return the loss. The sharded and the dense model use the same code."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -240,7 +240,7 @@ def train_step(
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Bytes of this process's parameters, gradients and optimizer state."""
+    """Return the bytes of this process's parameters, gradients and optimizer state."""
     params = list(model.parameters())
     grads = [param.grad for param in params if param.grad is not None]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
@@ -265,8 +265,8 @@ SPECS = {
     "blocks.*.up.bias": "[out: tp balanced]",
     "blocks.*.down.weight": "[in: tp balanced]",
 }
-"""Column-parallel into a block, row-parallel out of it, the vocabulary by rows; norms, positions and the other biases
-stay whole."""
+"""Column-parallel at the input of a block, row-parallel at its output, the vocabulary by rows; norms, positions and the
+other biases are replicated."""
 
 
 class Block(nn.Module):
@@ -316,7 +316,7 @@ def read_text(path: Path | None) -> bytes:
     """Return up to two million bytes of a text file, a folder of text files, or Python's standard library.
 
     Raises:
-        DemoError: nothing there, or too little.
+        DemoError: there is no text, or too little.
     """
     if path is None:
         path, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
@@ -349,7 +349,7 @@ class Corpus:
         self.numbers = number[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
 
     def batch(self, step: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of a step, each ``(batch, length)`` int64; the same on every rank."""
+        """Return the inputs and targets of a step, each ``(batch, length)`` int64; the same on every rank."""
         generator = torch.Generator().manual_seed(step)
         length = min(length, len(self.numbers) - 2)
         starts = torch.randint(len(self.numbers) - length - 1, (batch,), generator=generator)

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _format(name: str, only_check: bool) -> int:
-    from shardtensor.plan.text.formatting import format_plan  # lark is imported when there is something to read
+    from shardtensor.plan.text.formatting import format_plan  # lark is imported only if there is a file to read
 
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_bytes().decode("utf-8")

@@ -1,4 +1,4 @@
-"""``shardtensor import``: plans of other libraries, printed as plans of this one."""
+"""``shardtensor import``: print plans of other libraries as plans of this one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _of_model(path: Path, config: dict[str, Any]) -> Plans:
-    """The plans of a model without weights, made by transformers of its configuration."""
+    """Return the plans of a model that transformers makes from its configuration, without weights."""
     from shardtensor.cli.model_source import transformers_model
 
     try:

@@ -18,11 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
         options = _parser().parse_args(argv)
-        with warnings.catch_warnings():  # torch itself warns where it is imported and numpy is not installed
+        with warnings.catch_warnings():  # torch warns at import if numpy is not installed
             warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
             status = _run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, as ``head`` has
+    except BrokenPipeError:  # the reader of the pipe has closed it, as ``head`` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
 
         print(ops.page(), end="")
         return 0
-    from shardtensor.cli.demo import run_demo  # after parsing, so that --help need not wait for torch
+    from shardtensor.cli.demo import run_demo  # after parsing, so that --help does not import torch
 
     return run_demo(options)
 

@@ -1,4 +1,4 @@
-"""A plan that a command is asked about, and the model for it: from ``dims`` lines, a file's header, or a module."""
+"""The plan of a command's options, and its model: from ``dims`` lines, a file's header, or a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.text.reading import read_plan
 
 MOST = 1 << 27
-"""Elements that the ranks of one process may hold together."""
+"""The largest number of elements that the ranks of one process may hold together."""
 
 OWN_MODEL = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
 
@@ -48,7 +48,7 @@ def resolved_of(path: Any, options: Any) -> Resolved:
 
 @contextmanager
 def family_first(options: Any, config: Mapping[str, Any], source: str) -> Iterator[None]:
-    """Where a plan cannot be read because it is for another family than `config`, the error says that first."""
+    """If a plan cannot be read because it is for another family than `config`, raise that error instead."""
     try:
         yield
     except SpecError as error:
@@ -65,18 +65,18 @@ def model_of(
     safetensors: str | Path | None = None,
     module: str | None = None,
 ) -> Model:
-    """Return the names and shapes of the tensors that a plan is for.
+    """Return the names and shapes of the tensors of a plan's model.
 
-    Imports torch only for a `module`, and where transformers makes the model of `config`: for a plan without ``dims``.
+    Imports torch only for a `module`, or if transformers makes the model of `config`: for a plan without ``dims``.
 
     Args:
-        plan: whose ``dims`` lines, and those of ``NAME.dims.shard`` beside it, say them when nothing else does.
+        plan: its ``dims`` lines, and those of ``NAME.dims.shard`` beside it, are used without the options below.
         config: the keys of the model's config.json.
-        safetensors: an index, or a file, whose headers say them; names of dims still come from ``dims`` lines.
-        module: ``package.module:function``; what it returns is the model.
+        safetensors: an index, or a file: its headers are used; names of dims still come from ``dims`` lines.
+        module: ``package.module:function``; the function returns the model.
 
     Raises:
-        SpecError, PlanError: nothing says them, or what does cannot be read.
+        SpecError, PlanError: there are no names and shapes, or their source cannot be read.
     """
     if module is not None:
         return attrs.evolve(_from_module(module), config=config)
@@ -88,10 +88,10 @@ def model_of(
 
 
 def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Model:
-    """The model of the ``dims`` lines; where there are none, that which transformers makes of the config.json."""
+    """Return the model of the ``dims`` lines; if there are none, the one that transformers makes of the config.json."""
     try:
         named = model_from_dims(plan, config_source)
-        return named if config else attrs.evolve(named, source="")  # the plan itself says them
+        return named if config else attrs.evolve(named, source="")  # they are from the plan itself
     except SpecError as error:
         if error.code != "E301" or "model_type" not in config:
             raise
@@ -110,7 +110,7 @@ def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Mod
 
 
 def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
-    """What names the dims of a file's tensors; None where no dims stand beside the plan, or those of another family."""
+    """Return a model with names of dims; None if the plan has no dims beside it, or those of another family."""
     try:
         return model_from_dims(plan, config_source)
     except SpecError as error:
@@ -120,13 +120,13 @@ def _dims_if_any(plan: Plan, config_source: str) -> Model | None:
 
 
 def builder_of(text: str) -> Callable[[], Any]:
-    """The function that ``--module`` names.
+    """Return the function that ``--module`` names.
 
     Raises:
-        SpecError: E303, it is not there.
+        SpecError: E303, it does not exist.
     """
     package, _, name = text.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:  # a command that is installed does not look there by itself
+    if "" not in sys.path and os.getcwd() not in sys.path:  # an installed command does not search there
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(import_module(package), name)
@@ -136,9 +136,9 @@ def builder_of(text: str) -> Callable[[], Any]:
 
 
 def small_model(options: Any, resolved: Resolved) -> tuple[Callable[[], Any], str]:
-    """The function that makes the module of ``check --numeric``, and what the module is called.
+    """Return the function that makes the module of ``check --numeric``, and the module's name in messages.
 
-    ``--module`` names it; without one it is the model that transformers makes of a small config.json.
+    ``--module`` names it; else transformers makes the model of a small config.json.
 
     Raises:
         SpecError: E303, there is no such module, or one step of it is too large for one process.
@@ -179,11 +179,11 @@ def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     """Return the module that transformers makes of a model's configuration; on the meta device no tensor has memory.
 
     Args:
-        config: the keys of its config.json. Its first architecture is the class, or its base model where none is named.
+        config: the keys of its config.json. Its first architecture is the class, or its base model if it has none.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers knows no such model.
+        ValueError: transformers has no such model.
     """
     import torch
     import transformers

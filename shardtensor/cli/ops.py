@@ -1,4 +1,4 @@
-"""``shardtensor ops``: the rule table for readers, as a page in Markdown. Imports no torch."""
+"""``shardtensor ops``: the rule table as a page in Markdown. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ its operands, says so once, and is an error under `strict()`; `register_op` adds
 
 
 def page() -> str:
-    """The coverage page in Markdown."""
+    """Return the coverage page in Markdown."""
     parts = [HEAD]
     for section, group in groupby(rows(), key=lambda row: row.section):
         title, _, note = section.partition(":")
@@ -44,12 +44,12 @@ def page() -> str:
 
 
 def rule_text(row: Row) -> str:
-    """A row's second column."""
+    """Return a row's second column."""
     return str(row.pattern) if row.pattern is not None else f"@{row.function}" if row.function else "gathers"
 
 
 def join_text(row: Row) -> str:
-    """A row's third column, or why it gathers."""
+    """Return a row's third column, or why it gathers."""
     if row.pattern is None:
         return row.reason
     return ", ".join(f"{letter or '...'} {join}" for letter, join in row.pattern.joins)

@@ -1,4 +1,4 @@
-"""Who holds what of a tensor, in few enough parts to be drawn."""
+"""The shards of a tensor, merged into few enough parts to be drawn."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shardtensor.layout.box import Box
 from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout
 
 PARTS = 16
-"""About as many are drawn of one tensor."""
+"""The approximate largest number of parts that are drawn of one tensor."""
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """What the ranks at one place along the sharding axes hold; all of them hold copies of it.
+    """The shard at one coordinate along the sharding axes, or several adjacent ones; its ranks hold copies.
 
     Attributes:
-        pieces: for each cut of the picture, which of its pieces, half-open; several where neighbours are one part.
+        pieces: for each cut of the picture, the range of its shards, half-open; several if adjacent ones are one part.
         rank: the first rank.
-        boxes: of the tensor; those of neighbours joined.
-        least, most: elements that one of its ranks holds.
+        boxes: of the tensor; adjacent ones are merged.
+        least, most: the elements that one of its ranks holds.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def places(self) -> int:
-        """How many neighbours it stands for."""
+        """The number of shards that it merges."""
         return math.prod(stop - start for start, stop in self.pieces)
 
 
@@ -46,7 +46,7 @@ class Picture:
         cuts: the axes of each cut, by their numbers in the grid, major first.
         names: of the axes, by number.
         parts: in order; together they cover each element of the tensor once.
-        made_of: by the name of an axis that is made of others, the names of those.
+        made_of: by the name of an axis that is made of others, the names of these.
     """
 
     layout: Layout
@@ -57,20 +57,20 @@ class Picture:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Along which ranks hold different elements; those of one rank do not count."""
+        """The axes along which ranks hold different elements, without axes of one rank."""
         return tuple(axis for cut in self.cuts for axis in cut if self.layout.grid[axis] > 1)
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each element."""
+        """The number of ranks that hold each element."""
         return len(self.layout.ranks) // math.prod(self.layout.grid[axis] for axis in self.axes)
 
     def number(self, index: int) -> int:
-        """The number that stands in a part and gives it its colour: its rank, where every part is one rank's."""
+        """Return the number that is drawn in a part and selects its colour: its rank, if every part has one rank."""
         return self.parts[index].rank if self.copies == 1 and all(part.places == 1 for part in self.parts) else index
 
     def place_text(self, part: Part) -> str:
-        """Where the ranks of a part stand: ``tp 1``, or ``tp 1, dp 0 to 31``."""
+        """Return the coordinates of a part's ranks as text: ``tp 1``, or ``tp 1, dp 0 to 31``."""
         return ", ".join(filter(None, map(self._coordinates, self.cuts, part.pieces)))
 
     def _coordinates(self, axes: tuple[int, ...], pieces: tuple[int, int]) -> str:
@@ -82,7 +82,7 @@ class Picture:
         return text + (f" to {', '.join(map(str, last[same:]))}" if same < len(named) else "")
 
     def ranks(self, part: Part, limit: int = 8) -> tuple[tuple[int, ...], int]:
-        """The first ranks that hold a part, and how many there are."""
+        """Return the first ranks that hold a part, and the number of all."""
         others = [axis for axis in range(len(self.layout.grid)) if axis not in self.axes]
         found = (
             _rank(self.layout, place | dict(zip(others, rest, strict=True)))
@@ -92,7 +92,7 @@ class Picture:
         return tuple(islice(found, limit)), part.places * self.copies
 
     def named_axes(self, axes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """The names of some axes: of each, or of the one that several make; axes of size 1 are left out."""
+        """Return the names of some axes, one name for factors of one axis, and without axes of size 1."""
         found: list[tuple[str, tuple[int, ...]]] = []
         rest = tuple(axes)
         while rest:
@@ -107,11 +107,11 @@ class Picture:
 def picture_of(
     layout: Layout, limit: int = PARTS, names: Sequence[str] = (), made_of: Mapping[str, tuple[str, ...]] | None = None
 ) -> Picture:
-    """The parts of a layout, about `limit` at most; where there are more places, neighbours are drawn as one.
+    """Return the parts of a layout, about `limit` at most; if there are more shards, adjacent ones are merged.
 
     Args:
-        names: of the mesh's axes, for a layout that does not know them.
-        made_of: the names of axes that are made of others, with theirs.
+        names: of the mesh's axes, for a layout without names.
+        made_of: the names of axes that are made of others, with the names of these.
 
     Example:
         >>> from shardtensor.layout.bind import bind
@@ -146,7 +146,7 @@ def _part(layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: tuple[tuple[i
 
 
 def _runs(counts: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
-    """The pieces of each cut in runs of neighbours, so that all cuts together have about `limit`."""
+    """Return the shards of each cut in adjacent runs, so that all cuts together have about `limit` parts."""
     each = max(1, round(limit ** (1 / max(len(counts), 1)))) if math.prod(counts) > limit else max(counts, default=1)
     steps = [-(-count // each) for count in counts]
     return [
@@ -156,7 +156,7 @@ def _runs(counts: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
 
 
 def _joined(boxes: Iterable[Box]) -> list[Box]:
-    """Boxes with those in one that touch and are alike in all other dims."""
+    """Merge boxes that touch and are equal in all other dims."""
     found = [box for box in boxes if box.numel]
     for dim in reversed(range(len(found[0].sizes) if found else 0)):
 
@@ -178,7 +178,7 @@ def _joined(boxes: Iterable[Box]) -> list[Box]:
 def _places(
     layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: Iterable[tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """The coordinates, by axis, of the ranks that hold some pieces of each cut."""
+    """Yield the coordinates, by axis, of the ranks that hold some shards of each cut."""
     for chosen in product(*(range(*run) for run in pieces)):
         at: dict[int, int] = {}
         for axes, piece in zip(cuts, chosen, strict=True):

@@ -1,4 +1,4 @@
-"""``shardtensor plan``: what a plan costs on a machine, before it runs.
+"""``shardtensor plan``: the costs of a plan on a machine, before it runs.
 
 Imports torch to count a step, and to calibrate.
 """
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bytes(text: str) -> int:
-    """A size such as ``80GiB``.
+    """Parse a size such as ``80GiB``.
 
     Example:
         >>> _bytes("80GiB"), _bytes("1.5 KB"), _bytes("12 B")

@@ -1,4 +1,4 @@
-"""What ``shardtensor plan`` prints, as plain data: its JSON, and what its tables show."""
+"""The output of ``shardtensor plan``: plain data for its JSON and its tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardtensor.plan.resolved import Resolved
 
 
 def plan_report(options: argparse.Namespace) -> dict[str, Any]:
-    """What one plan costs.
+    """Return the costs of one plan.
 
     Raises:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
@@ -88,7 +88,7 @@ def _rows(resolved: Resolved, step: TracedStep, profile: Profile) -> list[dict[s
 
 
 def search_report(options: argparse.Namespace) -> dict[str, Any]:
-    """The meshes of a plan, the shortest step first, or the fewest bytes where no step is counted.
+    """Return the meshes of a plan, the shortest step first, or the fewest bytes if no step is counted.
 
     Raises:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
@@ -123,7 +123,7 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 TOKENS = 4096
-"""Of a sample, where the model takes as many."""
+"""The tokens of a sample, if the model takes as many."""
 
 
 def _seq(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
@@ -235,7 +235,7 @@ def show_search(report: dict[str, Any]) -> None:
 
 
 def say_seconds(seconds: float) -> str:
-    """A time as people read it.
+    """Return a time as text with a unit.
 
     Example:
         >>> say_seconds(0), say_seconds(0.0000123), say_seconds(0.5), say_seconds(75)
@@ -279,19 +279,19 @@ def _table(title: str, *columns: str) -> Table:
 # -- a counted step ----------------------------------------------------------------------------------------------------
 
 Tracer = Callable[[Plan, int, int], TracedStep]
-"""What counts a step of a plan, of so many samples of a data rank, of so many tokens."""
+"""Counts a step of a plan, given the samples of a data rank and the tokens of a sample."""
 
 _GIVE = "give --module PKG:FN; FN() returns the model, or (model, step) with step(model, sample) -> loss"
 
 
 class NotTraced(Exception):
-    """A step cannot be counted; the text says why, and what to give."""
+    """A step cannot be counted; the text has the reason and the fix."""
 
 
 def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
-    """Return what counts the steps of the model that a command's options name. Imports torch where there is one.
+    """Return a function that counts steps of the model in a command's options. Imports torch if there is a model.
 
-    The module is that of ``--module``, else the one that transformers makes of the config.json, where it is installed.
+    The module is that of ``--module``, else the one that transformers, if installed, makes of the config.json.
 
     Raises:
         NotTraced: there is no such module.
@@ -332,7 +332,7 @@ def _not_run(error: Exception, seq: int) -> NotTraced:
 
 
 def _made(options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The module on the meta device, and its step where one is given."""
+    """Return the module on the meta device, and its step if one is given."""
     from shardtensor.cli.model_source import builder_of, transformers_model
 
     if options.module is not None:

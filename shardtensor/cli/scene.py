@@ -1,4 +1,4 @@
-"""What ``shardtensor show`` draws: the mesh, the tensors of a plan by their distinct layouts."""
+"""The data that ``shardtensor show`` draws: the mesh, and the tensors of a plan by their distinct layouts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardtensor.spec.nodes import ShardingSpec, Spec
 
 @attrs.frozen(eq=False)
 class Shown:
-    """Tensors that lie alike, drawn once.
+    """Tensors of one layout, drawn once.
 
     Attributes:
-        folded: the names of the tensors in few words: by each pattern the names it stands for.
-        spec: what the plan says, in its axes.
-        stored: what `store` keeps of it on a rank, as the plan says it; empty where it is kept as it computes.
-        storing: over how many ranks that is cut.
-        tied: for each pattern, the name whose tensor it is.
+        folded: patterns of the tensors' names, each with its names.
+        spec: of the plan, in its axes.
+        stored: the text of its `store` in the plan; empty if it is stored as in the computation.
+        storing: the number of ranks over which the store is sharded.
+        tied: for each pattern of tied names, the name of the tensor.
     """
 
     folded: Mapping[str, tuple[str, ...]]
@@ -39,12 +39,12 @@ class Shown:
 
     @property
     def count(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return sum(map(len, self.folded.values()))
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """The bytes of an element."""
         return BYTES[self.tensor.dtype]
 
     @property
@@ -53,11 +53,11 @@ class Shown:
         return f"{size_text(self.tensor.shape, self.tensor.dims)} {self.tensor.dtype}"
 
     def rank_bytes(self, count: int) -> int:
-        """What `count` of the tensors take on the rank that holds most, as they are stored."""
+        """Return the bytes of `count` of the stored tensors on the rank that holds most."""
         return count * -(-max(part.most for part in self.picture.parts) // self.storing) * self.item
 
     def held(self) -> str:
-        """What one rank holds of one of the tensors, where the copies are, and along which axes it is partial."""
+        """Return as text the shard of one tensor on a rank, the axes of its copies, and its partial axes."""
         picture, layout = self.picture, self.picture.layout
         ends = sorted({min(part.least for part in picture.parts), max(part.most for part in picture.parts)})
         sizes = " to ".join(say_bytes(n * self.item) for n in ends)
@@ -76,11 +76,11 @@ class Shown:
 
 @attrs.frozen(eq=False)
 class Scene:
-    """Everything that is shown.
+    """All data that is shown.
 
     Attributes:
         title: the name of the plan.
-        subject: the model that it is for.
+        subject: its model.
     """
 
     title: str
@@ -90,7 +90,7 @@ class Scene:
 
     @property
     def axes(self) -> Axes:
-        """Of the mesh."""
+        """The axes of the mesh."""
         return self.resolved.plan.axes
 
     @property
@@ -109,10 +109,10 @@ class Scene:
 
 
 def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern: str = "") -> Scene:
-    """The scene of a plan.
+    """Return the scene of a plan.
 
     Args:
-        pattern: only tensors of these names, or below modules of these names.
+        pattern: only tensors that it matches, or below modules that it matches.
     """
     alike: dict[object, list[Placed]] = {}
     for name, each in resolved.tensors.items():
@@ -124,7 +124,7 @@ def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern:
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
-    """A shape as people read it, with the names of its dims where they are known.
+    """Return a shape as text, with the names of its dims if they are known.
 
     Example:
         >>> size_text((4096, 14336), ("out", "in")), size_text(())
@@ -154,11 +154,11 @@ ACROSS, DOWN = 16, 8
 
 @attrs.frozen
 class MeshRows:
-    """Some of the ranks of a mesh, the last axes across, the others down; long ones with their middle left out.
+    """Some of the ranks of a mesh, the last axes across, the others down; the middle of long ones is left out.
 
     Attributes:
-        columns: what stands above each column; empty where ranks are left out.
-        rows: what stands before each row, and its ranks; None where ranks are left out.
+        columns: the label above each column; empty where ranks are left out.
+        rows: the label before each row, and its ranks; None where ranks are left out.
     """
 
     columns: tuple[str, ...]
@@ -188,12 +188,12 @@ def mesh_rows(axes: Axes, across: int = ACROSS, down: int = DOWN) -> MeshRows:
 
 
 def _picked(count: int, limit: int) -> list[int | None]:
-    """The first numbers below `count` and the last; None for those between."""
+    """Return the first numbers below `count` and the last, with None for those between."""
     return list(range(count)) if count <= limit else [*range(max(limit - 2, 1)), None, count - 1]
 
 
 def _label(axes: Axes, along: Sequence[int], index: int) -> str:
-    """The coordinates of a row or column along some axes; the names of the axes only in the first one."""
+    """Return the coordinates of a row or column along some axes as text, with names of axes only for the first one."""
     found: list[tuple[str, int]] = []
     for axis in reversed(along):
         name, size = axes.mesh.axes[axis]

@@ -1,4 +1,4 @@
-"""``shardtensor show``: who holds what, as maps in the terminal or as one page to look at. Imports no torch."""
+"""``shardtensor show``: draw the shards of each rank, as maps in the terminal or as an HTML page. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def run(options: argparse.Namespace) -> int:
         text = page(scene)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(text.encode()) / 1024:.0f} KiB in {time.perf_counter() - began:.1f} s")
-    print_findings(folded(resolved.errors))  # tensors with errors are missing in the drawing, or drawn without them
+    print_findings(folded(resolved.errors))  # tensors with errors are not drawn, or drawn without them
     return FAILS if resolved.errors or not scene.shown else 0

@@ -1,4 +1,4 @@
-"""What ``shardtensor show`` prints, in the terminal or into a page: the mesh, and a map of each distinct layout."""
+"""The output of ``shardtensor show``, for the terminal or a page: the mesh, and a map of each distinct layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OTHERS = 3
 
 
 def rank_style(rank: int) -> str:
-    """The colours of a rank."""
+    """Return the colours of a rank."""
     return f"black on {_COLOURS[rank % len(_COLOURS)]}"
 
 
@@ -39,16 +39,16 @@ def draw_boxes(
     missing: str = "?",
     lines: int = 0,
 ) -> Text:
-    """Draw a tensor, its first dims down and the others to the right, row by row; a cell for what lies there.
+    """Draw a tensor as a grid of cells, row by row, its first dims down and the others to the right.
 
-    A cell shows the rank that holds it, or is grey when all do; a rank without elements does not appear. Where no dim
-    that goes down is cut, one line stands for all.
+    A cell shows the rank that holds it, or is grey if all do; a rank without elements does not appear. If no dim that
+    goes down is sharded, one line is drawn for all.
 
     Args:
-        split: how many dims go down; of a vector none does.
-        whole: what stands in a cell that all ranks hold.
-        missing: what stands in a cell that none of them holds.
-        lines: how tall the map is; by default 4, or 8 where many ranks lie one below the other.
+        split: the number of dims that go down; none for a vector.
+        whole: the text of a cell that all ranks hold.
+        missing: the text of a cell that no rank holds.
+        lines: the height of the map; by default 4, or up to 8 for more ranks.
 
     Example:
         >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
@@ -80,7 +80,7 @@ def draw_boxes(
 
 
 def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of the element that stands at a place of a row-major tensor."""
+    """Return the index of the element at a place of a row-major tensor."""
     found = []
     for size in reversed(shape):
         place, i = divmod(place, size)
@@ -98,7 +98,7 @@ def _character(i: int) -> str:
 
 def print_scene(scene: Scene, out: Console | None = None) -> None:
     """Print a scene."""
-    if out is None and not sys.stdout.isatty():  # no spaces at the ends of lines that nobody fills
+    if out is None and not sys.stdout.isatty():  # without spaces at the ends of lines
         with (plain := Console(highlight=False, width=120)).capture() as caught:
             print_scene(scene, plain)
         print("\n".join(line.rstrip() for line in caught.get().splitlines()))
@@ -128,7 +128,7 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
 
 
 def page(scene: Scene) -> str:
-    """What is printed of a scene as one HTML page, which needs nothing else."""
+    """Return a scene as one self-contained HTML page."""
     out = Console(
         file=StringIO(), record=True, force_terminal=True, color_system="truecolor", width=140, highlight=False
     )
@@ -137,7 +137,7 @@ def page(scene: Scene) -> str:
 
 
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:
-    """Layouts that differ only in the coordinate that holds them, together."""
+    """Return groups of layouts that differ only in the coordinate of ``only``."""
     found: dict[object, list[Shown]] = {}
     for each in shown:
         only = each.spec.only_part if isinstance(each.spec, Spec) else None
@@ -164,7 +164,7 @@ def _mesh_map(scene: Scene) -> RenderableType:
 
 
 def _map(shown: Shown) -> Text:
-    """The map of a layout, each part in the colour and with the character of its number."""
+    """Return the map of a layout, each part in the colour and with the character of its number."""
     picture, shape = shown.picture, shown.tensor.shape
     if not all(shape):
         return Text("no elements", style="dim")
@@ -172,13 +172,13 @@ def _map(shown: Shown) -> Text:
     boxes = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
     split = max((_last_cut(box.sizes, shape) for each in boxes for box in each), default=0) or 1
     down = {(box.offsets[:split], box.sizes[:split]) for each in boxes for box in each}
-    rows = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # of rows, one below the other
+    rows = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # one below the other
     lines = min(PARTS, max(HEIGHT, rows))
     return draw_boxes(shape, boxes, split=split, whole="·", missing=" ", lines=lines)
 
 
 def _last_cut(sizes: Sequence[int], shape: Sequence[int]) -> int:
-    """The last dim of a box that is not whole; 0 where all are."""
+    """Return the last dim along which a box is smaller than the tensor; 0 if there is none."""
     return max((dim for dim, size in enumerate(sizes) if size != shape[dim]), default=0)
 
 
@@ -205,7 +205,7 @@ def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableT
 
 
 def _legend(picture: Picture) -> Text:
-    """What the characters of a map stand for: the first few, and the last."""
+    """Return the meaning of the characters of a map: the first few, and the last."""
     text = Text()
     parts = picture.parts
     shown = range(len(parts)) if len(parts) <= 4 else (0, 1, len(parts) - 1)

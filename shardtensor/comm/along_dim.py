@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along any dim, of which each member of a group holds a slice.
+"""All-gather and reduce-scatter along any dim; each member of a group holds a slice of it.
 
 Forms with ``_no_grad`` are for autograd Functions that write their own backward; the others have gradients.
 """
@@ -18,7 +18,7 @@ from shardtensor.errors import LayoutError
 
 class DimSizes(NamedTuple):
     """A dim, counted from the front, or from the end if negative, and the size of each group member's slice of it.
-    Sizes of None follow from the length; if `balanced` they may differ by one, else an uneven length is an error."""
+    None: computed from the length; if `balanced` they may differ by one, else an uneven length is an error."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
@@ -60,8 +60,8 @@ def all_gather_no_grad(x: torch.Tensor, sizes: DimSizes, group: Group) -> torch.
 
 
 def all_gather(x: torch.Tensor, sizes: DimSizes, group: Group, sum_gradient: bool = False) -> torch.Tensor:
-    """`all_gather_no_grad` with a gradient: this member's slice of the result's gradient. With `sum_gradient`, for
-    work that is split over the group, the gradients of all members are summed first."""
+    """Run `all_gather_no_grad` with a gradient: this member's slice of the result's gradient. With `sum_gradient`, for
+    work that is split over the group, backward sums the gradients of all members first."""
     if not _differentiates(x, group):
         return all_gather_no_grad(x, sizes, group)
     if sum_gradient:

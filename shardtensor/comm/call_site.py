@@ -11,8 +11,8 @@ OWN = ("shardtensor.", "torch.", "contextlib.", "threading.")
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return the innermost line outside of this library and torch, and the module whose forward it is part of. Such
-    as ``train.py:12 in step, at layers.3.down`` or, outside of any module's forward, ``train.py:12 in step``."""
+    """Return the innermost line outside of this library and torch, and the module whose forward it is part of, such
+    as ``train.py:12 in step, at layers.3.down``. Outside of any module's forward: ``train.py:12 in step``."""
     frame = sys._getframe(1) if frame is None else frame
     modules = module_path(frame)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(OWN):

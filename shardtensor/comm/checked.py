@@ -63,14 +63,14 @@ def are_collectives_checked() -> bool:
 
 
 def _checked(name: str, describe: Callable[..., str]) -> Any:
-    """Return the method of `CheckedGroup` that checks and makes a call; `describe` says it from its arguments."""
+    """Return the method of `CheckedGroup` that checks and makes a call; `describe` returns its arguments as text."""
 
     def method(self: CheckedGroup, *args: Any, **kwargs: Any) -> Any:
         self._check(f"{name} {describe(*args, **kwargs)}".rstrip())
         return getattr(self._group, name)(*args, **kwargs)
 
     method.__signature__ = inspect.signature(getattr(Group, name))  # type: ignore[attr-defined]
-    method.__code__ = method.__code__.replace(co_name=name)  # errors name the user's call by it
+    method.__code__ = method.__code__.replace(co_name=name)  # errors take the name of the call from it
     return method
 
 

@@ -14,10 +14,10 @@ the backward of the other, so gradients of gradients are right.
     all_to_all              shard -> shard           all_to_all
     ======================= ======================== ========================= ====================
 
-`along_dim` has a pair more: all-gathers for work that is split over the ranks, and reduce-scatters.
+`along_dim` has one more pair: all-gather for work that is split over the ranks, and reduce-scatter.
 
-Every member of the group calls them, in the same order, and runs their backwards. Without a gradient to compute they
-make no graph. In a group of one each returns its argument. Counts are the elements of each member.
+Every member of the group calls them, in the same order, and runs their backwards. If no gradient is needed, they
+record no graph. In a group of one each returns its argument. Counts are numbers of elements, one for each member.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FORWARD_MODE_FIX = [
 
 
 def refuse_forward_mode() -> None:
-    """Raise, on all ranks alike, if forward-mode differentiation is active: a collective does not send tangents."""
+    """Raise on all ranks if forward-mode differentiation is active: a collective does not send tangents."""
     if forward_ad._current_level >= 0:
         raise RuleError(
             "forward-mode differentiation does not see through ShardedTensors: a collective would lose the tangents",
@@ -90,7 +90,7 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
+    """Run `all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
     if group.size == 1:
         return x
     if differentiates(x):
@@ -205,7 +205,7 @@ def whole_gradient(grad: Any) -> torch.Tensor:
 
 def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
     """Send consecutive ranges of `x` to the members; return the ranges received, flat, in group order. Counts are
-    the elements sent to and received from each member. Backward sends the gradient of each back."""
+    the elements sent to and received from each member. Backward sends the gradient of each range back."""
     if group.size == 1:
         return x.reshape(-1)
     if differentiates(x):

@@ -1,4 +1,4 @@
-"""All-gathers by the copy engines of GPUs, into memory registered with NCCL, which use no multiprocessors.
+"""All-gathers by the copy engines of GPUs, which use no multiprocessors, into memory registered with NCCL.
 
 An ordinary all-gather uses multiprocessors, and slows a matmul that runs at the same time by about the time that the
 gather takes. NCCL 2.28 gathers with copy engines if the communicator was made for it (``cta_policy``), the memory is

@@ -1,4 +1,4 @@
-"""The base class of groups of ranks, and the groups of one rank and of other ranks.
+"""The base class of groups, the group of a single rank, and the group that this process is not a member of.
 
 Other folders communicate only through `Group`, which torch.distributed, the simulator and a counter of bytes
 implement. Its methods are collective: every member calls them, in the same order. They have no gradients;
@@ -22,7 +22,7 @@ REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 
 
 class Pending:
-    """A started collective; one that is done, but for subclasses."""
+    """A started collective. This base class is for one that is done already."""
 
     __slots__ = ("result",)
 
@@ -142,7 +142,7 @@ class Group(ABC):
 
     @abstractmethod
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        """Return a view of this group with a mesh; sends nothing. `axes` are groups along some axes that exist."""
+        """Return a view of this group with a mesh; sends nothing. `axes` are existing groups along some axes."""
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""

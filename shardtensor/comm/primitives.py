@@ -3,7 +3,7 @@
 torch 2.13 renamed ``_allgather_base`` to ``all_gather_single`` and ``_reduce_scatter_base`` to
 ``reduce_scatter_single`` (the functional ones likewise) and deprecates the old names. Eager code calls the process
 group itself, at a quarter of the host cost of a functional collective; under ``torch.compile`` a graph needs the
-functional collective. Both are shown as collectives in a profile.
+functional collective. A profile shows both as collectives.
 
 Tensors here are contiguous, with a dtype and a device that the backend supports.
 """
@@ -185,7 +185,7 @@ def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     return process_group.broadcast([t], options)
 
 
-# In errors of gloo and NCCL about missing ranks.
+# Texts in the errors of gloo and NCCL about missing ranks.
 _SIGNS = (
     *("Timed out waiting", "timeout", "Connection closed by peer", "Connection reset by peer", "Broken pipe"),
     *("Connection refused", "remote process exited", "communicator was aborted"),

@@ -84,7 +84,7 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 def as_group(where: Any = None) -> Group:
     """Return the `Group` of a process group, a DeviceMesh, or None. Sends nothing; O(1) after the first call.
 
-    None means the first of these that there is: the group of `load_with_process_group`, the ranks of `simulate`, the
+    None means the first of these that exists: the group of `load_with_process_group`, the ranks of `simulate`, the
     default process group, a group of one rank. A `Group` is returned unchanged.
 
     For a DeviceMesh of one axis it returns the group of that axis. For more axes it returns a group of all the mesh's
@@ -210,8 +210,8 @@ def mesh_state(group: Group) -> MeshState | None:
 def unpickle_group(info: RankInfo | None, mesh: MeshState | None, ranks: tuple[int, ...] | None = None) -> Group:
     """Return the subgroup of `as_group(None)` with these ranks, or all of it without `ranks`.
 
-    A subgroup that this process does not have is made anew: its members must all read the same pickles in one order.
-    Raises where this process has another place in the world than the one that wrote.
+    If this process does not have the subgroup, it is made: its members must all read the same pickles in one order.
+    Raises if the ranks or the sizes of the group and the world differ from those of the process that wrote.
     """
     if info is not None and world_place() is None:
         raise RuntimeError(
@@ -252,7 +252,7 @@ def _on_mesh(group: Group, state: MeshState) -> Group:
 
 
 def reduce_group(group: Group) -> tuple[Any, ...]:
-    """Return what pickle writes of a group."""
+    """Return the function and the arguments that pickle writes for a group."""
     return unpickle_group, (rank_info(group), mesh_state(group), tuple(group.ranks))
 
 

@@ -1,9 +1,9 @@
 """Ranks wait for each other in a store before each collective, so that a rank that is missing or calls another
 collective raises an error instead of a hang.
 
-The store is the one through which torch's process groups found each other. A rank writes its status (what it calls,
+The store is the one that torch's process groups were initialized with. A rank writes its status (what it calls,
 and where), adds itself to the counter of this rendezvous, and polls it until all ranks have arrived. It holds their
-number and the sum of the digests of their calls, so one read shows whether they all make the same call. The first rank
+number and the sum of the digests of their calls; one read shows whether all make the same call. The first rank
 that finds a fault stores the error, and every rank raises it.
 """
 
@@ -44,8 +44,8 @@ ARRIVAL = 1 << 47
 class RankStatus:
     """The rendezvous that a rank entered last; its key in the store is "" for a rank that has ended.
 
-    `place` says which collective of which ranks it is, `call` the call and its line. The global
-    `ranks` meet there; `threads` of this rank have entered a rendezvous.
+    `place` is a text with the collective and its ranks, `call` one with the call and its line. `ranks` are the global
+    ranks of the rendezvous; `threads` is the number of threads of this rank that have entered one.
     """
 
     key: str
@@ -209,7 +209,7 @@ class Rendezvous:
             self._withdraw(here, digest, error)
 
     def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """The ranks that wait for each other in a circle, from this one on; empty if one of them does not wait. A
+        """Return the ranks that wait for each other in a circle, from this one; empty if one of them does not wait. A
         rank with one thread, whose last rendezvous is still open, waits there."""
         path = {self.statuses.rank: here}
         while True:

@@ -20,7 +20,7 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 class TorchGroup(Group):
     """A torch process group of two or more ranks, in its order; make one with `as_group`. Tensors that the backend
-    does not support are converted as `support` says; the usual tensor costs one look-up."""
+    does not support are converted by `support`; the usual tensor costs one look-up."""
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TorchGroup(Group):
         return result if torch.compiler.is_compiling() else t
 
     def all_reduce_async(self, t: torch.Tensor, op: str = "sum") -> Pending:
-        if torch.compiler.is_compiling():  # a graph overlaps by its own schedule
+        if torch.compiler.is_compiling():  # the compiler schedules the overlap
             return Pending(self.all_reduce(t, op))
         if (t.is_cuda, t.dtype, op) in self.support.reduced_as_is and t.is_contiguous():
             return Started(primitives.all_reduce_async(self.process_group, t, op), t, self.process_group)
@@ -232,6 +232,6 @@ def _widest(counts: Sequence[int] | None, numel: int, size: int, scale: int) -> 
 
 
 def bytes_of(t: torch.Tensor) -> bytes:
-    """The memory of a contiguous tensor of bytes."""
+    """Return the memory of a contiguous tensor of bytes."""
     t = t.cpu()
     return string_at(t.data_ptr(), t.numel())

@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def untraced(reason: str) -> Callable[[Function], Function]:
     """Break the graph at a function and trace nothing that it calls: `torch.compiler.disable` without cost per call.
-    `reason` is the error text under ``fullgraph=True``, with the way out."""
+    `reason` is the error text under ``fullgraph=True``, with the fix."""
 
     def mark(function: Function) -> Function:
         marked = cast(Any, function)

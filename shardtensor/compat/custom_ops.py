@@ -1,4 +1,4 @@
-"""Operations of one's own on ShardedTensors, as ``torch.distributed._shard`` lets users register them."""
+"""Users' operations on ShardedTensors, registered as in ``torch.distributed._shard``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Do `func` on ShardedTensors by a function of one's own, ``f(types, args, kwargs, process_group)``.
+    """Decorate a function ``f(types, args, kwargs, process_group)`` that implements `func` on ShardedTensors.
 
-    It wins over the handler of the library. Its name and signature are torch's.
+    It replaces the handler of the library. Its name and signature are torch's.
 
     Raises:
         TypeError: the function does not take these four.
@@ -26,7 +26,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same for tensors of one class of spec only: the first sharded argument's; others go where they went."""
+    """Do the same for one class of specs, that of the first sharded argument; others use the previous handler."""
 
     def register(user: Callable[..., Any]) -> Callable[..., Any]:
         _check_signature(user)

@@ -1,4 +1,4 @@
-"""What code written for torch's own ShardedTensor calls: class methods that take shards, and state dict hooks."""
+"""Functions for code written for torch's ShardedTensor: class methods that take shards, and state dict hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTensors too)
-    """Shards and what they are shards of, in one process, without a process group or any operation."""
+    """Shards and their metadata, in one process, without a process group or any operation."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTens
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        """Say where the shards of a spec lie, and hold none yet; the spec is one that names devices."""
+        """Compute the metadata of a spec, which must name devices; there are no shards yet."""
         properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
         self._sharding_spec = as_spec(sharding_spec)
         self._metadata = self._sharding_spec.build_metadata(as_shape(size), properties)
@@ -46,7 +46,7 @@ class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTens
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
-        """Take the shards of any ranks. The metadata must tile its size."""
+        """Return a base that holds shards of any ranks. The shards of the metadata must tile its size."""
         shards = sharded_tensor_metadata.shards_metadata
         check_metadata_of_all(sharded_tensor_metadata)
         validate_non_overlapping_shards_metadata(shards)
@@ -65,7 +65,7 @@ class ShardedTensorBase(abc.ABC):  # noqa: B024  (for isinstance, of ShardedTens
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """Return the spec that the metadata says."""
+        """Return the spec of the shards."""
         return self._sharding_spec
 
     def size(self) -> torch.Size:
@@ -82,7 +82,7 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # typ
 
 
 def create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: TensorProperties) -> torch.Tensor:
-    """Return an unset plain tensor of these properties on a device."""
+    """Return an uninitialized plain tensor of these properties on a device."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return torch.empty(
         *shape,

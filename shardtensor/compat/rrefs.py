@@ -1,8 +1,8 @@
-"""Shards shown to other ranks over torch.distributed.rpc: ``init_rrefs=True`` and ``remote_shards()``.
+"""Share shards with other ranks over torch.distributed.rpc: ``init_rrefs=True`` and ``remote_shards()``.
 
-A tensor that asks for it owns a `RemoteShards`, which the other ranks fill with RRefs by its number. It is registered
-weakly and does not know its tensor, and an RRef shows a shard of its own over the same bytes: nothing keeps a tensor
-alive, and no weak reference to a tensor keeps torch from swapping it.
+A tensor made with that option owns a `RemoteShards`; other ranks find it by its number and store RRefs in it. It is
+registered weakly and has no reference to its tensor, and an RRef holds another `Shard` over the same memory. So nothing
+keeps a tensor alive, and no weak reference to a tensor prevents torch from swapping it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 class RemoteShards(dict[int, list[Any]]):
-    """What other ranks show of one tensor: RRefs by rank, of those that hold any of it."""
+    """RRefs to the shards of one tensor on other ranks, by rank; without ranks that hold no shard."""
 
 
 SHOWN: WeakValueDictionary[int, RemoteShards] = WeakValueDictionary()
-"""By a number that this process gave; an entry leaves with its tensor."""
+"""By a number that this process counts; an entry is removed with its tensor."""
 
 _numbers = count()
 
 
 def share(tensor: ShardedTensor) -> ShardedTensor:
-    """Show this rank's shards to all ranks, and return `tensor` when theirs are shown here.
+    """Send RRefs to this rank's shards to all ranks; return `tensor` when theirs have arrived.
 
-    Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's bytes; a
-    tensor that is set in a shard later is not shown. Copies, conversions and results of operations show nothing.
+    Every rank of the world calls it, whatever the tensor's process group. The shards share the tensor's memory; a
+    tensor assigned to a shard later is not shared. Copies, conversions and results of operations have no RRefs.
     """
     world = as_group(dist.group.WORLD)
     shown, number = RemoteShards(), next(_numbers)
@@ -55,7 +55,7 @@ def share(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def with_rrefs(make: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
-    """Return `make` with the option ``init_rrefs=True``: show the shards to all ranks; see `share`."""
+    """Return `make` with the option ``init_rrefs=True``: share the shards with all ranks; see `share`."""
 
     @wraps(make)
     def made(*args: Any, init_rrefs: bool = False, **options: Any) -> ShardedTensor:
@@ -66,7 +66,7 @@ def with_rrefs(make: Callable[..., ShardedTensor]) -> Callable[..., ShardedTenso
 
 
 def check(rpc_ranks: dict[int, int | None]) -> None:
-    """Raise when a rank has no RPC (None), or another number there than in the process group."""
+    """Raise if a rank has no RPC (None), or an RPC rank that differs from its rank in the process group."""
     absent = [rank for rank, rpc_rank in rpc_ranks.items() if rpc_rank is None]
     if absent:
         raise RuleError(
@@ -84,7 +84,7 @@ def check(rpc_ranks: dict[int, int | None]) -> None:
 
 
 def _receive(number: int, rank: int, shards: list[Any]) -> None:
-    """Run by another rank, here: take the RRefs to its shards."""
+    """Store the RRefs to the shards of another rank, which calls this over RPC."""
     shown = SHOWN.get(number)
     if shown is None:
         raise RuntimeError(f"the tensor number {number}, whose shards rank {rank} shows, is gone")
@@ -93,7 +93,7 @@ def _receive(number: int, rank: int, shards: list[Any]) -> None:
 
 def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
     """Return RRefs to the `Shard` objects of other ranks, by rank; ranks that hold nothing are absent. Sends
-    nothing. ``rref.to_here()`` brings a shard. The tensor has to be made with ``init_rrefs=True``."""
+    nothing. ``rref.to_here()`` fetches a shard. The tensor must be made with ``init_rrefs=True``."""
     if tensor._remote is None:
         raise RuleError(
             "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available",

@@ -276,7 +276,7 @@ def listed_layout(owned: tuple[tuple[int, Box], ...], shape: Shape) -> Layout:
 
 
 def _as_grid(owned: tuple[tuple[int, Box], ...], shape: Shape) -> MeshLayout | None:
-    intervals = [  # of those of one start an empty one comes last
+    intervals = [  # of two with one start, the empty one is last
         sorted(
             {(box.offsets[dim], box.sizes[dim]) for _, box in owned}, key=lambda interval: (interval[0], -interval[1])
         )

@@ -1,4 +1,4 @@
-"""How a spec cuts the dims of a shape, and the spec of a layout: dim names, ``...`` and shard sizes, both ways."""
+"""Convert specs to cuts of dims, and layouts back to specs: dim names, ``...`` and shard sizes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from itertools import accumulate, product
 import attrs
 
 from shardtensor.layout.box import Box, runs, whole
-from shardtensor.layout.pieces import Blocked, Pieces
+from shardtensor.layout.pieces import Blocked, Listed, Pieces
 from shardtensor.mesh import Ranks, coordinate
 
 Shape = tuple[int, ...]
@@ -194,7 +194,7 @@ class MeshLayout(Layout):
         last = max((dim for dim, span in enumerate(parts) if len(span) > 1), default=-1)
         choices = [
             [(low + shift + i, low + shift + i + 1) for low, high, shift in span for i in range(high - low)]
-            if dim < last  # dims before `last` index by index: memory has all of `last` for each index
+            if dim < last  # dims before `last` index by index: for each index memory holds all of `last`
             else [(low + shift, high + shift) for low, high, shift in span]
             for dim, span in enumerate(parts)
         ]
@@ -242,7 +242,7 @@ class ListedLayout(Layout):
 class FlatLayout(Layout):
     """Each rank's local tensor under `inner`, over the same grid, flattened row-major and cut over `axes` into ranges.
 
-    They start at multiples of `unit` elements (0: a row of the inner local tensor), or have the `sizes` that the user
+    Ranges start at multiples of `unit` elements (0: a row of the inner local tensor), or have the `sizes` that the user
     chose.
     """
 
@@ -297,8 +297,9 @@ def has_equal_parts(layout: Layout) -> bool:
     """Whether all ranks of a layout hold the same number of elements."""
     if isinstance(layout, MeshLayout):
         pieces = [cut.pieces for cut in layout.dims if cut is not None]
-        # Of very many shards the last two are the smallest.
-        if all(each.size(i) == each.size(0) for each in pieces for i in range(each.count)[-4096:]):
+        # Unless a user lists sizes, the last shards are the smallest: of very many it is enough to read 4096.
+        most = 1 << 20 if any(isinstance(each, Listed | Blocked) for each in pieces) else 4096
+        if all(each.size(i) == each.size(0) for each in pieces for i in range(each.count)[-most:]):
             return True
     first = layout.numel(layout.ranks[0])
     return all(layout.numel(rank) == first for rank in layout.ranks)

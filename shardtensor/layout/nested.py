@@ -18,7 +18,7 @@ from shardtensor.layout.layout import DimCut, Layout, MeshLayout, Shape
 from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed
 from shardtensor.mesh import Mesh
 
-# By the number of axes of one dim: the largest number of blocks tried for uneven shards.
+# The largest number of blocks tried for uneven shards, by the number of axes that shard the dim.
 _TRIED = {1: 64, 2: 16, 3: 8}
 
 
@@ -106,7 +106,7 @@ def _say_cuts(layout: MeshLayout) -> tuple[Said, ...] | None:
 
 
 def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
-    """Return the blocks of each axis with which nested chunks, from left to right, are the shards of `cut`."""
+    """Return the number of blocks of each axis for which nested chunks, from left to right, are the shards of `cut`."""
     axes = tuple(sorted(cut.axes))
     counts = tuple(grid[axis] for axis in axes)
     order = tuple(cut.axes.index(axis) for axis in axes)
@@ -123,7 +123,7 @@ def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
 
 
 def _holdings(layout: Layout, rank: int) -> tuple[object, ...]:
-    """Return the boxes of a rank that are not empty, and by reduction the ranks that hold partial sums of them."""
+    """Return the non-empty boxes of a rank, and for each reduction the ranks that hold partial sums of them."""
     mesh = Mesh(tuple((str(axis), size) for axis, size in enumerate(layout.grid)), layout.ranks)
     sums = [
         (op, sorted(mesh.ranks_along(rank, [axis for axis, other in layout.partial if other == op])))

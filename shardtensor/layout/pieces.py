@@ -11,7 +11,7 @@ Interval = tuple[int, int]
 
 
 class Pieces:
-    """A dim of `length` elements in `count` shards, each of one interval but for `Blocked`."""
+    """A dim of `length` elements in `count` shards. A shard is one interval, except in `Blocked`."""
 
     @property
     def length(self) -> int:

@@ -4,7 +4,7 @@ All ranges have one size, so that an all-gather or a reduce-scatter of the buffe
 A range must not end inside a grain of a parameter. If it would, the ranges become larger or padding is added between
 parameters, whichever wastes less. A parameter whose shards have different sizes on the tensor-parallel ranks gets a
 buffer of its own (`lay_out_alone`). Ranges of different sizes would need no padding, but NCCL has no collective for
-them: it broadcasts each in turn. `ShardPlacement` says how a user wants a parameter cut.
+them: it broadcasts each in turn. `ShardPlacement` describes how the user shards a parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 16
 """In elements; every parameter starts at a multiple, for vectorised kernels."""
 
 SMALL_BYTES = 1 << 16
-"""A module's parameters stay gathered from forward to backward if they are no more: a second gather would cost more."""
+"""Up to this size a module's parameters stay gathered from forward to backward: a second gather would cost more."""
 
 GATHER_BUFFERS = 2
 """How many modules are gathered at a time: the one that computes, and the next."""
@@ -34,7 +34,7 @@ GATHER_BUFFERS = 2
 REDUCE_BUFFERS = 2
 """How many reductions of gradients are pending at a time."""
 
-_LINE = 512  # bytes; a flat buffer begins at a multiple, inside the memory of several
+_LINE = 512  # bytes; in memory that holds several flat buffers, each begins at a multiple
 _TRIES = 64
 _WASTE = 8  # a layout that wastes less than 1 / 8 is good enough
 
@@ -51,12 +51,12 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """Elements of the buffer, with padding."""
+        """The number of elements of the buffer, with padding."""
         return self.chunk * self.ranks
 
     @property
     def waste(self) -> int:
-        """Elements of padding."""
+        """The number of elements of padding."""
         return self.total - sum(self.lengths)
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def _smallest(lengths: tuple[int, ...], ranks: int, units: tuple[int, ...], step
 
 
 def _grains(lengths: Sequence[int], units: Sequence[int], step: int) -> list[int]:
-    """Return candidates of which ranges may be multiples: common multiples of the longest parameters' grains."""
+    """Return common multiples of the longest parameters' grains: candidates for a divisor of the range size."""
     divided = sorted(((n, unit) for n, unit in zip(lengths, units, strict=True) if unit < n), reverse=True)
     grains, common, limit = {step}, step, sum(lengths)
     for unit in list(dict.fromkeys(unit for _, unit in divided))[:_TRIES]:
@@ -211,7 +211,7 @@ def lay_out_owned(lengths: Sequence[int], ranks: int, owners: Sequence[int]) -> 
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
-    """Return what sorts dotted names, the numbers in them as numbers: the order of parameters in a buffer.
+    """Return a sort key of dotted names that compares numbers in them as numbers: parameters in a buffer use it.
 
     Example:
         >>> sorted(["layers.10.w", "layers.9.w"], key=name_order)
@@ -221,8 +221,8 @@ def name_order(name: str) -> list[tuple[int, str]]:
 
 
 def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:
-    """Return the numbers of parameters that are gathered together, in the order in which they lie in their buffer.
-    Those are of one kind; those that a rank holds whole are in the order of owners."""
+    """Return the numbers of parameters that are gathered together, in the order of their places in the buffer.
+    A group has one kind; parameters that one rank holds whole are in the order of their owners."""
     owner_of = owners or [None] * len(kinds)
     alike: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
@@ -239,13 +239,13 @@ class BufferPlan:
 
 
 def aligned_bytes(size: int) -> int:
-    """Return the bytes that a flat buffer of `size` bytes takes in the memory of several."""
+    """Return the bytes that a flat buffer of `size` bytes takes in memory that holds several."""
     return _up(size, _LINE)
 
 
 def gather_buffers(modules: Sequence[tuple[int, bool]], count: int = GATHER_BUFFERS) -> list[BufferPlan]:
     """Return the buffers for modules in their order: a ring of `count` in turns, and one for each that stays
-    gathered. `modules` says of each its bytes, and whether it stays gathered."""
+    gathered. `modules` holds the bytes of each, and whether it stays gathered."""
     turns = [number for number, (_, stays) in enumerate(modules) if not stays]
     users = [turns[i::count] for i in range(count)] + [[i] for i, (_, stays) in enumerate(modules) if stays]
     return [BufferPlan(max((modules[i][0] for i in each), default=0), tuple(each)) for each in users]
@@ -263,10 +263,10 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class ShardPlacement:
-    """A parameter in a group. Ranges are of its elements in row-major order, or of those with `dim` brought to front.
+    """How a parameter is sharded into ranges of its elements, in row-major order or with `dim` moved to the front.
 
-    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is cut in whole slices; data rank
-    `owner` holds all of it. `axis` is what the user calls the data axis; None where nothing was asked for.
+    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is sharded in whole slices; data rank
+    `owner` holds all of it. `axis` is the user's name of the data axis; None if the user gave none.
     """
 
     unit: int | Literal["row"] = 1
@@ -276,7 +276,7 @@ class ShardPlacement:
 
     @classmethod
     def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
-        """Read what `shard_placement_fn` returned for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
+        """Parse the result of `shard_placement_fn` for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
         ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
 
         `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
@@ -320,7 +320,7 @@ class ShardPlacement:
         return cls(dim=dim) if dim else cls(unit="row")
 
     def grain(self, shape: Shape) -> int:
-        """So many stored elements of a parameter of this shape lie on one rank."""
+        """Return the number of consecutive stored elements, of a parameter of this shape, that no range splits."""
         if self.owner is not None:
             return max(math.prod(shape), 1)
         if self.dim is not None:
@@ -328,21 +328,21 @@ class ShardPlacement:
         return max(math.prod(shape[1:]), 1) if self.unit == "row" else self.unit
 
     def stored(self, param: torch.Tensor) -> torch.Tensor:
-        """The elements of a parameter in the order in which they are stored."""
+        """Return the elements of a parameter in the order in which they are stored."""
         return (param if self.dim is None else param.movedim(self.dim, 0)).reshape(-1)
 
     def as_param(self, stored: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """A parameter of this shape, or a part of it, over its stored elements."""
+        """Return stored elements as a parameter of this shape, or as a part of one."""
         if self.dim is None:
             return stored.view(shape)
         front = (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
         return stored.view(front).movedim(0, self.dim)
 
     def spec(self, inner: Spec | None, shape: Shape, axis: str, sizes: Sequence[int] | None) -> Spec:
-        """Return the spec of a parameter: `inner`, where the data ranks hold a part of it each, cut over the data axis.
+        """Return the spec of a parameter with spec `inner` that is also sharded over the data axis.
 
-        `shape` is what is cut over the data ranks, and `sizes` how many stored elements each of them holds; None where
-        ranges are as `flat` has them unsaid.
+        `shape` is the shape that is sharded over the data ranks; `sizes` are the stored elements of each, None for the
+        ranges of `flat` without sizes.
         """
         axis = axis if self.axis is None else self.axis
         base = Replicate() if inner is None else inner

@@ -33,7 +33,7 @@ from shardtensor.mesh import Mesh, Ranks, as_ranks, coordinate
 
 @attrs.frozen(eq=False)
 class Region:
-    """The place of a box in a rank's local tensor: `held`, slices of it, and there `within` of the view in `shape`.
+    """The place of a box in a rank's local tensor: take its slices `held`, view them in `shape`, take slices `within`.
     In a packed local tensor `held` is the range of the box that contains this one; else `shape` is None."""
 
     held: tuple[slice, ...]
@@ -76,7 +76,7 @@ def lacking(source: Layout, target: Layout, rank: int) -> int:
 
 
 def _is_sender(source: Layout, holder: int, receiver: int) -> bool:
-    """Whether `holder` is the one of its replicas that sends to `receiver`: with its coordinates along their axes."""
+    """Whether `holder` is the replica that sends to `receiver`: the one with its coordinates along the replica axes."""
     place = coordinate(source.ranks, source.grid, holder)
     if place is None:
         return False
@@ -165,7 +165,7 @@ def route(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=4096)
 def _route(source: Layout, target: Layout, *names: tuple[str, ...]) -> tuple[Step, ...]:
-    """`names` is part of the cache key: equal layouts may have other axis names, which the steps show in messages."""
+    """Return `route`. `names` is for the cache key: equal layouts may have other axis names, which messages show."""
     if source.shape != target.shape:
         raise LayoutError(
             "a reshard keeps the shape of a tensor",

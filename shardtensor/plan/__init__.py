@@ -1,1 +1,1 @@
-"""Plans: how all tensors of a model lie on a mesh, and how values pass its modules. No torch."""
+"""Plans: the layouts of all tensors of a model on a mesh, and of the values that enter and leave modules. No torch."""

@@ -18,7 +18,7 @@ class Axes:
     Attributes:
         mesh: of the axes that are not made of others, row-major over the world: ``(dp=2, kvg=8, kvr=2)``.
         made_of: each axis made of factors -> its factors, major first: ``{"tp": ("kvg", "kvr")}``.
-        data: axes along which ranks see different samples; names as written, factors not spelled out.
+        data: axes along which ranks have different samples; names as written, not replaced by factors.
 
     Example:
         >>> axes = Axes(Mesh((("dp", 2), ("kvg", 2), ("kvr", 2))), {"tp": ("kvg", "kvr")}, ("dp",))
@@ -32,15 +32,15 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that may stand where an axis may."""
+        """Every name that is allowed as an axis."""
         return (*self.mesh.names, *self.made_of)
 
     def leaves(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The axes of `mesh` that some axes are made of, major first."""
+        """Return the axes of `mesh` that some axes are made of, major first."""
         return tuple(leaf for name in names for leaf in self.made_of.get(name, (name,)))
 
     def size(self, name: str) -> int:
-        """The number of coordinates of an axis, a factor, or an axis made of factors."""
+        """Return the number of coordinates of an axis, a factor, or an axis made of factors."""
         sizes = dict(self.mesh.axes)
         total = 1
         for leaf in self.leaves((name,)):
@@ -48,7 +48,7 @@ class Axes:
         return total
 
     def named(self, leaves: Iterable[str]) -> tuple[str, ...]:
-        """Some axes of `mesh` as the plan calls them: ``tp`` where all of its factors of more than one rank are there.
+        """Return the plan's names of axes of `mesh`: ``tp`` if all of its factors of more than one rank are given.
 
         Example:
             >>> axes = Axes(Mesh((("dp", 2), ("kvg", 2), ("kvr", 2))), {"tp": ("kvg", "kvr")})
@@ -64,7 +64,7 @@ class Axes:
         return (*found, *rest)
 
     def spelled(self, spec: Spec) -> Spec:
-        """`spec` with axes that are made of factors spelled out, as the mesh knows them."""
+        """Return `spec` with axes that are made of factors replaced by these, which are axes of the mesh."""
         if not spec.axis_names & set(self.made_of):
             return spec
 

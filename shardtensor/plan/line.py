@@ -1,4 +1,4 @@
-"""One line of a plan: what it says of which tensors or modules, every number and style already filled in."""
+"""Statements of a plan: the rules for tensors and modules, with all numbers and styles filled in."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class Line:
-    """What is said of the tensors or modules that a pattern stands for.
+    """A rule for the tensors or modules that a pattern matches.
 
     Attributes:
-        pattern: dotted, from the root; of modules for all kinds but ``"tensor"``, where it stands for the tensors of
-            that name and for all below modules of that name.
-        kind: ``"tensor"``: how tensors lie; ``"in"``, ``"out"``: how a value passes; ``"local"``: an attribute that
-            counts becomes the rank's share; ``"use"``: a registered hook.
+        pattern: dotted, from the root. For the kind ``"tensor"`` it matches the tensors of that name and all tensors
+            below modules of that name; for the others it matches modules.
+        kind: ``"tensor"``: a layout; ``"in"``, ``"out"``: a flow; ``"local"``: an attribute that counts becomes the
+            rank's share; ``"use"``: a registered hook.
         value: a spec (or a `Sharder`, in Python) for ``"tensor"``, a one-dim spec for ``"local"``, a `Flow` for
             ``"in"`` and ``"out"``, a `Hook` for ``"use"``.
         name: of the argument (``in mask``), the result (``out 1``) or the attribute; empty for the first one.
-        module: the pattern of the module that a style or a block stood before: it has to match modules. Empty where a
-            rule stands by itself.
+        module: the pattern before the style or block of this rule, which must match modules. Empty for a rule without
+            either.
         is_optional: it may match nothing.
         depth: how many includes deep it was written; 0 is the file itself.
-        origin: of what is said, the layout or the flow; through the line of the style where a style says it. None for
-            rules made in Python.
+        origin: of the layout or the flow; if a style made it, the call, through the line of the style. None for rules
+            made in Python.
         pattern_origin: of the pattern.
-        other: what was not chosen: the text of the condition, when the ``else`` side was taken.
+        other: the text of the condition, if the ``else`` side was taken.
     """
 
     pattern: str
@@ -61,10 +61,10 @@ class Hook:
 
 @attrs.frozen(eq=False)
 class Store:
-    """``store PATTERN: flat(dp) by GLOB, ...``: how parameters are kept while nobody computes with them.
+    """``store PATTERN: flat(dp) by GLOB, ...``: how parameters are stored while no module computes with them.
 
     Attributes:
-        flat: over which axes, with which grain; None for ``replicate``: kept as they compute.
+        flat: the axes and the grain; None for ``replicate``: stored as in the computation.
         by: patterns of the modules whose parameters are gathered together.
         origin, pattern_origin: of `flat`, and of the pattern.
     """
@@ -78,7 +78,7 @@ class Store:
 
 @attrs.frozen(eq=False)
 class Tie:
-    """``tie A = B``: A takes the layout of B and is one tensor with it; the patterns have alternatives pair by pair."""
+    """``tie A = B``: A is the same tensor as B, with the layout of B; alternatives of the patterns match in pairs."""
 
     pattern: str
     to: str
@@ -90,7 +90,7 @@ class Dims:
     """``dims PATTERN (out = 4096, in = 4096)``: dim names and sizes of tensors, for checks without the model.
 
     Attributes:
-        blocks: dims that are several laid end to end, ``out = (512, 128, 128)``, with the length of each.
+        blocks: dims of several consecutive blocks, ``out = (512, 128, 128)``, with the length of each block.
     """
 
     pattern: str
@@ -102,7 +102,7 @@ class Dims:
 
 @attrs.frozen(eq=False)
 class Unmatched:
-    """``unmatched: replicate``: the layout of tensors that no line stands for."""
+    """``unmatched: replicate``: the layout of tensors that no line matches."""
 
     spec: Spec
     depth: int = 0
@@ -110,22 +110,22 @@ class Unmatched:
 
 
 def statement(origin: Origin | None, other: object = None) -> object:
-    """What is equal for all that one statement of the text made; `other` for what no text made."""
+    """Return a key that all lines of one statement of the text share; that of `other` if no text made it."""
     return (origin.source.file, origin.span) if origin is not None else id(other)
 
 
 def origin_of(line: Line | None) -> Origin | None:
-    """Where a line says what it says; None without a line, or where no text says it."""
+    """Return the origin of a line; None without a line, or if no text made it."""
     return line.origin if line is not None else None
 
 
 def pattern_place(line: Line) -> Origin | None:
-    """Where the pattern of a rule stands, or what it says where the pattern is not known."""
+    """Return the place of a rule's pattern, or of its value if the pattern's is not known."""
     return line.pattern_origin or line.origin
 
 
 def name_place(line: Line) -> Origin | None:
-    """Where the name stands that a line gives what it says to (``in mask: replicate``); else what it says."""
+    """Return the place of a line's name (``mask`` in ``in mask: replicate``); else that of its value."""
     said = line.origin
     if said is None:
         return None
@@ -137,7 +137,7 @@ _BLOCK = re.compile(r"^[ \t]*(?:optional[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", r
 
 
 def segment_place(line: Line, segment: str) -> Origin | None:
-    """Where one segment of a line's pattern is written: before the line's colon, or before a block around it."""
+    """Return the place of one segment of a line's pattern: before the line's colon, or before a block around it."""
     place = pattern_place(line)
     if place is None or segment in place.text.split("."):
         return place
@@ -146,7 +146,7 @@ def segment_place(line: Line, segment: str) -> Origin | None:
 
 
 def mesh_place(plan: Plan) -> Origin | None:
-    """Where the mesh of a plan is written."""
+    """Return the place of a plan's mesh."""
     for source in plan.sources:
         found = re.search(r"^mesh\b[^#\n]*", source.text, re.MULTILINE)
         if found is not None:
@@ -155,7 +155,7 @@ def mesh_place(plan: Plan) -> Origin | None:
 
 
 def style_note(origin: Origin | None, what: str) -> tuple[str, ...]:
-    """The note that says which line of a style made a layout or a flow."""
+    """Return a note with the line of the style that made a layout or a flow; empty if none did."""
     through = origin.through if origin is not None else None
     while through is not None and through.through is not None:
         through = through.through

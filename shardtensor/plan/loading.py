@@ -16,13 +16,13 @@ def load_plan(path: str | Path, /, config: Any = None, world: int | None = None,
     """Return the plan of a file, for a configuration and a number of ranks. Nothing is sent, and torch is not imported.
 
     Args:
-        path: of a plan file, or the name of one that comes with the package, such as ``"llama"``.
+        path: of a plan file, or the name of one in the package, such as ``"llama"``.
         config: of the model: the path of its config.json, a mapping, or an object that has `to_dict`.
         world: the number of ranks; by default that of the process group, 1 without one.
         **params: values of the plan's parameters.
 
     Raises:
-        SpecError: (a ValueError) its text is every error that was found, each with its place.
+        SpecError: (a ValueError) the plan has errors; the text lists all of them, each with its place.
 
     Example:
         >>> plan = load_plan("shard 1\\nparam tp = world\\nmesh (tp)\\nhead.weight: [tp, -]\\n", world=4, tp=4)
@@ -34,10 +34,10 @@ def load_plan(path: str | Path, /, config: Any = None, world: int | None = None,
 
 
 def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
-    """The keys of a model's configuration, and what messages call it.
+    """Return the keys of a model's configuration, and its name in messages.
 
     Raises:
-        SpecError: E104, it is not there or holds no keys.
+        SpecError: E104, it does not exist or has no keys.
 
     Example:
         >>> read_config({"hidden_size": 64})
@@ -63,7 +63,7 @@ def read_config(config: Any) -> tuple[Mapping[str, Any], str]:
 
 
 def _ranks() -> int:
-    """Of the process group, or of a simulated world; a plan alone imports neither them nor torch."""
+    """Return the ranks of the process group or of a simulated world, without importing either of them or torch."""
     import sys
 
     groups, distributed = (sys.modules.get(name) for name in ("shardtensor.comm.process_group", "torch.distributed"))

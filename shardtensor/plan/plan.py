@@ -1,4 +1,4 @@
-"""A plan: how the tensors of a model lie on a mesh and how values pass its modules, before any model is at hand."""
+"""A plan: rules for the layouts of a model's tensors and the flows of its modules, before it is matched to a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardtensor.spec.diagnostics import Source
 
 @attrs.frozen(eq=False)
 class Plan:
-    """What a plan file says, for one configuration and world: every number known, every style spelled out.
+    """The rules of a plan file for one configuration and world, with all numbers computed and all styles expanded.
 
     Attributes:
         axes: its mesh.
-        lines: what is said of tensors and modules; their order does not decide.
+        lines: the rules for tensors and modules; their order does not matter.
         stores, ties, dims, unmatched: the other statements.
-        params: the parameters, with the values they have; `config` and `world` it was read for.
+        params: the values of the parameters; `config` and `world` it was read for.
         sources: every text that was read, the plan's own file first.
-        findings: what reading found that is no error: an ``else`` side that was taken (N001).
-        is_part: it leaves tensors without a line as they are; else each tensor needs one.
+        findings: of the reader, without errors: an ``else`` side that was taken (N001).
+        is_part: whether tensors without a line stay as they are; else each tensor needs one.
     """
 
     axes: Axes
@@ -50,13 +50,13 @@ class Plan:
         data: str | tuple[str, ...] = (),
         config: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Make the plan that a file with these lines would be.
+        """Return the plan of these rules, equal to that of a file with the same lines.
 
         Args:
-            rules: a pattern to a layout, or to a block of rules for what is below. In a block ``"in"``, ``"in NAME"``,
+            rules: a pattern to a layout, or to a block of rules for names below it. In a block ``"in"``, ``"in NAME"``,
                 ``"out"``, ``"out NAME"`` are flows, ``"local NAME"`` an attribute that counts, ``"use"`` the call of a
-                hook, or several. ``optional`` may stand before a pattern. At the top ``"store **"``,
-                ``"tie A"`` and ``"unmatched"`` are what they are in a file. Styles are functions that return blocks.
+                hook, or several. ``optional`` is allowed before a pattern. At the top ``"store **"``, ``"tie A"`` and
+                ``"unmatched"`` mean the same as in a file. Styles are functions that return blocks.
             mesh: ``"dp=2, tp=4"``; an axis may be made of factors, ``"dp=2, tp(kvg=2, kvr=2)"``.
             data: the axes along which samples differ.
             config: of the model, as a file would have read it.

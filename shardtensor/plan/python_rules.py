@@ -1,4 +1,4 @@
-"""Rules in Python, ``{"layers.*": {"mlp.up": colwise("tp")}}``, to lines of a plan; and the texts in them."""
+"""Convert rules in Python, ``{"layers.*": {"mlp.up": colwise("tp")}}``, and the texts in them to lines of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FACTORS = re.compile(r"([A-Za-z_]\w*)\s*\(([^()]*)\)")
 
 
 def read_call(text: str) -> Hook:
-    """Read the call of a hook; axes stay names, a product of axes is a tuple of names.
+    """Parse the call of a hook; axes stay names, a product of axes is a tuple of names.
 
     Raises:
         PlanError: it is no call, or an argument is neither a number, nor true or false, nor axes.
@@ -53,7 +53,7 @@ def read_call(text: str) -> Hook:
 
 
 def read_store(text: Any) -> tuple[Flat | None, tuple[str, ...]]:
-    """Read how parameters are kept: over which axes, and the patterns of gather units.
+    """Parse how parameters are stored: the axes and the grain, and the patterns of gather units.
 
     Example:
         >>> read_store("flat(dp, unit=row) by layers.*, head")
@@ -71,7 +71,7 @@ def read_store(text: Any) -> tuple[Flat | None, tuple[str, ...]]:
 
 
 def read_axes(mesh: str | Mesh, data: tuple[str, ...] | str = ()) -> Axes:
-    """Read the mesh of a plan, in which an axis may be made of factors.
+    """Parse the mesh of a plan, in which an axis may be made of factors.
 
     Args:
         mesh: names and sizes, major first.
@@ -98,11 +98,11 @@ def read_axes(mesh: str | Mesh, data: tuple[str, ...] | str = ()) -> Axes:
 
 
 _SIDES = {"in": 2, "out": 2, "local": 2, "use": 1}
-"""Words that begin a key which is no pattern, and how many words the key has at most."""
+"""Words that begin a key which is no pattern, and the largest number of words of such a key."""
 
 
 def statements(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules of a whole plan: its lines, and ``"store **"``, ``"tie A"`` and ``"unmatched"`` beside them.
+    """Parse the rules of a whole plan: its lines, and ``"store **"``, ``"tie A"`` and ``"unmatched"``.
 
     Example:
         >>> found = statements({"store **": "flat(dp) by layers.*", "tie head.weight": "embed.weight"})
@@ -125,7 +125,7 @@ def statements(rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) -> Iterator[Line]:
-    """Spread out the rules of a block.
+    """Yield the lines of the rules of a block.
 
     Example:
         >>> for line in lines({"mlp": {"in": "replicate", "optional up.bias": "[tp]", "local width": "[tp]"}}):
@@ -155,7 +155,7 @@ def lines(rules: Mapping[str, Any], above: str = "", is_optional: bool = False) 
 
 
 def _side(key: str, words: list[str], value: Any, line: Line) -> Iterator[Line]:
-    """What is said of a module itself: how values pass, what is counted, what is used."""
+    """Yield the lines of a key for a module itself: a flow, an attribute that counts, or hooks."""
     kind: Any = words[0]
     name = words[1] if len(words) > 1 else ""
     if len(words) > _SIDES[kind] or (kind == "local" and not name):

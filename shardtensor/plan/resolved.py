@@ -1,4 +1,4 @@
-"""A plan matched to a model: one layout a tensor, the flows of each module, the findings; and it as one text."""
+"""A plan matched to a model: one layout for each tensor, the flows of each module, the findings; and its text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardtensor.spec.parts import Flat
 
 @attrs.frozen(eq=False)
 class Placed:
-    """One tensor and how it lies, under one of its names.
+    """One tensor and its layout, under one of its names.
 
     Attributes:
-        spec: while computing, in the axes of the plan as they were written; names of dims filled in by position.
-        layout: `spec` bound to the plan's mesh (`Axes.mesh`, factors spelled out) and the shape.
-        stored: what `store` keeps of it on a rank, cut over these axes; None: kept as it computes.
-        unit: the path of the module whose parameters are gathered together with it; None where `stored` is None.
-        line: what said so; None for one that fell to `unmatched`.
+        spec: in the computation, in the axes of the plan as they were written; dims by position instead of names.
+        layout: `spec` bound to the plan's mesh (`Axes.mesh`, in factors) and the shape.
+        stored: the flat sharding of its `store`; None: stored as in the computation.
+        unit: the path of the module whose parameters are gathered together with it; None if `stored` is None.
+        line: its rule; None if it has the layout of `unmatched`.
         tied_to: the name whose layout it takes, by `tie`.
     """
 
@@ -46,7 +46,7 @@ class Passing:
     """How values pass one module.
 
     Attributes:
-        ins: by the name of the argument, empty for the first: the flow and the line that said it.
+        ins: by the name of the argument, empty for the first: the flow and its line.
         outs: by the name or position of the result, empty for the first.
         uses: hooks, in order.
         locals: attribute -> a one-dim spec.
@@ -60,11 +60,11 @@ class Passing:
 
 @attrs.frozen(eq=False)
 class Resolved:
-    """A plan that was matched to a model; with errors among its findings it is only good for showing them.
+    """A plan that was matched to a model; if its findings have errors, use it only to show them.
 
     Attributes:
         tensors: by name, in the order of the model; those that could not be placed are missing.
-        modules: by path, only those of which the plan says something.
+        modules: by path, only those with rules.
     """
 
     plan: Plan
@@ -79,9 +79,9 @@ class Resolved:
 
 
 def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """The mesh, then each tensor: its name; and its dtype and true shape, how it lies, and on which ranks.
+    """Yield the mesh, then each tensor: its name; and its dtype, global shape, layout and ranks.
 
-    Equal for equal plans, however they were written: styles, fallbacks, order and numbers by name are gone.
+    Equal for equal plans, however they were written: without styles, fallbacks, order and names of numbers.
 
     Example:
         >>> from shardtensor.plan.models.model import Model, TensorInfo
@@ -104,7 +104,7 @@ def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:
 
 
 def layout_text(placed: Placed, resolved: Resolved) -> str:
-    """How a tensor lies: in the axes of the mesh, dims by position, with what `store` keeps of it and where."""
+    """Return the layout of a tensor as text: in the axes of the mesh, dims by position, with its store and unit."""
     spec, axes, stored = placed.spec, resolved.plan.axes, placed.stored
     if isinstance(spec, Spec):
         spec = Spec() if placed.layout.is_replicated else axes.spelled(spec)
@@ -115,7 +115,7 @@ def layout_text(placed: Placed, resolved: Resolved) -> str:
 
 
 def _devices_text(placed: Placed) -> str:
-    """The ranks that hold some of a tensor, and their devices where its spec names them."""
+    """Return the ranks that hold parts of a tensor as text, with their devices if its spec names them."""
     spec = placed.spec
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         return ", ".join(map(str, spec.placements.runs))

@@ -82,7 +82,7 @@ def _is_integer(item: Any) -> bool:
 
 @lru_cache(maxsize=8192)
 def indexing(layout: MeshLayout, items: tuple[Item, ...], rank: int) -> Indexing | None:
-    """Return how `rank` indexes; None for a slice of a dim of which a rank holds several intervals.
+    """Return how `rank` indexes; None for a slice of a dim if a rank holds several intervals of that dim.
 
     Each rank keeps its elements of a slice of a sharded dim, so the shards may be uneven. For an integer in a sharded
     dim one rank holds the element.

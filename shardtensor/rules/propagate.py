@@ -293,7 +293,7 @@ def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> Me
 
 @lru_cache(maxsize=8192)
 def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
-    """Return the layout of an operand of `shape` broadcast to a tensor with `layout`, which stays."""
+    """Return the layout of an operand of `shape` broadcast to a tensor that keeps its `layout`."""
     skip = len(layout.shape) - len(shape)
     dims = tuple(
         cut if size == full else None
@@ -305,7 +305,7 @@ def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
 # -- what errors say of operands that do not match ---------------------------------------------------------------------
 
 WAYS = 3
-"""The largest number of ways out that a message shows."""
+"""The largest number of fixes that a message shows."""
 
 
 def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str]) -> str:

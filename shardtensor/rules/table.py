@@ -239,7 +239,7 @@ class Row:
 
     @property
     def takes_empty(self) -> bool:
-        """Whether torch does it on empty operands as on others."""
+        """Whether torch runs the operation on empty operands as on others."""
         return self.section.startswith(("elementwise", "linear algebra"))
 
     @property

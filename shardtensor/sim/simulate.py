@@ -141,7 +141,7 @@ class SimGroup(Group):
         )
 
     def _unmatched(self, calls: Sequence[Call]) -> str:
-        """Describe the first pair of members of which one sends more or fewer elements than the other expects."""
+        """Describe the first pair of members where one sends more or fewer elements than the other expects."""
         for i, sender in enumerate(calls):
             for j, receiver in enumerate(calls):
                 sends, expects = sender.data[1][j], receiver.data[2][i]

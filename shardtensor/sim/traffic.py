@@ -129,7 +129,7 @@ def count_bytes(
 
 @contextmanager
 def counting_world(group: Group) -> Iterator[None]:
-    """Make a group that only counts the default one; what code changes of the process is as before afterwards."""
+    """Make a counting group the default group; afterwards restore it and the `ProcessState`."""
     before = ProcessState.capture()
     token = process_group.simulated.set(group)
     try:

@@ -1,6 +1,6 @@
-"""Ranks as threads of which one runs at a time, until it waits in a collective.
+"""Ranks as threads. One runs at a time, until it waits in a collective.
 
-Then the next rank that can run does, in rank order, so a run is deterministic. The state that each process has is
+Then the next rank that can run continues, in rank order: a run is deterministic. The state that each process has is
 swapped at each switch, so each rank computes the same bits as a process. There are no timeouts: a deadlock is found at
 once.
 """

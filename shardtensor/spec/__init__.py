@@ -1,1 +1,1 @@
-"""The language that says how one tensor lies on ranks: text, values and errors with carets."""
+"""The language of sharding specs: text, values and errors with carets."""

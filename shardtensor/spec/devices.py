@@ -1,4 +1,4 @@
-"""What a spec says about one tensor, in devices: torch's own forms, spelled as their Python calls."""
+"""Specs in devices: torch's own classes of specs, written as their Python calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Extent = tuple[Sequence[int], Sequence[int]]
 def find_overlap(boxes: Sequence[Extent]) -> tuple[int, int] | None:
     """Return the indices of two boxes that share an element, or None. An empty box overlaps nothing.
 
-    Grids, and whatever else straight cuts make, cost n log n: boxes are parted along one dim after another.
+    Grids, and other boxes made by straight cuts, cost n log n: boxes are split along one dim after another.
 
     Example:
         >>> find_overlap([((0, 0), (5, 4)), ((5, 0), (5, 4)), ((4, 1), (2, 2))])
@@ -47,7 +47,7 @@ def find_overlap(boxes: Sequence[Extent]) -> tuple[int, int] | None:
 
 
 def _split(boxes: Sequence[Extent], part: list[int], dim: int) -> list[list[int]]:
-    """Part boxes wherever a straight cut across `dim` meets none of them."""
+    """Split boxes wherever a straight cut across `dim` goes through none of them."""
     groups: list[list[int]] = []
     end = -1
     for i in sorted(part, key=lambda i: boxes[i][0][dim]):
@@ -63,7 +63,7 @@ def _sweep(boxes: Sequence[Extent], part: list[int]) -> tuple[int, int] | None:
     """Compare each box with those that begin before it ends."""
     ndim = len(boxes[part[0]][0])
     dim = max(range(ndim), key=lambda d: len({boxes[i][0][d] for i in part}), default=None)
-    if dim is None:  # boxes without dims are all the one element
+    if dim is None:  # boxes without dims all hold the same element
         return min(part), max(part)
     order = sorted(part, key=lambda i: boxes[i][0][dim])
     for at, i in enumerate(order):
@@ -83,7 +83,7 @@ T = TypeVar("T", bound=type)
 
 
 def with_dataclass_fields(*names: str) -> Callable[[T], T]:
-    """Decorate an attrs class whose constructor takes `names`; all its attributes when none are given.
+    """Decorate an attrs class so that `dataclasses` finds the fields `names`, by default all attributes.
 
     Example:
         >>> from shardtensor.spec.devices import ChunkShardingSpec
@@ -102,11 +102,11 @@ def with_dataclass_fields(*names: str) -> Callable[[T], T]:
 
 
 class NamedDimError(SpecError, NotImplementedError):
-    """Device forms number their dims; also a NotImplementedError, as from torch."""
+    """A spec in devices names a dim instead of its number; also a NotImplementedError, as in torch."""
 
 
 class PlacementSpec:
-    """Where an entity lies; the base of `DevicePlacementSpec`, and of one's own, as with torch's."""
+    """The placement of an entity; the base of `DevicePlacementSpec` and of users' classes, as in torch."""
 
     __slots__ = ()
 
@@ -140,15 +140,15 @@ def _extent(values: Any, rule: str) -> list[int]:
 @with_dataclass_fields()
 @attrs.define(eq=False)
 class ShardMetadata:
-    """A box of a tensor and where it lives. Mutable, as torch's: a spec copies it on entry.
+    """A box of a tensor and its placement. Mutable, as in torch: a spec copies it.
 
     Args:
-        shard_offsets: where the box starts, one number a dim.
-        shard_sizes: how long it is, one number a dim.
+        shard_offsets: the start of the box, one number for each dim.
+        shard_sizes: the size of the box, one number for each dim.
         placement: text, or anything `parse_placement` takes, or None.
 
     Raises:
-        SpecError: numbers that are not whole, negative ones, or not one offset for each size.
+        SpecError: a number is not whole or is negative, or there is not one offset for each size.
 
     Example:
         >>> ShardMetadata((0, 5), [2, 5], "rank:0")
@@ -182,7 +182,7 @@ class ShardMetadata:
 
 
 class PlacedBox(NamedTuple):
-    """A frozen shard: offsets, sizes, and where it lives."""
+    """A frozen shard: offsets, sizes and placement."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -193,7 +193,7 @@ class PlacedBox(NamedTuple):
         return f"[{slices}]" if self.placement is None else f"[{slices}] @ {quoted(str(self.placement))}"
 
     def order(self) -> tuple[Any, ...]:
-        """Sorts boxes by offset, and those of one offset by size and rank."""
+        """Return a sort key: by offset, then by size and rank."""
         rank = -1 if self.placement is None or self.placement.rank_ is None else self.placement.rank_
         return self.offsets, self.sizes, rank, str(self.placement)
 
@@ -229,17 +229,17 @@ def _assign(spec: Any, attribute: attrs.Attribute, value: Any) -> Any:
 @with_dataclass_fields()
 @attrs.define(unsafe_hash=True, on_setattr=_assign)
 class ChunkShardingSpec(ShardingSpec):
-    """One dim cut into one chunk per placement, by the sizes of ``torch.chunk`` (the last ones may be short or empty).
+    """One dim in one chunk per placement, with the sizes of ``torch.chunk`` (the last ones may be short or empty).
 
-    Its attributes may be assigned, as torch's may; what takes a spec takes a copy, so this changes no tensor.
+    Its attributes can be assigned, as in torch. Functions copy the specs that they get, so this changes no tensor.
 
     Args:
         dim: the dim; negative ones count from the end.
-        placements: who holds each chunk: one text, or a list of texts (ranges too), `Placement` or torch's objects.
+        placements: the holder of each chunk: one text, or a list of texts (ranges too), `Placement` or torch's objects.
         sizes: the size of each chunk, in elements, instead of torch.chunk's.
 
     Raises:
-        SpecError: a dim that is not a number, a placement that cannot be read, not one size for each placement.
+        SpecError: the dim is no number, a placement cannot be parsed, or there is not one size for each placement.
 
     Example:
         >>> str(ChunkShardingSpec(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1"]))
@@ -263,11 +263,11 @@ class ChunkShardingSpec(ShardingSpec):
 @with_dataclass_fields()
 @attrs.frozen(cache_hash=True)
 class GridShardingSpec(ShardingSpec):
-    """Every dim cut into so many chunks, by the sizes of ``torch.chunk``; pieces dealt to placements row-major.
+    """Every dim in chunks with the sizes of ``torch.chunk``; the shards go to the placements in row-major order.
 
     Args:
-        splits: chunks of each dim, 1 for a dim that stays whole.
-        placements: who holds each piece; as many as the product of the splits.
+        splits: the number of chunks of each dim, 1 for a dim that is not sharded.
+        placements: the holder of each shard; as many as the product of the splits.
 
     Example:
         >>> str(GridShardingSpec(splits=(2, 2), placements=["rank:0-3/cuda:0-3"]))
@@ -291,16 +291,16 @@ class GridShardingSpec(ShardingSpec):
 @with_dataclass_fields("shards")
 @attrs.frozen(init=False, repr=False)
 class EnumerableShardingSpec(ShardingSpec):
-    """Every shard written out: any boxes that do not overlap.
+    """A list of all shards: any boxes that do not overlap.
 
     Args:
-        shards: `ShardMetadata`, or what has its three attributes; copied.
+        shards: `ShardMetadata`, or objects with its three attributes; copied.
 
     Attributes:
         boxes: the shards, frozen and sorted by offset; specs with equal boxes are equal.
 
     Raises:
-        SpecError: no shards, not the same number of dims everywhere, or two that overlap.
+        SpecError: there are no shards, they have different numbers of dims, or two overlap.
 
     Example:
         >>> print(EnumerableShardingSpec([ShardMetadata([5], [5], "rank:1"), ShardMetadata([0], [5], "rank:0")]))
@@ -333,7 +333,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
     @property
     def shards(self) -> list[ShardMetadata]:
-        """The shards as torch spells them: fresh copies, in the order they were given in."""
+        """The shards as `ShardMetadata`: new copies, in the order in which they were given."""
         return [ShardMetadata(*box) for box in self._given]
 
     def __str__(self) -> str:
@@ -355,12 +355,12 @@ def _frozen(shard: Any) -> PlacedBox:
 
 
 def infer_sharding_spec(shards_metadata: Sequence[Any]) -> ShardingSpec:
-    """Return the chunk spec that makes just these shards, or else the spec that lists them.
+    """Return the chunk spec that gives exactly these shards, or else the spec that lists them.
 
-    The order of the list says nothing; placements are ordered by offset. One shard alone says no dim, and is listed.
+    The order of the list does not matter; placements are ordered by offset. A single shard is listed: it has no dim.
 
     Args:
-        shards_metadata: `ShardMetadata` of every shard, or what has its three attributes.
+        shards_metadata: `ShardMetadata` of every shard, or objects with its three attributes.
 
     Example:
         >>> from shardtensor.spec.devices import ShardMetadata

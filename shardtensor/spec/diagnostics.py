@@ -19,10 +19,10 @@ import attrs
 from shardtensor.errors import SpecError
 
 WIDTH = 100
-"""Of a long line, so many characters round the fault are shown."""
+"""The number of characters around the fault that an error shows of a long line."""
 
 MOST_WORDS = 200
-"""Among so many is the nearest looked for."""
+"""The largest number of words that `nearest` compares."""
 
 
 @attrs.frozen
@@ -33,11 +33,11 @@ class Source:
     file: str = "<spec>"
 
     def error(self, code: str, span: tuple[int, int], fault: str, why: str = "", fix: str = "") -> SpecError:
-        """Return the error that `fault` is at the characters ``span[0]`` to ``span[1]``."""
+        """Return the error for a `fault` at the characters ``span[0]`` to ``span[1]``."""
         return self._at(span, SpecError(fault, {"why": why} if why else {}, fix, code=code), False)
 
     def locate(self, error: SpecError, span: tuple[int, int]) -> SpecError:
-        """Return the error of a value as one of the text that made it, facts as rows below the caret."""
+        """Return the error of a value, located at the text that gave the value; facts are rows below the caret."""
         return self._at(span, error, True)
 
     def excerpt(self, span: tuple[int, int]) -> list[str]:
@@ -69,18 +69,18 @@ class Source:
 
 
 def printable(text: str) -> str:
-    """`text` with what would move the caret, or not print at all, as question marks."""
+    """Return `text` with question marks for characters that would move the caret or do not print."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The word that was perhaps meant, as a way out; empty when none is near."""
+    """Return a fix with the most similar word; empty if none is similar."""
     near = get_close_matches(word, [*words][:MOST_WORDS], n=1) if len(word) <= WIDTH else []
     return f"did you mean `{near[0]}`?" if near else ""
 
 
 def listed(words: Iterable[str]) -> str:
-    """Words as a sentence lists them.
+    """Return words as a list in a sentence.
 
     Example:
         >>> listed(["an axis", "`-`", "`...`"])

@@ -1,4 +1,4 @@
-"""What a spec says about one tensor, in mesh axes: ``[tp, -]``. Frozen values; ``str`` gives the canonical text."""
+"""Specs in mesh axes: ``[tp, -]``. They are frozen values; ``str`` gives the canonical text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardtensor.spec.parts import Cut, Flat, Only, Partial, name
 
 
 class ShardingSpec:
-    """How one tensor lies on ranks; the base of every spec. Users may subclass it, as with torch's.
+    """How one tensor is sharded over ranks; the base of every spec. Users may subclass it, as in torch.
 
-    A subclass of one's own says where its shards lie in `build_metadata`, and may move data in `shard`.
+    A user's subclass returns its shards in `build_metadata`, and may move data in `shard`.
     """
 
     __slots__ = ()
@@ -27,7 +27,7 @@ class ShardingSpec:
         raise NotImplementedError(f"{type(self).__name__} does not say where its shards lie: define build_metadata")
 
     def shard(self, tensor: Any, src_rank: int = 0, process_group: Any = None) -> Any:
-        """Return `tensor`, as rank `src_rank` of the group has it, sharded. Every rank of the group must call this."""
+        """Return the `tensor` of rank `src_rank` of the group, sharded. Every rank of the group must call this."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to shard a tensor: define shard")
 
 
@@ -43,7 +43,7 @@ def _dim(value: Any) -> Dim:
     if value is None or value is ... or isinstance(value, Cut):
         return value
     try:
-        return _cut_over(value)  # names repeat, so their plain cuts are kept
+        return _cut_over(value)  # the same names are used often, so their cuts are cached
     except TypeError:  # not hashable
         return Cut(value)
 
@@ -56,7 +56,7 @@ class Spec(ShardingSpec):
     whole dims). Dims may be named instead; those not named are whole. With no entry at all every dim is whole.
 
     Raises:
-        SpecError: not such entries, or an axis used twice.
+        SpecError: an entry is none of these, or an axis is used twice.
 
     Example:
         >>> str(Spec("tp", None)), str(Spec(..., ("tp", "dp"))), str(Spec(out=Cut("tp", unit=128)))
@@ -131,7 +131,7 @@ class Spec(ShardingSpec):
         return Spec.of(self.dims, self.named, **parts)
 
     def flat(self, *axes: str, unit: int | Literal["row"] = 1, sizes: Sequence[int] | None = None) -> Spec:
-        """Return this spec, what it leaves on a rank flattened and cut over `axes` into ranges."""
+        """Return this spec with each rank's local tensor flattened and cut over `axes` into ranges."""
         return self._with(flat=Flat(axes, unit, sizes))
 
     def only(self, axis: str, index: int) -> Spec:
@@ -139,7 +139,7 @@ class Spec(ShardingSpec):
         return self._with(only=Only(axis, index))
 
     def partial(self, *axes: str, op: str = "sum") -> Spec:
-        """Return this spec for a value of which each rank along `axes` holds a partial sum."""
+        """Return this spec for a value that is partial: each rank along `axes` holds a partial sum of it."""
         return self._with(partial=(*self.partial_parts, Partial(axes, op)))
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class Spec(ShardingSpec):
 
 
 class Replicate(Spec):
-    """A full copy on every rank; what `Spec` of nothing is.
+    """A full copy on every rank; ``Spec()`` returns it.
 
     Example:
         >>> str(Replicate()), Spec() == Replicate(), str(Replicate().partial("tp"))

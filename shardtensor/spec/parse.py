@@ -1,4 +1,4 @@
-"""Text to spec, ``parse_spec("[tp, -]")``; whatever a caller has to spec, ``as_spec``; text to a syntax tree."""
+"""Parse text to a spec, ``parse_spec("[tp, -]")``; convert a text or any spec to a spec, ``as_spec``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 MAX_LENGTH = 2**17
 MAX_DEPTH = 16
 SHORT = 4096
-"""Characters of a text that is worth remembering."""
+"""The largest number of characters of a text that is cached."""
 
 
 def parse_spec(text: str, *, max_length: int = MAX_LENGTH) -> ShardingSpec:
-    """Read a spec. ``parse_spec(str(spec)) == spec`` for every spec.
+    """Parse a spec. ``parse_spec(str(spec)) == spec`` for every spec.
 
-    Equal short texts are read once. A text longer than `max_length` is refused, so that no input costs seconds.
+    Equal short texts are parsed once. A text longer than `max_length` raises, so that no input costs seconds.
 
     Raises:
         SpecError: with the line, the column, a caret, what was expected and the nearest word.
@@ -50,7 +50,7 @@ def parse_spec(text: str, *, max_length: int = MAX_LENGTH) -> ShardingSpec:
 
 
 def _parse(text: str, max_length: int = MAX_LENGTH) -> ShardingSpec:
-    from shardtensor.spec.reader import Reader  # lark is imported when the first text is read
+    from shardtensor.spec.reader import Reader  # lark is imported when the first text is parsed
 
     source = Source(text)
     return Reader(source).spec(_parse_syntax(source, max_length))
@@ -60,9 +60,9 @@ _parse_short = lru_cache(maxsize=1024)(_parse)
 
 
 def as_spec(spec: Any) -> ShardingSpec:
-    """Return the spec that `spec` is, or that its text means; torch's own specs are taken too.
+    """Return `spec`, or the spec of a text; torch's own specs are converted.
 
-    What can be assigned to is copied.
+    Mutable specs are copied.
 
     Example:
         >>> as_spec("replicate")
@@ -86,7 +86,7 @@ def as_spec(spec: Any) -> ShardingSpec:
 
 
 def _private(spec: ShardingSpec) -> ShardingSpec:
-    """A spec that no one else can assign to."""
+    """Return a copy of a mutable spec, and any other spec itself."""
     return attrs.evolve(spec) if type(spec) is ChunkShardingSpec else spec
 
 
@@ -112,12 +112,12 @@ IN_WORDS = {
 
 
 def grammar() -> str:
-    """The grammar of one tensor."""
+    """Return the grammar of specs."""
     return files("shardtensor.spec").joinpath("grammar.lark").read_text(encoding="utf-8")
 
 
 def parser_of(grammar: str, start: list[str], postlex: Any = None) -> Lark:
-    """Return the parser of a grammar, with the rules to start at and what its tokens pass through."""
+    """Return the parser of a grammar, with its start rules; `postlex` transforms its tokens."""
     from lark import Lark
 
     return Lark(
@@ -143,11 +143,11 @@ def _parse_syntax(source: Source, max_length: int) -> Tree:
 
 
 def parse_with(parser: Lark, source: Source, unexpected: Callable[..., SpecError], start: str | None = None) -> Tree:
-    """Return the syntax tree of a text by any grammar.
+    """Return the syntax tree of a text, for any grammar.
 
     Args:
-        unexpected: makes the error of what may not stand in a text: the text, where it is, its characters, its kind,
-            the kinds that may stand.
+        unexpected: returns the error for a token that is not allowed, from the source, the token's position, text and
+            kind, and the kinds that are allowed there.
     """
     from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
@@ -162,7 +162,7 @@ def parse_with(parser: Lark, source: Source, unexpected: Callable[..., SpecError
 
 
 def check_depth(source: Source, most: int) -> None:
-    """Refuse brackets that are nested deeper than `most`."""
+    """Raise SpecError if brackets are nested deeper than `most`."""
     depth = 0
     for match in _BRACKET.finditer(source.text):
         depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(match[0], 0)
@@ -188,7 +188,7 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
 def misplaced(
     source: Source, at: int, found: str, kind: str, expected: set[str], words: str, why: str = "", fix: str = ""
 ) -> SpecError:
-    """The error of what may not stand in a text, where what `words` say may stand."""
+    """Return the error for a token that is not allowed at `at`; `words` lists what is allowed."""
     if kind in ("$END", "_NL"):
         shown = "the end" if kind == "$END" else "the end of the line"
         at = len(source.text[:at].rstrip()) if kind == "$END" else at
@@ -204,7 +204,7 @@ def misplaced(
 
 
 def _quoted(text: str, at: int, expected: set[str]) -> tuple[str, str, str]:
-    """What stands in single quotes at `at`, why it cannot stand there, and what to write for it."""
+    """Return the text in single quotes at `at`, why it is not allowed there, and what to write instead."""
     found = re.compile(r"'([^'\n]*)'").match(text, at)
     is_name = "NAME" in expected and found is not None and found[1].isidentifier()
     if "STRING" in expected and not is_name:
@@ -216,7 +216,7 @@ CLOSING = {"[": "]", "(": ")"}
 
 
 def open_bracket(text: str) -> int | None:
-    """Where the last bracket that is not closed stands."""
+    """Return the position of the last bracket that is not closed; None if all are."""
     opened = []
     for match in _BRACKET.finditer(text):
         if match[0] in "[(":

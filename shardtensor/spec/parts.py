@@ -18,7 +18,7 @@ _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 def whole_number(value: Any, what: str, least: int) -> int:
-    """Return `value` as an int, when it is a whole number of at least `least`."""
+    """Return `value` as an int; raise SpecError unless it is a whole number of at least `least`."""
     try:
         number = index(value)
     except TypeError:
@@ -34,7 +34,7 @@ def _short(number: int) -> str:
 
 
 def whole_numbers(values: Any, what: str, least: int, count: int = 1) -> tuple[int, ...]:
-    """Return `values` as a tuple, when they are at least `count` whole numbers, each of at least `least`."""
+    """Return `values` as a tuple; raise unless they are `count` or more whole numbers, each of at least `least`."""
     try:
         numbers = tuple(values)
     except TypeError:
@@ -45,12 +45,12 @@ def whole_numbers(values: Any, what: str, least: int, count: int = 1) -> tuple[i
 
 
 def optional_sizes(values: Any) -> tuple[int, ...] | None:
-    """Return `values` as a tuple of sizes in elements; None stays."""
+    """Return `values` as a tuple of sizes in elements; None for None."""
     return None if values is None else whole_numbers(values, "sizes", 0)
 
 
 def name(value: Any, what: str = "an axis") -> str:
-    """Return `value` when it can be the name of an axis or a dim."""
+    """Return `value`; raise SpecError if it cannot be the name of an axis or a dim."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return str(value)
     raise SpecError(
@@ -78,12 +78,12 @@ def axis_tuple(value: Any) -> tuple[str, ...]:
 
 
 def tuple_text(numbers: Sequence[int]) -> str:
-    """Numbers in round brackets, read as a tuple by the language and by Python alike."""
+    """Return numbers in round brackets: a tuple in the language of specs and in Python."""
     return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
 
 
 def quoted(text: str) -> str:
-    """A string of the language, and of Python."""
+    """Return text in quotes: a string in the language of specs and in Python."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -110,9 +110,9 @@ class Cut:
 
     Args:
         axes: an axis, or several, major to minor.
-        unit: the dim is cut only at multiples of so many elements.
-        blocks: the dim is so many equal blocks laid end to end (a tuple: in these proportions), each of them cut.
-        pad: the dim is cut as if it were longer: the next multiple of this and of the number of pieces.
+        unit: the dim is cut only at multiples of this many elements.
+        blocks: the dim has this many equal consecutive blocks (a tuple: in these proportions), each cut separately.
+        pad: the dim is cut as if it were padded to the next multiple of this and of the number of pieces.
         balanced: pieces differ by at most one unit, larger ones first.
         sizes: the size of each piece, in elements.
 
@@ -149,7 +149,7 @@ def _joined(numbers: int | tuple[int, ...] | None) -> str:
 
 @attrs.frozen(cache_hash=True)
 class Flat:
-    """What the dims leave is flattened row-major and cut over `axes` into ranges, never inside a `unit` (or a row)."""
+    """Each local tensor is flattened row-major and cut over `axes` into ranges, never inside a `unit` (or a row)."""
 
     axes: tuple[str, ...] = attrs.field(converter=axis_tuple)
     unit: int | Literal["row"] = attrs.field(default=1, converter=_unit_or_row)

@@ -1,8 +1,8 @@
-"""Where shards live: ``rank:0/cuda:0``, and lists, kept as runs: ``rank:0-16383/cuda`` costs what one placement costs.
+"""Placements of shards, ``rank:0/cuda:0``, and lists of them, stored as runs: ``rank:0-16383/cuda`` costs as one does.
 
-Reads what torch's ``_remote_device`` reads, without torch.
-One difference is on purpose: torch keeps a device index in eight bits, so that ``cuda:256`` wraps round to ``cuda:0``;
-here an index above 127 is refused.
+This module parses the texts of torch's ``_remote_device``, without torch.
+One difference is intended: torch keeps a device index in eight bits, so that ``cuda:256`` wraps round to ``cuda:0``;
+here an index above 127 raises.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Placement:
         worker: name of an RPC worker, or None.
         rank_: global rank, or None; a placement has a worker or a rank or neither, never both.
         device_type: one of `DEVICE_TYPES`.
-        device_index: index on its host; None is "its own device" for a rank.
+        device_index: index on its host; for a rank None means its own device.
 
     Example:
         >>> place = parse_placement("rank:1/cuda:1")
@@ -72,15 +72,15 @@ class Placement:
         _check_device(self.device_type, self.device_index)
 
     def rank(self) -> int | None:
-        """The global rank, or None."""
+        """Return the global rank, or None."""
         return self.rank_
 
     def worker_name(self) -> str | None:
-        """The name of the RPC worker, or None."""
+        """Return the name of the RPC worker, or None."""
         return self.worker
 
     def device(self) -> torch.device:
-        """The device on its host, as torch's object."""
+        """Return the device on its host, as torch's object."""
         import torch
 
         return torch.device(self._device_text())
@@ -105,7 +105,7 @@ class Placement:
 
 
 def parse_placement(place: Any) -> Placement:
-    """Return the placement that a text, torch's ``_remote_device`` or a ``torch.device`` means.
+    """Return the placement of a text, of torch's ``_remote_device`` or of a ``torch.device``.
 
     Raises:
         SpecError: not a placement (a ValueError), or a device that does not exist (`DeviceError`, a RuntimeError too).
@@ -167,7 +167,7 @@ def _check_device(kind: str, index: int | None) -> None:
 
 
 def device_types() -> frozenset[str]:
-    """The device types that torch knows, with the name that a plug-in backend took when torch is loaded."""
+    """Return torch's device types, and the name of its plug-in backend if torch is imported."""
     torch = sys.modules.get("torch")
     renamed = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     return DEVICE_TYPES if renamed is None else DEVICE_TYPES | {renamed()}
@@ -199,7 +199,7 @@ _DEVICE_RANGE = re.compile("[A-Za-z_]+:([0-9]+)-([0-9]+)")
 
 @attrs.frozen
 class Run:
-    """`count` placements that step together: the ranks by `rank_step`, the device indices by `index_step`."""
+    """`count` placements at equal steps: `rank_step` between ranks, `index_step` between device indices."""
 
     first: Placement
     rank_step: int = 0
@@ -216,14 +216,14 @@ class Run:
 
     @property
     def ranks(self) -> Sequence[int | None]:
-        """The global rank of each."""
+        """The global rank of each placement."""
         first = self.first.rank_
         if first is None or (not self.rank_step and self.count > 1):
             return (first,) * self.count
         return range(first, first + self.count)
 
     def rest(self) -> Run:
-        """The run without its first placement; a run of one has no steps."""
+        """Return the run without its first placement; a run of one has no steps."""
         count = self.count - 1
         return Run(self[1], self.rank_step, self.index_step, count) if count > 1 else Run(self[1])
 
@@ -241,7 +241,7 @@ class Run:
 
 
 def parse_run(text: Any) -> Run:
-    """Read a placement or a range of them, such as ``rank:0-3/cuda:0-3``.
+    """Parse a placement or a range of them, such as ``rank:0-3/cuda:0-3``.
 
     Raises:
         SpecError: not a placement, ranges of two lengths, a range that goes down or is too long.
@@ -281,7 +281,7 @@ def _bad_range(text: str, fault: str, fix: str) -> SpecError:
 
 @attrs.frozen(init=False, eq=False, repr=False)
 class Placements(Sequence[Placement]):
-    """An immutable list of placements; equal lists are equal whatever ranges they were written with.
+    """An immutable list of placements; lists of the same placements are equal, whatever ranges they were written with.
 
     Args:
         places: texts (ranges too), placements, torch's ``_remote_device`` or ``torch.device`` objects; or one text.
@@ -315,14 +315,14 @@ class Placements(Sequence[Placement]):
         self.__attrs_init__(runs, _ranks(runs), tuple(starts), length, hash(runs))
 
     def index_of(self, rank: int) -> int | None:
-        """The first index whose placement has `rank`, None when there is none. Costs a step per run."""
+        """Return the first index whose placement has `rank`; None if there is none. Costs a step per run."""
         for start, run in zip(self._starts, self.runs, strict=True):
             if rank in run.ranks:
                 return start + run.ranks.index(rank)
         return None
 
     def fold(self) -> tuple[str, ...]:
-        """The fewest texts that say this list, runs written as ranges."""
+        """Return the placements as texts, as few as possible: runs are written as ranges."""
         return tuple(map(str, self.runs))
 
     def __len__(self) -> int:
@@ -359,7 +359,7 @@ class Placements(Sequence[Placement]):
 
 
 def _fold(places: Iterable[Any]) -> tuple[Run, ...]:
-    """Join what steps together, from the left, as if every placement stood alone: so equal lists fold equally."""
+    """Join placements at equal steps into runs, from the left, one by one: equal lists give equal runs."""
     runs: list[Run] = []
     for place in places:
         run = place if isinstance(place, Run) else parse_run(place)
@@ -368,20 +368,20 @@ def _fold(places: Iterable[Any]) -> tuple[Run, ...]:
             runs.append(run)
         elif run.count == 1 or steps == (run.rank_step, run.index_step):
             runs[-1] = Run(runs[-1].first, *steps, runs[-1].count + run.count)
-        else:  # only its first goes on with the run before
+        else:  # only its first placement continues the run before
             runs[-1] = Run(runs[-1].first, *steps, runs[-1].count + 1)
             runs.append(run.rest())
     return tuple(runs)
 
 
 def _steps(run: Run, place: Placement) -> tuple[int, int] | None:
-    """The steps with which `run` goes on to `place`, None when it does not."""
+    """Return the steps from the last placement of `run` to `place`; None if `place` does not continue the run."""
     last = run[run.count - 1]
     if (last.worker, last.device_type) != (place.worker, place.device_type):
         return None
     if (last.rank_ is None) != (place.rank_ is None) or (last.device_index is None) != (place.device_index is None):
         return None
-    if (place.rank_ or 0) >= 10**18:  # more digits than a range is read with
+    if (place.rank_ or 0) >= 10**18:  # more digits than a range may have
         return None
     steps = ((place.rank_ or 0) - (last.rank_ or 0), (place.device_index or 0) - (last.device_index or 0))
     wanted = {(run.rank_step, run.index_step)} if run.count > 1 else {(1, 0), (0, 1), (1, 1)}

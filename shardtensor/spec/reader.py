@@ -1,4 +1,4 @@
-"""A syntax tree to a spec: words are looked up, arguments read, and every fault points at the text that made it."""
+"""Convert a syntax tree to a spec: look up words, check arguments, and raise errors that point at the text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Place = Literal["form", "modifier", "suffix", "function", "style", "hook"]
 
 @attrs.frozen
 class Word:
-    """A word, where it stands, and its arguments.
+    """A word of the language, the place where it is allowed, and its arguments.
 
     Args:
         params: name and kind of each argument, in order; the first `required` must be given.
-        rest: kind of each of any number of arguments without names.
+        rest: the kind of positional arguments, if their number is free.
         usage: an example.
     """
 
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def is_bare(self) -> bool:
-        """Does the word stand without brackets?"""
+        """Whether the word is written without brackets."""
         return not self.params and not self.rest
 
 
@@ -82,7 +82,7 @@ WANTED = {
 
 
 def words_for(*places: Place) -> list[str]:
-    """The words that stand in these places."""
+    """Return the words that are allowed in these places."""
     return [word.name for word in WORDS.values() if word.place in places]
 
 
@@ -91,20 +91,20 @@ Node = Any
 
 
 def span(node: Node) -> tuple[int, int]:
-    """First character of a node, and the one after its last."""
+    """Return the positions of the first character of a node and of the one after its last."""
     where: Any = node if isinstance(node, Token) else node.meta
     return where.start_pos, where.end_pos
 
 
 class Use(NamedTuple):
-    """One use of axes in a spec: the axes that are meant, and what they cut."""
+    """One use of axes in a spec: the axes, and what they shard."""
 
     axes: tuple[str, ...]
     place: str
 
 
 class Reader:
-    """Reads specs that stand alone, so that names are axes and numbers are written out; a plan knows more names."""
+    """Reads specs outside of plans: every name is an axis, and numbers are digits. In a plan more names are defined."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -116,7 +116,7 @@ class Reader:
 
     @contextmanager
     def at(self, node: Node) -> Iterator[None]:
-        """What a value refuses inside is refused here, at `node`."""
+        """Locate at `node` the errors that values raise inside this context."""
         try:
             yield
         except SpecError as error:
@@ -134,7 +134,7 @@ class Reader:
         return spec
 
     def head(self, head: Node) -> ShardingSpec:
-        """What stands before suffixes; a suffix alone is one of `replicate`."""
+        """Return the spec before the suffixes; a suffix alone belongs to `replicate`."""
         if head.data == "layout":
             return self.layout(head)
         if head.data == "word":
@@ -210,7 +210,7 @@ class Reader:
     # ---------- words and their arguments ----------
 
     def word(self, token: Node, places: tuple[Place, ...], bare: bool = False) -> Word:
-        """Look up the word that `token` is, which must be one of these places; `bare` when no bracket follows."""
+        """Return the word of a token; it must be allowed in one of these places. `bare`: no bracket follows."""
         known = words_for(*places)
         word = WORDS.get(str(token))
         kinds = listed([place if place != "form" else "spec" for place in places])
@@ -228,7 +228,7 @@ class Reader:
         return word
 
     def arguments(self, word: Word, call: Node) -> dict[str, Any]:
-        """Read the arguments of a call by name; those of a word that takes any number lie under the empty name."""
+        """Return the arguments of a call by name; a free number of positional ones is under the empty name."""
         values: dict[str, Any] = {"": []} if word.rest else {}
         names = list(word.params)
         for node in call.children[1:]:
@@ -256,7 +256,7 @@ class Reader:
         return values
 
     def argument(self, kind: str, node: Node, word: Word) -> Any:
-        """Read an argument that must be of `kind`."""
+        """Return the value of an argument; raise SpecError if it is not of `kind`."""
         data = node.data if isinstance(node, Tree) else "number"
         names = [str(token) for token in node.children[::2]] if data == "axes" else []
         if data in ("number", "minus") and kind in ("number", "number or row"):
@@ -289,11 +289,11 @@ class Reader:
         return int(token)
 
     def axes(self, node: Node) -> tuple[str, ...]:
-        """The axes of a product of names."""
+        """Return the axes of a product of names."""
         return tuple(axis for token in node.children if token.type == "NAME" for axis in self.axis(token))
 
     def axis(self, token: Token) -> tuple[str, ...]:
-        """The axes that a name means, here."""
+        """Return the axes of a name, which may be used once in a spec."""
         name = str(token)
         if name in self.used:
             fix = "keep one of the two, or make the mesh of two axes"
@@ -329,11 +329,11 @@ class Reader:
 
 
 def example(word: Word) -> str:
-    """A way out: a spec with the word in its place."""
+    """Return a fix: a spec with the word in its place."""
     examples = {"modifier": f"`[tp {word.usage}, -]`", "suffix": f"`[tp, -] {word.usage}`", "form": f"`{word.usage}`"}
     return f"write it as in {examples[word.place]}"
 
 
 def as_in(word: Word) -> str:
-    """A way out: how the arguments of a word are given."""
+    """Return a fix: the usage of a word."""
     return f"write it as in `{word.usage}`"

@@ -1,1 +1,1 @@
-"""One rank of a sharded module, run once on meta tensors: what it sends, computes and keeps."""
+"""Run one rank of a sharded module once on meta tensors; count what it sends, computes and keeps."""

@@ -1,7 +1,7 @@
-"""`trace_step`: what one rank of a sharded module sends, computes and keeps in a training step, counted in a run.
+"""`trace_step`: count what one rank of a sharded module sends, computes and keeps in a training step, by a run.
 
-The module is sharded and runs forward and backward on meta tensors, as one rank of a world whose other ranks are not
-there. Nothing is guessed: what is counted is what the module's own code, and the layers that the plan makes, call.
+The module is sharded and runs forward and backward on meta tensors, as one rank of a world without its other ranks.
+Nothing is guessed: the counts are those of the calls by the module's own code and by the layers that the plan makes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _AGREEMENTS = ("exchange", "exchange_objects", "barrier")
 
 
 def trace_step(module: nn.Module, plan: Plan, step: Step, *, rank: int = 0) -> TracedStep:
-    """Run one training step of a module as one rank of a plan, and count.
+    """Run one training step of a module as one rank of a plan; count its collectives, FLOPs and kept bytes.
 
-    Of layers that are alike a few are run, and what one more adds is multiplied by how many there are. Rows of experts
-    are counted as if each expert were chosen equally often.
+    Of layers of one kind only a few run; the difference that one more makes is multiplied by the number of the others.
+    Rows of experts are counted as if each expert were chosen equally often.
 
     Args:
-        module: dense; it is left as it is. Its tensors may be on any device: copies on the meta device run.
+        module: dense; it does not change. Its tensors may be on any device: copies on the meta device run.
         step: returns the loss of a module; it makes inputs on the meta device.
         rank: of the plan's mesh.
 
     Raises:
-        PlanError, LayoutError: as of `shard_module`. What the module's own code raises on meta tensors, too: code that
-            reads values, such as ``x.item()``, cannot be traced.
+        PlanError, LayoutError: as in `shard_module`. Errors of the module's own code on meta tensors pass through: code
+            that reads values, such as ``x.item()``, cannot be traced.
 
     Example:
         >>> from collections import OrderedDict
@@ -76,7 +76,7 @@ def trace_step(module: nn.Module, plan: Plan, step: Step, *, rank: int = 0) -> T
 def _with_layers(
     calls: Counter[Collective], few: Counter[Collective], more: Counter[Collective], times: int
 ) -> Counter[Collective]:
-    """Add so many times what one more layer adds: calls, or bytes of a call that grows with each layer."""
+    """Add the difference that one more layer makes, `times` times: calls, or bytes of a call that grows per layer."""
     gone, new = few - more, more - few
     for each in gone:
         grown = next((other for other in new if _unsized(other) == _unsized(each) and new[other] == gone[each]), None)
@@ -102,11 +102,11 @@ def _unsized(collective: Collective) -> Collective:
 
 
 class _Counted:
-    """What is counted while one rank runs.
+    """The counts of one rank's run.
 
     Attributes:
-        calls: how often each collective is called, in the order in which each came first.
-        kept: bytes that autograd keeps.
+        calls: how often each collective is called, in the order of their first calls.
+        kept: bytes that autograd saves.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -147,7 +147,7 @@ class _Counted:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._known.add(storage._cdata)
-                self._storages.append(storage)  # whose address no other takes meanwhile
+                self._storages.append(storage)  # so that no other storage gets its address
                 self.kept += storage.nbytes()
         return tensor
 
@@ -160,7 +160,7 @@ class _Counted:
                     self._storages.append(storage)
 
     def own(self, module: nn.Module) -> None:
-        """Leave out the storages of a sharded module, and note the names of its parameters."""
+        """Leave out the storages of a sharded module, and record the names of its parameters."""
         for each in module.modules():
             self._leave_out(each)
         for name, param in module.named_parameters():
@@ -168,7 +168,7 @@ class _Counted:
 
 
 _WHERE = "_traced_in"
-"""Where an autograd node, or a parameter, keeps which module it is of."""
+"""The key under which an autograd node stores the path of its module, and a parameter its own name."""
 
 
 def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
@@ -190,7 +190,7 @@ def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
 
 @contextmanager
 def _paths(module: nn.Module, counted: _Counted) -> Iterator[None]:
-    """Note which module runs, and of which one each node of autograd is."""
+    """Record which module runs, and the module of each autograd node."""
     handles = []
     for name, each in module.named_modules():
         path = unwrapped(name)
@@ -212,7 +212,7 @@ def _paths(module: nn.Module, counted: _Counted) -> Iterator[None]:
 
 
 def _mark(output: Any, path: str) -> None:
-    """Tell the nodes that made a module's results which module they are of, where no module inside has."""
+    """Store a module's path in the autograd nodes of its results, except in those that an inner module has marked."""
     nodes = [local_of(tensor).grad_fn for tensor in tensors_in(output)]
     while nodes:
         node = nodes.pop()
@@ -226,17 +226,17 @@ def _mark(output: Any, path: str) -> None:
 
 
 KEPT = 3
-"""Layers of each kind that are run of a deep module; with fewer, one would be first and last at once, and two buffers
-for gathered parameters would be enough for all."""
+"""The number of layers of each kind that run in a deep module. With fewer, one layer would be both first and last, and
+two buffers for gathered parameters would be enough for all."""
 
 DEEP = 16
-"""Layers of one list from which on a module counts as deep; others run in full."""
+"""A list with more layers than this is deep; shorter ones run in full."""
 
 
 def few_layers(module: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, int]]]:
-    """Return a copy of a module with `KEPT` layers of each kind, and for each kind of which there are more a copy with
-    one more, and how many are missing. Layers are the children of a ModuleList of more than `DEEP` that is in no other.
-    The copies are on the meta device.
+    """Return a copy of a module with `KEPT` layers of each kind, and for each kind with more layers a copy with one
+    more, and the number that is missing. Layers are the children of a ModuleList with more than `DEEP` that is in no
+    other one. The copies are on the meta device.
 
     Example:
         >>> deep = nn.Sequential(nn.Embedding(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(32)))
@@ -268,7 +268,7 @@ def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleLi
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """What is equal for layers that are alike: their classes, and their tensors' names, shapes and dtypes."""
+    """Return a key that layers of one kind share: their classes, and their tensors' names, shapes and dtypes."""
     classes = tuple((name, type(part).__qualname__) for name, part in layer.named_modules())
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     return classes, tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
@@ -277,7 +277,7 @@ def _kind(layer: nn.Module) -> Hashable:
 def _with(
     module: nn.Module, lists: dict[str, nn.ModuleList], chosen: dict[tuple[str, Hashable], list[int]]
 ) -> nn.Module:
-    """A copy of a module with some of its layers, in their order."""
+    """Return a copy of a module with some of its layers, in their order."""
     before = {path: dict(layers._modules) for path, layers in lists.items()}
     try:
         for path, layers in lists.items():
@@ -293,7 +293,7 @@ def _with(
 
 
 def _on_meta(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of a module, each with the one that takes its place in a copy: tied ones stay tied."""
+    """Yield each tensor of a module with its replacement in a copy; tied tensors stay tied."""
     for owner in module.modules():
         for tensor in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
             if isinstance(tensor, torch.Tensor):
@@ -303,9 +303,9 @@ def _on_meta(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """While it is entered, `scaled_dot_product_attention` of meta tensors is the operation of a fused kernel.
+    """A mode in which `scaled_dot_product_attention` of meta tensors calls the operation of a fused kernel.
 
-    By itself torch takes meta tensors to be without one, multiplies all pairs of tokens, and autograd keeps the result.
+    Otherwise torch uses no fused kernel for meta tensors: it multiplies all pairs of tokens, and autograd saves these.
 
     Example:
         >>> q = torch.empty(1, 2, 1024, 8, device="meta", requires_grad=True)
@@ -347,7 +347,7 @@ def _fused(
         aten = torch.ops.aten._scaled_dot_product_flash_attention
         return aten(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if attn_mask.dtype == torch.bool:
-        attn_mask = attn_mask.to(query.dtype)  # of which the kernel takes a bias
+        attn_mask = attn_mask.to(query.dtype)  # the kernel takes a bias instead
     bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]

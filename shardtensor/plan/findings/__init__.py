@@ -1,1 +1,1 @@
-"""Findings of checks: what is wrong, its place in the text, and how it is printed."""
+"""Findings of checks: the fault, its place in the text, and the output formats."""

@@ -1,4 +1,4 @@
-"""Many names in few words: ``model.layers.{0..31}.mlp.{gate_proj,up_proj}.weight``."""
+"""Many names as one short text: ``model.layers.{0..31}.mlp.{gate_proj,up_proj}.weight``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def skeleton(name: str) -> str:
-    """A name without its numbers: equal for the same tensor of every layer.
+    """Return a name without its numbers: equal for the same tensor of every layer.
 
     Example:
         >>> skeleton("layers.3.q.weight")
@@ -16,7 +16,7 @@ def skeleton(name: str) -> str:
 
 
 def brief_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Fold names that differ in numbers, or in one word, into patterns; by each pattern the names it stands for.
+    """Return patterns for names that differ in numbers, or in one word; each with its names.
 
     Example:
         >>> list(brief_names(["l.0.k.weight", "l.0.v.weight", "l.1.k.weight", "l.1.v.weight", "norm.weight"]))
@@ -26,7 +26,7 @@ def brief_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def where(names: Iterable[str], form: str = "{numbers}, {words}") -> str:
-    """Where in a model names lie: the layers, and the words in which they differ.
+    """Return as text where names are in a model: the layers, and the words in which they differ.
 
     Example:
         >>> names = ["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"]
@@ -51,7 +51,7 @@ _Words = list[tuple[str, ...]]
 
 
 def _folded(names: Iterable[str]) -> list[tuple[_Words, tuple[str, ...]]]:
-    """For each fold: the words at every segment, and the names."""
+    """Return for each pattern the words of every segment, and the names."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(skeleton(name), []).append(name)
@@ -75,7 +75,7 @@ def _words(members: Sequence[str]) -> _Words:
 
 
 def _differing(one: _Words, other: _Words) -> int | None:
-    """The one segment of words, not of numbers, in which two folds differ; None if there is no such one."""
+    """Return the one segment of words, not of numbers, in which two patterns differ; None if there is none."""
     if len(one) != len(other):
         return None
     found = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]

@@ -1,6 +1,6 @@
 """All checks of a plan that was matched to a model: flows, and whether ranks share the work.
 
-The second are axes that nobody uses, empty and unequal shards, large copies and padding.
+The second finds axes without use, empty and unequal shards, large copies and padding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardtensor.spec.nodes import Cut, Spec
 
 
 def check_plan(resolved: Resolved, flows: Flows | None = None) -> tuple[Finding, ...]:
-    """Find everything that is wrong with a plan for a model: what resolving found, flows, and the balance of ranks.
+    """Return all findings of a plan for a model: those of `resolve`, of flows, and of the balance of ranks.
 
-    Flows are looked at when every tensor lies somewhere, and the balance when nothing is wrong.
+    Flows are checked if every tensor has a layout, and the balance if there is no error.
 
     Args:
-        flows: of the plan, where they are worked out already.
+        flows: of the plan, if they are computed already.
     """
     findings = resolved.findings
     if not resolved.errors:
@@ -40,14 +40,14 @@ def check_plan(resolved: Resolved, flows: Flows | None = None) -> tuple[Finding,
 
 
 IMBALANCE = 0.1
-"""How much more bytes than the emptiest rank, as a share of these, the fullest may hold."""
+"""The largest difference between the bytes of the fullest and the emptiest rank, as a fraction of the latter."""
 
 LARGE = 0.01
-"""Of the bytes of all tensors: what is large."""
+"""A tensor with more than this fraction of all bytes is large."""
 
 
 def _imbalances(resolved: Resolved) -> Iterator[Finding]:
-    """W304, W305, W306 and N002 of a plan without errors."""
+    """Yield W304, W305, W306 and N002 of a plan without errors."""
     plan, own = resolved.plan, own_tensors(resolved)
     yield from _idle_axes(plan, own, resolved.modules)
     for placed in own:
@@ -82,7 +82,7 @@ def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, Passing]
 
 
 def _of(placed: Placed, code: str, fault: str, more: str, fix: str = "", origin: Origin | None = None) -> Finding:
-    """A finding about one tensor, whose shape is named."""
+    """Return a finding about one tensor, with its shape."""
     info = placed.tensor
     why = f"{info.name} is {shape_text(info.shape, info.dims)}{more}"
     return Finding(code, fault, origin_of(placed.line) or origin, why, fix, (), info.name)
@@ -91,7 +91,7 @@ def _of(placed: Placed, code: str, fault: str, more: str, fix: str = "", origin:
 def _empty_shards(placed: Placed) -> Iterator[Finding]:
     for dim, pieces in _cut_dims(placed.layout):
         if pieces.length == 0 or (pieces.size(pieces.count - 1) and pieces.count > 4096):
-            continue  # of large cuts the last piece tells, as the smallest come last
+            continue  # of very many shards only the last one is read: the smallest come last
         empty = sum(pieces.size(i) == 0 for i in range(pieces.count))
         if empty:
             cut = placed.spec.dims[dim] if isinstance(placed.spec, Spec) and dim < len(placed.spec.dims) else None

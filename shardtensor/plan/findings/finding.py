@@ -1,4 +1,4 @@
-"""What a check finds: a code, the place in the plan, why, and what to write instead."""
+"""The finding of a check: a code, the place in the plan, the reason, and what to write instead."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Origin:
     """A range of a plan's text.
 
     Attributes:
-        source: the text, and the file it came from.
-        span: first character and the one after the last.
-        through: where the text stands that this made: the line of a style, when `span` is the call of the style.
+        source: the text and its file.
+        span: the first character and the one after the last.
+        through: if `span` is the call of a style, the line of the style.
     """
 
     source: Source
@@ -46,7 +46,7 @@ class Finding:
     Attributes:
         code: ``E...`` is an error, ``W...`` a warning, ``N...`` a note; the table is in specs/README.md.
         fault: what is wrong, with the user's own numbers; one line.
-        origin: the text that is wrong; None where no text is (an option of the command line).
+        origin: the text that is wrong; None if there is none (an option of the command line).
         why: the rule that is broken, with the values that break it.
         fix: one thing to write instead.
         notes: other places, how many tensors fail in the same way.
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def rows(self) -> list[str]:
-        """What stands below the fault."""
+        """The lines below the fault."""
         rows = [f"{key}: {value}" for key, value in (("why", self.why), ("fix", self.fix)) if value]
         return rows + [f"note: {note}" for note in self.notes]
 

@@ -14,17 +14,17 @@ from shardtensor.plan.findings.finding import Finding
 
 
 def text_report(findings: Sequence[Finding]) -> str:
-    """Every finding with its line and a caret, a blank line between two."""
+    """Return every finding with its line and a caret, and a blank line between two."""
     return "\n\n".join(map(str, findings))
 
 
 def json_report(findings: Sequence[Finding], **more: Any) -> str:
-    """One JSON object: ``findings``, a list with the fields of each, and what else is given."""
+    """Return a JSON object: ``findings``, a list with the fields of each, and the entries of `more`."""
     return json.dumps({"findings": [fields(finding) for finding in findings], **more}, indent=2)
 
 
 def github_report(findings: Iterable[Finding]) -> str:
-    """One workflow command for each finding, which GitHub shows beside the line.
+    """Return one workflow command for each finding; GitHub shows it beside the line.
 
     Example:
         >>> print(github_report([Finding("W304", "no layout uses `dp`", why="100% the same work")]))
@@ -48,7 +48,7 @@ def _escaped(text: object) -> str:
 
 
 def fields(finding: Finding) -> dict[str, Any]:
-    """What a finding says, by name; places are counted from 1, and the end is one past the last character."""
+    """Return the fields of a finding by name; places count from 1, and the end is one past the last character."""
     origin = finding.origin
     where: dict[str, Any] = {"file": "", "line": 0, "col": 0, "end_line": 0, "end_col": 0}
     if origin is not None:
@@ -65,7 +65,7 @@ _LAYER = re.compile(r"\.\d+(?=\.)")
 
 
 def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Fold findings that say the same of several tensors, and order all by place: files, lines, columns.
+    """Merge equal findings about several tensors, and sort all by place: files, lines, columns.
 
     Example:
         >>> twice = [Finding("E205", "8 heads are not even", tensor=f"layers.{i}.{x}") for i in (0, 1) for x in "kv"]
@@ -79,7 +79,7 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _kind(finding: Finding) -> object:
-    """Equal for findings that say the same, but for the tensor they are about and the numbers of layers."""
+    """Return a key that findings share if they differ only in the tensor they are about and the numbers of layers."""
     origin, own = finding.origin, finding.tensor
     where = (origin.source.file, origin.span) if origin is not None else None
     texts = (text.replace(own, "") if own else text for text in (finding.fault, finding.fix))

@@ -1,1 +1,1 @@
-"""How values and gradients pass the modules of a plan, and what would go wrong."""
+"""How values and gradients pass the modules of a plan, and checks for silent errors."""

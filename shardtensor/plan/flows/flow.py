@@ -1,8 +1,8 @@
-"""How a plain value enters and leaves a module: ``[-, tp, ...] -> replicate``. Text, and what it asks for; no torch.
+"""Flows: how a plain value enters or leaves a module, ``[-, tp, ...] -> replicate``. Text and its steps; no torch.
 
-Left of the arrow the layout in which a value comes, right of it the one in which it goes on; without an arrow both are
-the same. ``grad partial(a)`` says that the gradient that comes back is a partial sum along `a`, ``grad replicate`` that
-it is equal on all ranks that hold copies of the value; where nothing is said it follows from the layers.
+The layout left of the arrow is that of the incoming value, the one right of it that of the outgoing value; without an
+arrow both are the same. With ``grad partial(a)`` the returning gradient is a partial sum along `a`, with ``grad
+replicate`` it is equal on all ranks that hold copies of the value; without either it follows from the layers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Axes = tuple[str, ...]
 
 @attrs.frozen(cache_hash=True)
 class Flow:
-    """A value on its way through one side of a module.
+    """The redistribution of a value at one side of a module.
 
     Attributes:
         before: its layout left of the arrow.
         after: its layout right of the arrow.
-        partials: axes along which the gradient that comes from the right is a partial sum, as the flow itself says.
-        says_grad: the flow says how its gradient lies, also where there are no partial sums (``grad replicate``).
+        partials: axes along which the flow declares the gradient from the right to be a partial sum.
+        says_grad: whether the flow declares its gradient, also as one without partial sums (``grad replicate``).
     """
 
     before: Spec
@@ -44,7 +44,7 @@ class Flow:
 
 
 def read_flow(flow: Flow | Spec | str) -> Flow:
-    """Return the flow that a text says.
+    """Parse a flow.
 
     Raises:
         PlanError: it is no flow; SpecError: one of its layouts is no layout.
@@ -53,7 +53,7 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
         >>> flow = read_flow("partial(tp) -> [-, tp, ...]")
         >>> str(flow.before), str(flow.after), str(flow)
         ('replicate partial(tp)', '[-, tp, ...]', 'replicate partial(tp) -> [-, tp, ...]')
-        >>> read_flow("[..., kvg] grad partial(kvr)").partial sums, str(read_flow("[..., kvg] grad replicate"))
+        >>> read_flow("[..., kvg] grad partial(kvr)").partials, str(read_flow("[..., kvg] grad replicate"))
         (('kvr',), '[..., kvg] grad replicate')
     """
     if isinstance(flow, Flow):
@@ -72,7 +72,7 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
 
 
 def _partials(grad: Spec, after: Spec, flow: str) -> Axes:
-    """The axes of partial sums in the layout of a gradient, whose cuts are those of the value or left out."""
+    """Return the partial axes in the layout of a gradient, whose cuts are those of the value or left out."""
     if cuts(grad) and cuts(grad) != cuts(after):
         raise PlanError(
             "a gradient is cut as its value is",
@@ -95,7 +95,7 @@ def _value_layout(text: Spec | str) -> Spec:
 
 @lru_cache(maxsize=4096)
 def cuts(spec: Spec) -> Mapping[int, Cut]:
-    """What is cut of a value: dims before ``...`` counted from the front, those after it from the end.
+    """Return the cuts of a value by dim: dims before ``...`` count from the front, those after it from the end.
 
     Example:
         >>> list(cuts(read_flow("[tp, ..., dp]").after))
@@ -112,12 +112,12 @@ def cuts(spec: Spec) -> Mapping[int, Cut]:
 
 @lru_cache(maxsize=4096)
 def cut_axes(spec: Spec) -> Axes:
-    """The axes over which a value is cut."""
+    """Return the axes over which a value is sharded."""
     return tuple(axis for cut in cuts(spec).values() for axis in cut.axes)
 
 
 def as_written(flow: Flow | Spec) -> str:
-    """A flow or a layout as people write it: partial sums alone without ``replicate``.
+    """Return the usual text of a flow or a layout: without ``replicate`` before ``partial``.
 
     Example:
         >>> as_written(read_flow("partial(tp) -> replicate"))
@@ -127,13 +127,13 @@ def as_written(flow: Flow | Spec) -> str:
 
 
 def union(*axes: Axes) -> Axes:
-    """Each of the axes once, in the order in which they come first."""
+    """Return each of the axes once, in the order of their first places."""
     return tuple(dict.fromkeys(axis for each in axes for axis in each))
 
 
 @lru_cache(maxsize=4096)
 def partial_axes(spec: ShardingSpec) -> Axes:
-    """The axes along which a value is a partial sum."""
+    """Return the axes along which a value is a partial sum."""
     assert isinstance(spec, Spec)
     for part in spec.partial_parts:
         if part.op != "sum":
@@ -142,13 +142,13 @@ def partial_axes(spec: ShardingSpec) -> Axes:
 
 
 def last_cut(spec: Spec) -> Cut | None:
-    """The cut of the last dim, if it is cut; the last dim is the one after ``...``, or the last one written."""
+    """Return the cut of the last dim, or None; the last dim is the one after ``...``, or the last one written."""
     found = spec.dims[-1] if spec.dims else None
     return found if isinstance(found, Cut) else None
 
 
 class FlowError(PlanError):
-    """A flow has no way from its left to its right; `code` is that of the finding."""
+    """A flow cannot redistribute from its left to its right layout; `code` is that of the finding."""
 
     code = "E402"
 
@@ -160,14 +160,14 @@ class CopyError(FlowError):
 
 
 class GradientError(FlowError):
-    """The gradient that comes back is a partial sum along some axes of a cut only."""
+    """The returning gradient is a partial sum along some axes of a cut, but not along all."""
 
     code = "E401"
 
 
 @attrs.frozen
 class Change:
-    """One step from the left of a flow to its right."""
+    """One step from the left layout of a flow to its right one."""
 
     kind: Literal["sum_gradient", "sum", "gather", "take", "sum_scatter"]
     axes: Axes
@@ -178,14 +178,13 @@ class Change:
 
 @lru_cache(maxsize=4096)
 def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
-    """The steps of a flow.
+    """Return the steps of a flow.
 
     Args:
-        partials: axes along which the gradient from the right is a partial sum, besides those that the flow itself
-        says.
+        partials: axes along which the gradient from the right is a partial sum, besides those that the flow declares.
 
     Raises:
-        FlowError: (a PlanError) there is no way from the left to the right.
+        FlowError: (a PlanError) no steps lead from the left to the right layout.
 
     Example:
         >>> [step.kind for step in changes(read_flow("[-, tp, ...] -> replicate"), ("tp",))]

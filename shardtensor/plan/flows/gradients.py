@@ -1,10 +1,10 @@
-"""The flows of a plan: what each known layer does with values and gradients, and what would go wrong silently.
+"""Check the flows of a plan: what each known layer does with values and gradients, and which errors would be silent.
 
 A missing or doubled reduction raises nothing: the loss falls, a little slower. Here it is an error of the plan's text.
-What raises by itself at the first call, as parts do that reach the wrong module, is not looked for. Experts of ``use
-dispatch(ep)`` have findings of their own (E401 to E403), and so have blocks laid end to end, such as a fused q, k and
-v, that are cut as if they were one (E206): code takes them apart by their lengths, so a rank's piece has to hold a
-share of each, unless that code gets the whole.
+Errors that torch raises at the first call, such as a shard that reaches the wrong module, are not checked. Experts of
+``use dispatch(ep)`` have their own findings (E401 to E403). Consecutive blocks that are sharded as one dim, such as a
+fused q, k and v, are E206: the model's code splits them by their lengths, so each rank needs a shard of every block,
+unless that code gets the full value.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from shardtensor.spec.nodes import Cut, Spec
 
 @attrs.frozen(eq=False)
 class Flows:
-    """The flows of a plan, worked out.
+    """The flows of a plan and their steps.
 
     Attributes:
         modules: the plan, module by module.
-        works: what each known layer does that has a flow; those that contradict themselves are missing.
-        contradictions: of those.
+        works: the work of each known layer that has a flow; those that contradict themselves are missing.
+        contradictions: of those layers.
         is_whole: see `flows_of`.
     """
 
@@ -48,16 +48,16 @@ class Flows:
 
     @cached_property
     def meetings(self) -> Sums:
-        """Which layers each `in` serves, and what it sums."""
+        """The layers that each `in` serves, and the axes that it sums along."""
         return Sums(self.modules, self.contradictions)
 
     @cached_property
     def takers(self) -> Takers:
-        """Which parts of values modules leave, and which they take."""
+        """The sharded and partial values that modules return, and those that they accept."""
         return Takers(self.modules, self.works, frozenset(self.contradictions), self.is_whole)
 
     def findings(self) -> Iterator[Finding]:
-        """E401 to E404, and E206 for blocks that are cut as one."""
+        """Yield E401 to E404, and E206 for blocks that are sharded as one."""
         for path, contradiction in self.contradictions.items():
             yield _finding(self.modules.layers[path], contradiction)
         yield from _containers(self.modules, self.meetings)
@@ -69,12 +69,12 @@ class Flows:
 
 
 def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
-    """Work out the flows of a plan. Pure, and linear in the number of modules.
+    """Return the flows of a plan. Pure, and linear in the number of modules.
 
     Args:
-        is_whole: the plan has rules for the whole model. Rules for a part of one leave the rest as it is: plain modules
-            on whole values. There it is no fault that no module leaves the partial sums which another sums, that a
-            sibling has no flow, or that the axes of the data are not known.
+        is_whole: the plan has rules for the whole model. With rules for a part of it, the other modules stay plain and
+            work on full values. Then it is no fault if no module returns the partial sums that another sums, if a
+            sibling has no flow, or if the data axes are not known.
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
@@ -90,17 +90,17 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
 
 
 def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
-    """Find what is wrong with how values and gradients pass the modules of a plan: E401, E402, E403, E404, and E206 for
-    blocks that are cut as one.
+    """Check how values and gradients pass the modules of a plan: E401, E402, E403, E404, and E206 for blocks that are
+    sharded as one.
 
-    Pure: no torch, no processes. Known layers (linear, embedding, norm) are worked out; of other modules it is believed
-    what the plan says.
+    Pure: no torch, no processes. Known layers (linear, embedding, norm) are computed; for other modules the flows
+    of the plan are taken as right.
 
     Args:
-        resolved: with every tensor placed; what could not be placed is passed over.
+        resolved: with every tensor placed; others are skipped.
 
     Returns:
-        a finding for each module concerned, at the line of the plan that is at fault.
+        a finding for each module concerned, at the wrong line of the plan.
     """
     return tuple(flows_of(resolved).findings())
 
@@ -116,13 +116,13 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
 
 
 def _works_on_shards(path: str, modules: Modules) -> bool:
-    """Whether a module that is no known layer gets ShardedTensors; with a hook it may work on slices of its own."""
+    """Whether a module that is no known layer works on ShardedTensors; with a hook it may work on its own slices."""
     is_cut = any(not placed.layout.is_replicated for placed in modules.owned.get(path, {}).values())
     return is_cut and not modules.stated[path].passing.uses
 
 
 def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
-    """Flows of modules that are no known layers and have no way from their left to their right."""
+    """Return findings for flows of unknown modules whose left layout cannot become the right one."""
     findings = []
     for path, stated in modules.stated.items():
         if path in modules.layers:
@@ -153,14 +153,14 @@ def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
 
 
 TOKENS, WEIGHTS = "", "top_k_weights"
-"""The arguments of stacked experts whose gradients are partial sums where an expert is cut inside."""
+"""The arguments of stacked experts whose gradients are partial sums if each expert is sharded."""
 
 
 def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding]:
-    """What is wrong with the experts of a plan.
+    """Yield findings for the experts of a plan.
 
     Args:
-        is_whole: the plan says along which axes samples differ.
+        is_whole: whether the plan declares the axes along which samples differ.
     """
     for path, stated in modules.stated.items():
         own = modules.owned.get(path, {})
@@ -189,7 +189,7 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
 
 
 def _cut(placed: Placed, modules: Modules) -> Names:
-    """The axes over which a parameter is cut, those of one rank left out, as they are of flows."""
+    """Return the axes over which a parameter is sharded, without axes of one rank, as in flows."""
     layout = placed.layout
     if not isinstance(layout, MeshLayout) or len(layout.grid) != len(modules.axes.mesh.axes):
         return ()
@@ -198,7 +198,7 @@ def _cut(placed: Placed, modules: Modules) -> Names:
 
 
 def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
-    """Flows of experts that are cut inside, each making partial sums of its result and of its inputs' gradients."""
+    """Yield findings for flows of sharded experts: their results and the gradients of their inputs are partial sums."""
     stated, params = modules.stated[path], modules.owned[path]
     inside: dict[str, str] = {}
     for name, placed in params.items():
@@ -237,7 +237,7 @@ def _entering(stated: Stated, name: str) -> Flow | None:
 
 
 def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iterator[Finding]:
-    """Tokens sent along axes on which all ranks have the same ones."""
+    """Yield a finding if tokens are sent along axes on which all ranks have the same tokens."""
     axes = [axis for axis in dealt if axis not in modules.data]
     if axes:
         shown, data = modules.named(axes), modules.axes.data
@@ -250,7 +250,7 @@ def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iter
 
 
 def fused_findings(modules: Modules) -> Iterator[Finding]:
-    """Parameters of blocks, known from `dims` lines or a class, that a rank's code would take apart wrongly."""
+    """Yield findings for parameters of blocks (from `dims` lines or a class) that a rank's code would split wrongly."""
     for path, params in modules.owned.items():
         stated = modules.stated.get(path)
         if stated is None or not (stated.ins or stated.outs):
@@ -266,7 +266,7 @@ def fused_findings(modules: Modules) -> Iterator[Finding]:
 
 
 def _is_met_cut(cut: Cut, dim: str, path: str, stated: Stated, modules: Modules) -> bool:
-    """Whether code meets pieces of this dim, not the whole."""
+    """Whether the module's code gets shards of this dim, not the full dim."""
     axes = set(modules.leaves(cut.axes))
     layer = modules.layers.get(path)
     if layer is None or layer.kind.name != "linear" or dim not in ("in", "out"):
@@ -278,7 +278,7 @@ def _is_met_cut(cut: Cut, dim: str, path: str, stated: Stated, modules: Modules)
 
 
 def _ends(cut: Cut, length: int) -> list[int]:
-    """Where the blocks end in which a dim is cut."""
+    """Return the ends of the blocks in which a dim is sharded."""
     shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
     return [length * end // sum(shares) for end in accumulate(shares)]
 

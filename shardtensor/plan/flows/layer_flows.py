@@ -1,7 +1,7 @@
 """What a known layer does with the values that pass it, and the layouts of its gradients.
 
-A *copy* is equal on all ranks along an axis, a *cut* value is a part on each, of an *partial sum* the sum counts. The
-gradient of a copy is a copy, but where it meets a product that is cut along the axis: there it is a partial sum.
+A *copy* is equal on all ranks along an axis, a *cut* value is sharded over them, a *partial sum* has the sum of all as
+its value. The gradient of a copy is a copy, except at a product that is sharded along the axis: there it is partial.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from shardtensor.spec.nodes import Replicate, Spec
 
 
 class Contradiction(Exception):
-    """Flows and tensors of one layer that do not go together.
+    """Flows and tensors of one layer that do not match.
 
     Attributes:
         code: of the finding.
-        side: ``in``, ``out``, or the parameter whose layout is at fault.
-        fault, why, fix: as of a finding.
+        side: ``in``, ``out``, or the parameter whose layout is wrong.
+        fault, why, fix: as in a finding.
     """
 
     def __init__(self, code: str, side: str, fault: str, why: str, fix: str) -> None:
@@ -32,12 +32,12 @@ class LayerWork:
     """What one layer does.
 
     Attributes:
-        came: how its input comes and is wanted.
-        leaves: how its result is made and leaves.
+        came: the flow from the layout of its input to the layout that it computes with.
+        leaves: the flow from the layout of its result to the layout that it returns.
         enter, leave: the steps of these.
         partials: axes along which the gradient of its input is a partial sum, before `enter` sums it.
-        sums: for each parameter, the axes, none of them of the data, along which its gradient is a partial sum.
-        sums_beside: the bias's gradient travels with the input's, in one message.
+        sums: for each parameter, the axes without the data axes along which its gradient is a partial sum.
+        sums_beside: whether the gradients of bias and input are reduced in one message.
     """
 
     came: Flow
@@ -50,13 +50,13 @@ class LayerWork:
 
 
 def layer_work(layer: Layer, is_inside: bool) -> LayerWork:
-    """What a layer of a known kind does.
+    """Return the work of a layer of a known kind.
 
     Args:
-        is_inside: a module around it says how values enter, and sums the gradients of its inputs.
+        is_inside: whether a module around it has an `in`, which sums the gradients of its inputs.
 
     Raises:
-        Contradiction: its flows and its tensors say different things.
+        Contradiction: its flows do not match its tensors.
     """
     if layer.loose:
         placed = layer.params[layer.loose]
@@ -72,13 +72,13 @@ def layer_work(layer: Layer, is_inside: bool) -> LayerWork:
 
 
 def natural(last: Names, partial: Names = ()) -> Flow:
-    """What a layer takes or gives when nothing is said: cut as its weight is, partial sums summed at once."""
+    """Return the default flow of a layer: sharded as its weight is, with partial sums reduced at once."""
     after = Spec(..., last) if last else Replicate()
     return Flow(after.partial(*partial) if partial else after, after)
 
 
 def partials_of(layer: Layer) -> Names:
-    """The axes along which a layer leaves the gradient of its input as a partial sum."""
+    """Return the axes along which a layer leaves the gradient of its input as a partial sum."""
     out = layer.stated.out
     declared = out.partials if out is not None else ()
     if layer.kind.name == "embedding":
@@ -87,7 +87,7 @@ def partials_of(layer: Layer) -> Names:
 
 
 def steps(flow: Flow, side: str, partials: Names = ()) -> tuple[Change, ...]:
-    """`changes`, whose refusals become contradictions."""
+    """Return `changes`; raise its errors as contradictions."""
     try:
         return changes(flow, partials)
     except FlowError as error:
@@ -224,12 +224,12 @@ def _the_one_in(layer: Layer) -> Flow | None:
 
 
 def _stream(spec: Spec) -> Names:
-    """Axes along which a value is cut on a dim that is not the last."""
+    """Return the axes along which a value is sharded on a dim that is not the last."""
     return tuple(axis for dim, cut in cuts(spec).items() if dim != -1 for axis in cut.axes)
 
 
 def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial: Names) -> None:
-    """Refuse a flow whose side that meets the weight contradicts the weight's layout."""
+    """Raise Contradiction if a flow's layout at the weight does not match the weight's layout."""
     found = last_cut(met)
     axes = found.axes if found is not None and (... in met.dims or len(met.dims) > 1) else ()
     if axes == last and set(partial_axes(met)) == set(partial):
@@ -262,7 +262,7 @@ def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial:
 
 
 def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
-    """Refuse to gather or scatter what the weight cuts in blocks: ranks have a range of each block."""
+    """Raise if a dim that the weight shards in blocks is to be gathered or scattered: ranks hold a range of each."""
     if flow.before == flow.after or not layer.is_blocked("out" if side == "out" else "in"):
         return
     met, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
@@ -276,7 +276,7 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
 
 
 def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
-    """Refuse partial sums along an axis that cuts the value or the weight: such gradients are shards."""
+    """Raise if declared partial sums are along an axis that shards the value or the weight: its gradient is a shard."""
     for what, cut in (("result", cut_axes(leaves.after)), ("weight", own)):
         axes = layer.named([axis for axis in leaves.partials if axis in cut])
         if axes:

@@ -1,6 +1,6 @@
-"""What a plan says of each module, put in the axes of its mesh: the known layers, how they are cut, how values pass.
+"""The rules of a plan for each module, in axes of its mesh: the known layers, their layouts and their flows.
 
-Axes that are made of others are spelled out, and axes of size 1, which do nothing, are left out.
+Axes that are made of others are replaced by these, and axes of size 1, which do nothing, are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardtensor.spec.nodes import Dim, Replicate, Spec
 from shardtensor.spec.parts import Cut, Partial
 
 Names = tuple[str, ...]
-"""Of axes of the mesh."""
+"""Names of axes of the mesh."""
 
 
 @attrs.frozen(eq=False)
@@ -41,12 +41,12 @@ class Stated:
 
     @property
     def said(self) -> dict[str, Flow]:
-        """The flows as the plan has them, by their side: ``in``, ``in mask``, ``out 1``."""
+        """The flows as written in the plan, by their side: ``in``, ``in mask``, ``out 1``."""
         sides = {"in": self.passing.ins, "out": self.passing.outs}
         return {f"{side} {name}".strip(): flow for side, said in sides.items() for name, (flow, _) in said.items()}
 
     def line(self, side: str, name: str = "") -> Line | None:
-        """What said a flow."""
+        """Return the line of a flow; None if there is none."""
         return (self.passing.ins if side == "in" else self.passing.outs).get(name, (None, None))[1]
 
 
@@ -59,8 +59,8 @@ class Layer:
         stated: its flows.
         params: its parameters, by the last part of their names.
         cuts: by a parameter's name and the name of a dim, the axes over which it is cut.
-        loose: a parameter that lies otherwise than cut over axes, on devices by name; empty where there is none.
-        named: says axes as the plan calls them.
+        loose: a parameter whose layout names devices instead of axes; empty if there is none.
+        named: returns the plan's names of axes.
     """
 
     path: str
@@ -72,16 +72,16 @@ class Layer:
     named: Callable[[Iterable[str]], str] = "*".join
 
     def said(self, side: str) -> str:
-        """A flow as the plan says it; empty where it says none."""
+        """Return a flow as written in the plan; empty if it has none."""
         found = (self.stated.passing.ins if side == "in" else self.stated.passing.outs).get("")
         return as_written(found[0]) if found is not None else ""
 
     def cut(self, name: str, dim: str) -> Names:
-        """The axes over which a dim of a parameter is cut."""
+        """Return the axes over which a dim of a parameter is sharded."""
         return self.cuts.get((name, dim), ())
 
     def is_blocked(self, dim: str) -> bool:
-        """Whether a dim of the weight is cut in blocks, so that a rank holds several ranges of it."""
+        """Whether a dim of the weight is sharded in blocks, so that a rank holds several ranges of it."""
         layout = self.params["weight"].layout
         cut = layout.dims[self.kind.dims["weight"].index(dim)] if isinstance(layout, MeshLayout) else None
         return cut is not None and isinstance(cut.pieces, Blocked)
@@ -93,19 +93,19 @@ class Layer:
 
     @property
     def has_flow(self) -> bool:
-        """Whether the plan says how values pass it."""
+        """Whether the plan has flows for it."""
         return bool(self.stated.ins or self.stated.outs)
 
 
 class Modules:
-    """A resolved plan, seen module by module."""
+    """A resolved plan, module by module."""
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
         self.axes: Axes = resolved.plan.axes
         self._sizes = dict(self.axes.mesh.axes)
         self.stated: dict[str, Stated] = {}
-        known: dict[int, Stated] = {}  # modules of which the same is said share it
+        known: dict[int, Stated] = {}  # modules with the same rules share it
         for path, passing in resolved.modules.items():
             if id(passing) not in known:
                 ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
@@ -116,15 +116,15 @@ class Modules:
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
 
     def leaves(self, names: Iterable[str]) -> Names:
-        """Axes spelled out, without those of size 1."""
+        """Return the mesh axes of some axes, without those of size 1."""
         return tuple(leaf for leaf in self.axes.leaves(names) if self._sizes.get(leaf, 2) > 1)
 
     def flow(self, flow: Flow) -> Flow:
-        """A flow in the axes of the mesh."""
+        """Return a flow in the axes of the mesh."""
         return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.partials), flow.says_grad)
 
     def spec(self, spec: Spec) -> Spec:
-        """The layout of a value in the axes of the mesh."""
+        """Return the layout of a value in the axes of the mesh."""
         dims: list[Dim] = []
         for dim in spec.dims:
             axes = self.leaves(dim.axes) if isinstance(dim, Cut) else ()
@@ -134,11 +134,11 @@ class Modules:
         return Spec.of(() if bare else tuple(dims), (), None, None, partial)
 
     def named(self, leaves: Iterable[str]) -> str:
-        """Axes as the plan calls them."""
+        """Return the plan's names of axes."""
         return "*".join(self.axes.named(leaves))
 
     def times(self, leaves: Iterable[str]) -> int:
-        """How many ranks lie along some axes."""
+        """Return the number of ranks along some axes."""
         return math.prod(self._sizes[leaf] for leaf in dict.fromkeys(leaves))
 
     @cached_property
@@ -155,7 +155,7 @@ class Modules:
 
     @cached_property
     def owned(self) -> dict[str, dict[str, Placed]]:
-        """The parameters of each module itself, by the last part of their names, in the order of the model."""
+        """The parameters that each module owns, by the last part of their names, in the order of the model."""
         found: dict[str, dict[str, Placed]] = {}
         for name, placed in self.resolved.tensors.items():
             if not placed.tensor.is_buffer:
@@ -165,7 +165,7 @@ class Modules:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Where each module stands in the order of the model."""
+        """The place of each module in the order of the model."""
         return {path: i for i, path in enumerate(self.resolved.model.paths)}
 
     def _layer(self, path: str) -> Layer | None:
@@ -191,13 +191,13 @@ class Modules:
     # -- modules around modules ---------------------------------------------------------------------------------------
 
     def nearest_in(self, path: str) -> str | None:
-        """The nearest module around a path that says how values enter it."""
+        """Return the nearest module around a path that has an `in`."""
         return next((above for above in around(path) if above in self.stated and self.stated[above].ins), None)
 
 
 @lru_cache(maxsize=1 << 16)
 def around(path: str) -> tuple[str, ...]:
-    """The paths of the modules around a path, innermost first; the root is the empty one.
+    """Return the paths of the modules around a path, innermost first; the root is the empty one.
 
     Example:
         >>> around("layers.0.mlp")
@@ -211,14 +211,14 @@ def around(path: str) -> tuple[str, ...]:
 
 
 def is_inside(path: str, above: str) -> bool:
-    """Whether a module lies in another."""
+    """Whether a module is inside another."""
     return path != above and (not above or path.startswith(f"{above}."))
 
 
 def flow_finding(
     code: str, fault: str, line: Line | None, why: str, fix: str, path: str, what: str = "flow"
 ) -> Finding:
-    """A finding at what a line says of a module; `what` a style made there, for a note."""
+    """Return a finding at the rule of a module; a note names the line of the style that made this `what`."""
     origin = origin_of(line)
     return Finding(code, fault, origin, why, fix, style_note(origin, what) if what else (), path)
 

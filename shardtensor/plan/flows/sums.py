@@ -1,6 +1,6 @@
-"""Where the gradients of values are summed: at the `in` of modules. And sums that are made twice, or not at all (E401).
+"""Find the sums of gradients, which the `in` of modules computes, and report doubled and missing ones (E401).
 
-No run fails of a missing or doubled sum: losses fall all the same.
+A missing or doubled sum raises no error in a run: losses fall all the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardtensor.spec.nodes import Spec
 
 
 class Sums:
-    """Which layers each `in` serves, and along which axes it sums what comes back.
+    """The layers that each `in` serves, and the axes along which it sums their gradients.
 
     Args:
-        broken: layers that contradict themselves, of which nothing is said here.
+        broken: layers that contradict themselves; they are not checked here.
     """
 
     def __init__(self, modules: Modules, broken: Container[str] = frozenset()) -> None:
@@ -31,7 +31,7 @@ class Sums:
 
     @cached_property
     def served(self) -> dict[str, list[Layer]]:
-        """By the path of a module with an `in`, the layers in it whose inputs it serves: no other `in` is between."""
+        """By the path of a module with an `in`, the layers in it that it serves: there is no other `in` between."""
         found: dict[str, list[Layer]] = {}
         for path, layer in self._modules.layers.items():
             takes_copies = layer.kind.name == "norm" or (layer.kind.name == "linear" and not layer.cut("weight", "in"))
@@ -44,7 +44,7 @@ class Sums:
 
     @cached_property
     def partials(self) -> dict[str, Names]:
-        """By the path of a module with an `in`, the axes along which what comes back to it is a partial sum."""
+        """By the path of a module with an `in`, the axes along which its returning gradients are partial sums."""
         found = {}
         for path, layers in self.served.items():
             if not all(placed.layout.is_replicated for placed in self._modules.owned.get(path, {}).values()):
@@ -53,7 +53,7 @@ class Sums:
         return found
 
     def _around(self, path: str) -> tuple[str, Names]:
-        """The name of the `in` that serves a path, and the axes along which it sums gradients."""
+        """Return the name of the `in` that serves a path, and the axes along which it sums gradients."""
         nearest = self._modules.nearest_in(path)
         return f"the `in` of {nearest or 'the module'}", self.partials.get(nearest, ()) if nearest is not None else ()
 
@@ -61,7 +61,7 @@ class Sums:
 
     @cached_property
     def _streams(self) -> dict[str, str]:
-        """Axes over which some `out` cuts values on a dim that is not the last, with the path of the first."""
+        """Axes over which some `out` shards values on a dim that is not the last, with the path of the first."""
         found: dict[str, str] = {}
         for path, stated in self._modules.stated.items():
             for flow in stated.outs.values():
@@ -71,7 +71,7 @@ class Sums:
         return found
 
     def _streams_into(self, path: str) -> list[str]:
-        """Of these, the axes along which no module around a path gathers what enters it."""
+        """Return those of `_streams` that no module around a path gathers at its `in`."""
         parent = path.rpartition(".")[0]
         if parent not in self._gathered:
             known = [self._modules.stated[each] for each in (parent, *around(parent)) if each in self._modules.stated]
@@ -80,10 +80,10 @@ class Sums:
         return [axis for axis in self._streams if axis not in self._gathered[parent]]
 
     def _cut_beside(self, to_hooks: Container[str]) -> dict[str, dict[str, str]]:
-        """By each module, the axes along which one directly in it leaves values cut, and which one."""
+        """Return for each module the axes along which a child returns sharded values, and the path of the child."""
         found: dict[str, dict[str, str]] = {}
         for path, stated in self._modules.stated.items():
-            outside = self._streams_into(path)  # where each parameter without flows is reported already
+            outside = self._streams_into(path)  # these report each parameter without flows already
             for flow in stated.outs.values() if path and path not in to_hooks else ():
                 for dim, cut in cuts(flow.after).items():
                     for axis in cut.axes if dim == -1 or not outside else set(cut.axes) - set(outside):
@@ -93,11 +93,11 @@ class Sums:
     # -- findings -----------------------------------------------------------------------------------------------------
 
     def findings(self, to_hooks: Container[str], is_whole: bool) -> Iterator[Finding]:
-        """E401, and E403 for cut modules without flows where plain values pass in parts.
+        """Yield E401, and E403 for sharded modules without flows among plain values that are sharded.
 
         Args:
             to_hooks: modules whose result a hook takes.
-            is_whole: the plan speaks of the whole model.
+            is_whole: whether the plan has rules for the whole model.
         """
         beside = self._cut_beside(to_hooks) if is_whole else {}
         for path, stated in self._modules.stated.items():
@@ -121,7 +121,7 @@ class Sums:
                 yield from self._whole_without_flows(path, trained, beside.get(path.rpartition(".")[0], {}))
 
     def _unknown_siblings(self, stated: Stated, name: str = "") -> tuple[str, str, str] | None:
-        """Of an output that is cut along a factor and copied along another of the same axis: that axis, and these."""
+        """Return an axis and two of its factors if an output is sharded along the one and copied along the other."""
         flow = stated.outs.get(name)
         for whole in self._modules.axes.made_of if flow is not None and not flow.says_grad else ():
             assert flow is not None
@@ -152,7 +152,7 @@ class Sums:
             )  # fmt: skip
 
     def _replicas_among_partials(self) -> Iterator[Finding]:
-        """Layers that one `in` serves, which sums what some of them leave, and others do not."""
+        """Yield findings for an `in` that sums the gradients of all layers it serves, if only some are partial sums."""
         modules = self._modules
         for path, partials in self.partials.items():
             for layer in self.served[path] if partials else ():
@@ -175,7 +175,7 @@ class Sums:
                 )  # fmt: skip
 
     def _summed_again(self, path: str, stated: Stated) -> Iterator[Finding]:
-        """A module inside of an `in` that sums, with an `in` of its own on what must be the same value."""
+        """Yield findings for a module inside of an `in` that sums, if it has its own `in` on the same value."""
         flow, layer, modules = stated.ins.get(""), self._modules.layers.get(path), self._modules
         of, partials = self._around(path)
         kind, named = layer.kind.name if layer is not None else "", modules.named(partials)
@@ -205,7 +205,7 @@ class Sums:
             )  # fmt: skip
 
     def _has_copies_before(self, path: str, axes: Names) -> bool:
-        """Whether a module beside `path` and before it, under the same `in`, leaves copies, which it may take."""
+        """Whether a module before `path`, under the same `in`, returns copies, which `path` may take."""
         above, places = self._modules.nearest_in(path), self._modules.places
         return any(
             places.get(other, 0) < places.get(path, 0)
@@ -215,7 +215,7 @@ class Sums:
 
     @cached_property
     def _copying(self) -> dict[str, list[tuple[str, Spec]]]:
-        """By each module, those in it that make values of their own, with how these leave."""
+        """By each module, those in it that make new values, with the layouts that they return."""
         found: dict[str, list[tuple[str, Spec]]] = {}
         for path, stated in self._modules.stated.items():
             layer = self._modules.layers.get(path)
@@ -225,7 +225,7 @@ class Sums:
         return found
 
     def _summed_otherwise(self) -> Iterator[Finding]:
-        """Modules whose `in` sums what layers leave, beside others alike that have none: there the layers sum it."""
+        """Yield findings for modules whose `in` sums gradients of layers, if in a similar module the layers do it."""
         modules = self._modules
         for path, partials in self.partials.items():
             parent, _, number = path.rpartition(".")
@@ -249,10 +249,10 @@ class Sums:
     # -- modules without flows where values pass in parts -------------------------------------------------------------
 
     def _whole_without_flows(self, path: str, placed: Placed, beside: Mapping[str, str]) -> Iterator[Finding]:
-        """Parameters that are copied, and would get the gradient of one rank's part of the values.
+        """Yield a finding for replicated parameters that would get the gradient of one rank's part of the values.
 
         Args:
-            beside: the axes along which a module of the same parent leaves values cut, and which one.
+            beside: the axes along which a module of the same parent returns sharded values, and its path.
         """
         (of, partials), streams = self._around(path), self._streams_into(path)
         axes = partials or tuple(beside) or tuple(streams)
@@ -283,8 +283,8 @@ class Sums:
         yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
 
     def _norms_of_whole_values(self) -> Iterator[Finding]:
-        """Norms that take whole values where every module leaves them cut along tokens (E403): the gradients of their
-        parameters would be of one rank's tokens."""
+        """Yield E403 for norms that take full values where every module returns them sharded along tokens: their
+        parameters would get the gradients of one rank's tokens."""
         modules = self._modules
         if not any(layer.kind.name == "embedding" for layer in modules.layers.values()):
             return  # whole values may come from outside
@@ -309,8 +309,8 @@ class Sums:
 
     @cached_property
     def _left_whole(self) -> dict[str, int]:
-        """By the axes of streams, the place of the first module, in none that gathers, that leaves whole values of its
-        own."""
+        """By the axes of streams, the place of the first module that makes and returns full values and is in no module
+        that gathers."""
         found: dict[str, int] = {}
         for path, stated in self._modules.stated.items():
             layer = self._modules.layers.get(path)
@@ -322,13 +322,13 @@ class Sums:
         return found
 
     def _streams_at(self, path: str) -> list[str]:
-        """The axes of streams that begin before a module in the order of the model, and that none around it gathers."""
+        """Return the axes of streams that begin before a module in the model, and that no module around it gathers."""
         here = self._modules.places.get(path, 0)
         return [axis for axis in self._streams_into(path) if self._begins[axis] <= here]
 
     @cached_property
     def _begins(self) -> dict[str, int]:
-        """By the axes of streams, the place of the first module that cuts a value so."""
+        """By the axes of streams, the place of the first module that shards a value over it."""
         found: dict[str, int] = {}
         for path, stated in self._modules.stated.items():
             here = self._modules.places.get(path, 0)
@@ -339,7 +339,7 @@ class Sums:
         return found
 
     def _cut_without_flows(self, path: str, placed: Placed) -> Iterator[Finding]:
-        """A cut module of which nothing is said, so that it takes and gives ShardedTensors, where plain values pass."""
+        """Yield a finding for a sharded module without flows, which works on ShardedTensors, among plain values."""
         modules, (of, partials), streams = self._modules, self._around(path), self._streams_into(path)
         stated, partials = modules.stated.get(path), partials if path not in modules.layers else ()
         if not (partials or streams) or (stated is not None and stated.passing.uses):

@@ -1,7 +1,7 @@
-"""Values that leave in parts, or as partial sums, and that no module of the plan takes so (E403, E404).
+"""Find values that modules return sharded or as partial sums, and that no module of the plan takes so (E403, E404).
 
-Which module calls which only the model's code says, and nothing is guessed of it: a value counts as taken where any
-other module takes its like. Parts that reach the wrong module do not fit it, and torch says so at the first call.
+Only the model's code determines which module calls which, and nothing is guessed: a value counts as taken if any other
+module takes such a value. A shard that reaches the wrong module does not fit it, and torch raises at the first call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from shardtensor.plan.flows.modules import REPLICATE, Modules, around, flow_find
 from shardtensor.spec.nodes import Spec
 
 Parts = tuple[frozenset[str], frozenset[str]]
-"""The axes over which a value is cut, and those along which it is a partial sum."""
+"""The axes over which a value is sharded, and those along which it is a partial sum."""
 
 TOO_LARGE = "copies would be summed: the value comes out as many times too large as there are ranks"
 
 
 class Takers:
-    """Which parts of values modules leave, and which they take.
+    """The sharded and partial values that modules return, and those that they take.
 
     Args:
-        works: what known layers do that have flows.
+        works: of the known layers that have flows.
         broken: layers that contradict themselves.
-        is_whole: the plan speaks of the whole model.
+        is_whole: whether the plan has rules for the whole model.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Takers:
     ) -> None:
         self._modules, self._broken, self._is_whole = modules, broken, is_whole
         self._outs = {path: dict(stated.outs) for path, stated in modules.stated.items()}
-        for path, work in works.items():  # what it leaves also where that is not said
+        for path, work in works.items():  # also a default result
             self._outs[path].setdefault("", work.leaves)
         self._hooks = {
             path: [hook.name for hook, _ in stated.passing.uses]
@@ -43,7 +43,7 @@ class Takers:
         }  # fmt: skip
 
     def findings(self) -> Iterator[Finding]:
-        """E403 and E404."""
+        """Yield E403 and E404."""
         for path, name, is_hooked in self._left:
             if not is_hooked and path not in self._broken:
                 yield self._not_taken(path, name)
@@ -52,16 +52,16 @@ class Takers:
 
     @cached_property
     def to_hooks(self) -> Mapping[str, Finding]:
-        """Modules whose result no module takes, but a hook may; and what is wrong if none does."""
+        """Modules whose result no module takes, but a hook may; and the finding if none does."""
         return {path: self._not_taken(path, name) for path, name, is_hooked in self._left if is_hooked}
 
     # -- losses that take cut logits ----------------------------------------------------------------------------------
 
     @cached_property
     def logits(self) -> list[str]:
-        """The linear layers whose logits a loss takes cut: those in whose block ``use cross_entropy()`` stands, else
-        those below it that leave their results cut along the last dim, and after which no module takes such. Layers in
-        numbered modules only where there are no others."""
+        """The linear layers whose sharded logits a loss takes: those with ``use cross_entropy()`` in their block, else
+        those below such a block that return results sharded along the last dim, with no module after them that takes
+        such values. Layers in numbered modules count only if there are no others."""
         losses = {path for path, hooks in self._hooks.items() if "cross_entropy" in hooks}
         if not losses:
             return []
@@ -81,13 +81,13 @@ class Takers:
         )  # fmt: skip
 
     def _last(self, paths: list[str], takers: list[str], counts: Callable[[str], bool]) -> list[str]:
-        """Those of some modules that stand after all that take parts, in the order of the model."""
+        """Return those of `paths` that come after all of `takers` in the order of the model."""
         places = self._modules.places
         last = max((places.get(path, 0) for path in takers if counts(path)), default=-1)
         return [path for path in paths if counts(path) and places.get(path, 0) > last]
 
     def _without_heads(self) -> Iterator[Finding]:
-        """Losses that should take cut logits where no layer leaves such."""
+        """Yield findings for losses that take sharded logits if no layer returns such."""
         modules = self._modules
         for at in (path for path, hooks in self._hooks.items() if "cross_entropy" in hooks):
             below = [
@@ -98,7 +98,7 @@ class Takers:
             is_said = any(last_cut(flow.after) for each in stated for flow, _ in each.passing.outs.values())
             is_cut = any(each.out is not None and last_cut(each.out.after) for each in stated)
             if is_said and (not is_cut or not set(below).isdisjoint(self.logits)):
-                continue  # they may be whole in this world, over axes of one rank
+                continue  # in this world they may be full, over axes of one rank
             line = next(line for hook, line in modules.stated[at].passing.uses if hook.name == "cross_entropy")
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in modules.layers else "below") + " here with such an `out`"
@@ -120,11 +120,11 @@ class Takers:
                 for path, layer in layers
                 if layer.kind.name == "linear" and (not layer.stated.ins or path in self._broken)
             ]
-        )  # one that contradicts itself may take what it says, or what its weight wants
+        )  # one that contradicts itself may take the value of its flow, or of its weight
 
     @cached_property
     def _left(self) -> list[tuple[str, str, bool]]:
-        """The results that leave in parts or as partial sums and that no module takes; and whether a hook may."""
+        """The results that are sharded or partial and that no module takes; and whether a hook may take them."""
         return [
             (path, name, self._may_go_to_a_hook(path))
             for path, outs in self._outs.items() for name, flow in outs.items() if path
@@ -132,8 +132,8 @@ class Takers:
         ]  # fmt: skip
 
     def _passes(self, path: str, parts: Parts) -> bool:
-        """Whether a module around says that it gives such a value; or, of a block alone, that it takes such, for then
-        values leave it as they come."""
+        """Whether a module around returns such a value; or, in a plan for one block, takes such a value at the root,
+        which then returns it in the same layout."""
         for above in around(path):
             stated = self._modules.stated.get(above)
             flows = [] if stated is None else [*stated.outs.values(), *(stated.ins.values() if not above else ())]
@@ -173,7 +173,7 @@ class Takers:
     # --------------------------------------------------------------
 
     def _not_given(self) -> Iterator[Finding]:
-        """Modules that sum partial sums, as values enter or leave, where no module leaves such."""
+        """Yield findings for modules that sum partial sums at their `in` or `out` if no module returns such."""
         modules, named = self._modules, self._modules.named
         flows = [(path, flow) for path, stated in modules.stated.items() for flow in stated.outs.values()]
         gives = _by_parts((path, _parts(flow.after)) for path, flow in flows)
@@ -204,7 +204,7 @@ class Takers:
                     )  # fmt: skip
 
     def _is_fed(self, path: str, flow: Flow) -> bool:
-        """Whether a module around passes such partial sums on, or a hook there may make them."""
+        """Whether a module around passes such partial sums on, or one with a hook may make them."""
         wanted = frozenset[str](), frozenset(partial_axes(flow.before))
         stated = [self._modules.stated[above] for above in around(path) if above in self._modules.stated]
         return self._is_in_a_hook(path) or any(
@@ -213,7 +213,7 @@ class Takers:
 
 
 def _is_outer(path: str) -> bool:
-    """Whether it is neither one of several modules that are alike, nor in one."""
+    """Whether a module has no number in its path, so is neither one of several equal modules nor inside one."""
     return not any(each.rpartition(".")[2].isdecimal() for each in (path, *around(path)))
 
 
@@ -226,7 +226,7 @@ def _holds(parts: Parts, wanted: Parts) -> bool:
 
 
 def _by_parts(found: Iterable[tuple[str, Parts]]) -> dict[Parts, list[str]]:
-    """The modules that speak of the same parts: layers are alike, so there are few sets of parts."""
+    """Return the modules by their parts: layers are alike, so there are few different ones."""
     of: dict[Parts, list[str]] = {}
     for path, parts in found:
         if any(parts):
@@ -235,7 +235,7 @@ def _by_parts(found: Iterable[tuple[str, Parts]]) -> dict[Parts, list[str]]:
 
 
 def _any(of: Mapping[Parts, list[str]], path: str, wanted: Parts) -> bool:
-    """Whether a module that is neither the one of this path nor around it speaks of all these parts."""
+    """Whether a module has all these parts, other than the one of this path and those around it."""
     return any(
         other != path and not is_inside(path, other)
         for parts, others in of.items() if _holds(parts, wanted) for other in others

@@ -1,1 +1,1 @@
-"""Other libraries' ways to say how tensors lie, read and written: DTensor's and Hugging Face's."""
+"""Conversions from and to other libraries' layouts: those of DTensor and Hugging Face."""

@@ -1,4 +1,4 @@
-"""DTensor's placements <-> specs. A placement is known by the name of its class, so reading needs no torch."""
+"""DTensor's placements <-> specs. A placement is recognized by its class name, so reading needs no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardtensor.spec.parts import REDUCTIONS
 
 
 def spec_from_placements(placements: Sequence[Any], mesh: Any, shape: Sequence[int]) -> Spec:
-    """Return the spec that says what a DTensor's placements say. Sends nothing and reads no tensor.
+    """Return the spec of a DTensor's placements. Sends nothing and reads no tensor.
 
     Args:
         placements: of a DTensor: ``Shard(d)``, ``Replicate()``, ``Partial(op)``, ``_StridedShard(d, split_factor=n)``;
             one for each axis of the mesh.
         mesh: a DeviceMesh, a `Mesh` or text such as ``"dp=2, tp=4"``.
-        shape: global. Placements cut as torch.chunk does, axis after axis, so an uneven cut depends on it; it is then
-            said with its sizes.
+        shape: global. Placements chunk as torch.chunk does, axis after axis, so uneven shards depend on it; the spec
+            then has their sizes.
 
     Raises:
-        LayoutError: a placement has no meaning here, or no spec in axes says what they say.
+        LayoutError: a placement has no meaning here, or no spec in axes describes them.
 
     Example:
         >>> from torch.distributed.tensor import Partial, Replicate, Shard
@@ -61,7 +61,7 @@ def spec_from_placements(placements: Sequence[Any], mesh: Any, shape: Sequence[i
 def placements_from_spec(
     spec: ShardingSpec | str, mesh: Any, shape: Sequence[int], *, dims: tuple[str, ...] | None = None
 ) -> tuple[Any, ...]:
-    """Return the placements with which DTensor says a spec, one for each axis of the mesh. Needs torch.
+    """Return DTensor's placements for a spec, one for each axis of the mesh. Needs torch.
 
     Args:
         spec: in axes of the mesh.
@@ -70,7 +70,7 @@ def placements_from_spec(
         dims: names of the tensor's dims, for specs such as ``[out: tp]``.
 
     Raises:
-        LayoutError: DTensor cannot say it; the nearest that it can is in the message.
+        LayoutError: DTensor has no placements for it; the message has the nearest spec that has.
 
     Example:
         >>> placements_from_spec("[dp, tp]", "dp=2, tp=4", (8, 8))
@@ -95,7 +95,7 @@ def placements_from_spec(
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """The axes and ranks of a DeviceMesh, those without a name called as torch counts them; a `Mesh` or text of one."""
+    """Return the mesh of a DeviceMesh (unnamed axes are ``dim_0``, ``dim_1``, ...), of a `Mesh` or of a text."""
     if isinstance(mesh, Mesh | str | int):
         return read_mesh(mesh)
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
@@ -103,7 +103,7 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Said, ...]:
-    """What placements say, axis by axis."""
+    """Return placements in this library's form, axis by axis."""
 
     def read(placement: Any) -> Said:
         kind = type(placement).__name__
@@ -130,7 +130,7 @@ def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Sa
 
 
 def make_placements(said: tuple[Said, ...]) -> tuple[Any, ...]:
-    """The placements of torch that say this, axis by axis."""
+    """Return torch's placements, axis by axis."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -145,7 +145,7 @@ def make_placements(said: tuple[Said, ...]) -> tuple[Any, ...]:
 
 
 def cannot_be_said(layout: Layout, mesh: Mesh, facts: Mapping[str, object], fix: str) -> LayoutError:
-    """The error for a layout that placements cannot say; in `fix`, ``{}`` stands for the nearest that they can."""
+    """Return the error for a layout without placements; ``{}`` in `fix` is replaced by the nearest layout with some."""
     return LayoutError("DTensor cannot say this layout", facts, fix.format(axis_form(nearest_nested(layout, mesh))))
 
 

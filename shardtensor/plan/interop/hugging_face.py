@@ -1,4 +1,4 @@
-"""A Hugging Face model's tensor-parallel plan, ``{"layers.*.mlp.up_proj": "colwise", ...}`` -> a plan of ours."""
+"""Convert a Hugging Face model's tensor-parallel plan, ``{"layers.*.mlp.up_proj": "colwise", ...}``, to a plan."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class HFWord:
     """One word.
 
     Attributes:
-        module: the rule for a module, written after its pattern and a colon; empty where it says nothing of modules.
-        tensor: the layout of a tensor of so many dims that stands in the plan by itself; None where it says nothing.
-        refused: why it has no translation, and what to write instead.
+        module: the rule for a module, written after its pattern and a colon; empty if the word is not for modules.
+        tensor: returns the layout of a tensor with a rule of its own, by its number of dims; None if not for tensors.
+        refused: the reason if it has no translation, and what to write instead.
     """
 
     module: str = ""
@@ -34,7 +34,7 @@ class HFWord:
 
 
 def _last_but_one(cut: str) -> Callable[[int], str]:
-    """As ``Shard(ndim - 2)``, which is the only dim of a tensor that has one."""
+    """Return the layout of ``Shard(ndim - 2)``; a tensor with one dim is sharded along that."""
     return lambda ndim: "[tp]" if ndim == 1 else f"[{'-, ' * (ndim - 2)}{cut}, -]"
 
 
@@ -80,7 +80,7 @@ TP_WORDS = {
     "gather": HFWord(refused=(
         "a word of transformers 4.x that sums a result of `local` words", 'write "all_reduce" or "moe_tp_experts"')),
 }  # fmt: skip
-"""What each word says, over the axis `tp`."""
+"""The meaning of each word, over the axis `tp`."""
 
 _SEES_OTHERS = (
     "ranks along `ep` see different samples, so a layer cannot be cut over them",
@@ -97,19 +97,19 @@ EP_WORDS = {
         for word in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "all_reduce")
     },
 }
-"""What each word of an ep_plan says, over the axis `ep`."""
+"""The meaning of each word of an ep_plan, over the axis `ep`."""
 
 CUTTING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
-"""Words that cut a tensor which a plan names by itself."""
+"""Words that shard a tensor with a rule of its own."""
 
 OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
-"""Words of modules below which tensors stand in the plan by themselves -> how many dims those have."""
+"""Words of modules whose tensors have rules of their own -> the number of dims of these tensors."""
 
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
-"""Keys of configurations whose heads are not all as long as `head_dim` says."""
+"""Keys of configurations in which some heads have a length other than `head_dim`."""
 
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
-"""What stands beside the products of latent attention: whole, with whole values."""
+"""The modules beside the products of latent attention: not sharded, with full values."""
 
 
 def plan_from_hf(
@@ -121,19 +121,19 @@ def plan_from_hf(
     model: Model | None = None,
     **params: Any,
 ) -> Plan:
-    """Return the plan that a Hugging Face plan says, for a configuration and a number of ranks.
+    """Return the plan for a Hugging Face plan, a configuration and a number of ranks.
 
     Args:
-        tp_plan: patterns and words, as ``model.tp_plan`` gives them. Those of a configuration alone
-            (``base_model_tp_plan``) lack the prefix of the base model: `with_prefix` puts it before them.
+        tp_plan: patterns and words, as in ``model.tp_plan``. Those of a configuration (``base_model_tp_plan``) lack
+            the prefix of the base model: `with_prefix` adds it.
         ep_plan: as ``model.ep_plan``; its modules have no rule in `tp_plan`.
         config: the keys of the model's config.json, or an object with ``to_dict()``.
         world: the number of ranks.
-        model: names and shapes, if they are at hand: then what is a tensor and what is a module is known, not guessed.
+        model: names and shapes, if available: then tensors and modules are known, not guessed.
         params: ``tp``, the ranks that share one layer (default: all), and ``ep``, those that share experts.
 
     Raises:
-        PlanError: words that have no translation, all of them, each with the reason.
+        PlanError: some words have no translation; the error lists all of them with the reasons.
     """
     keys: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else config
     text = plan_text_from_hf(tp_plan, ep_plan, config=keys, model=model)
@@ -147,10 +147,10 @@ def plan_text_from_hf(
     config: Mapping[str, Any] | None = None,
     model: Model | None = None,
 ) -> str:
-    """Return the text of that plan; see `plan_from_hf`. It holds for any number of ranks.
+    """Return the text of that plan; see `plan_from_hf`. It is valid for any number of ranks.
 
-    With a `config` that tells how long a head is, projections of attention are cut at whole heads only. The words do
-    not say it, and a cut inside a head is found late: in wrong results.
+    If `config` has the length of a head, projections of attention are sharded at whole heads only. The words do not
+    require it, and a shard boundary inside a head shows late: in wrong results.
 
     Example:
         >>> print(plan_text_from_hf({"mlp.up_proj": "colwise", "mlp.gate_proj": "colwise", "mlp.down_proj": "rowwise"}))
@@ -187,7 +187,7 @@ def plan_text_from_hf(
             rule = rule.replace("(tp)", "(tp, unit=hd)") if pattern in heads else rule
             rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
             rules.setdefault(pattern, []).append(rule)
-            if word == "mla_kv_a_proj":  # those beside it are not in these plans, and check would ask for them
+            if word == "mla_kv_a_proj":  # the plans do not list the modules beside it, but `check` needs their rules
                 owner = pattern.rpartition(".")[0]
                 beside = (name for name in _LATENT if f"{owner}.{name}" not in kept)
                 rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in beside}
@@ -201,7 +201,7 @@ def plan_text_from_hf(
 
 
 def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a plan with a prefix before each of its patterns: the name of the base model in the model with a head.
+    """Return a plan with a prefix before each pattern: the name of the base model in the model with a head.
 
     Example:
         >>> with_prefix("model", {"norm": "sequence_parallel"}) | {"lm_head": "colwise_gather_output"}
@@ -213,7 +213,7 @@ def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
 def _rule(
     pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
 ) -> tuple[str, str]:
-    """The rule that a word is for a pattern; or nothing, and why it has no translation."""
+    """Return the rule of a word for a pattern; or an empty one, and why it has no translation."""
     if word in words:
         said = words[word]
         if said.refused is not None:
@@ -235,14 +235,14 @@ def _rule(
 
 
 def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | None:
-    """How many dims the tensor of this name has; None for a module.
+    """Return the number of dims of the tensor of this name; None for a module.
 
-    Without a model, a tensor is known by its name and by the word of its module.
+    Without a model, a tensor is recognized by its name and by the word of its module.
     """
     if model is not None:
         found = next((len(tensor.shape) for tensor in model.tensors if starred(tensor.name) == pattern), None)
         if found is not None or any(starred(path) == pattern for path in model.paths):
-            return found  # what the model lacks is treated as without one
+            return found  # a name that the model lacks is treated as without a model
     owner, _, name = pattern.rpartition(".")
     word = plan.get(owner, "")
     if word not in OWNERS or plan[pattern] not in CUTTING:
@@ -253,9 +253,9 @@ def _ndim(pattern: str, plan: Mapping[str, str], model: Model | None) -> int | N
 
 
 def _local_owners(plan: Mapping[str, str], model: Model | None) -> list[str]:
-    """The modules without a word of which the plan cuts tensors: transformers before 5.23 has no word for them.
+    """Return the modules without a word whose tensors the plan shards: transformers before 5.23 has no word for them.
 
-    It loads each rank's slice, with which the module's forward computes. Without a model no tensor is known.
+    It loads each rank's slice, and the module's forward computes with it. Without a model no tensor is known.
     """
     tensors = {starred(tensor.name) for tensor in model.tensors} if model is not None else set()
     owners = {p.rpartition(".")[0] for p, word in plan.items() if p in tensors and word in CUTTING}
@@ -268,7 +268,7 @@ def _takes_weights(pattern: str, model: Model) -> bool:
 
 
 def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
-    """The projections of attention that are cut, where the configuration tells how long every head is."""
+    """Return the sharded projections of attention, if the configuration has the length of every head."""
     if not _head_dim(config) or any(config.get(key) is not None for key in _ODD_HEADS):
         return frozenset()
     wanted = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -282,7 +282,7 @@ def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozense
 
 
 def _head_dim(config: Mapping[str, Any]) -> str:
-    """How long a head is, in the language; empty where the configuration does not tell."""
+    """Return the length of a head, in the language of plans; empty if the configuration does not have it."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if heads and width and width % heads == 0:
         return "config.head_dim ?? config.hidden_size / config.num_attention_heads"
@@ -290,7 +290,7 @@ def _head_dim(config: Mapping[str, Any]) -> str:
 
 
 def _key(config: Mapping[str, Any], name: str) -> str:
-    """A key of the configuration, in the language; of models of several parts, of that for text."""
+    """Return a key of the configuration, in the language of plans; for a model of several parts, of the text part."""
     part = next((key for key, value in config.items() if isinstance(value, Mapping) and name in value), "")
     return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
 

@@ -1,1 +1,1 @@
-"""A plan matched to the names and shapes of a model: one layout a tensor."""
+"""Match a plan to the names and shapes of a model: one layout for each tensor."""

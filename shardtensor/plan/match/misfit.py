@@ -1,4 +1,4 @@
-"""Binds the layout of a line to a tensor and the mesh; one that does not fit is a finding: E201 to E209, E404, E501."""
+"""Bind the layouts of lines to tensors and the mesh; misfits become findings: E201 to E209, E404, E501."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
 Told = tuple[str, str, str] | tuple[str, str, str, str]
-"""The fault, why, and the fix of a finding; it may have a note."""
+"""The fault, the reason and the fix of a finding, and perhaps a note."""
 
 
 @attrs.frozen(eq=False)
 class Misfit:
-    """A spec that does not fit: as far as it was read, the tensor, and the numbers and the text of the error."""
+    """A spec that does not fit, the tensor, and the numbers and the text of the error."""
 
     spec: ShardingSpec
     info: TensorInfo
@@ -45,7 +45,7 @@ class Misfit:
 
     @property
     def cut(self) -> Cut:
-        """The cut that does not fit, in the axes that the plan wrote."""
+        """The cut that does not fit, in the axes that are written in the plan."""
         dim = self.about["dim"]
         if isinstance(self.spec, Spec) and dim < len(self.spec.dims) and isinstance(self.spec.dims[dim], Cut):
             return self.spec.dims[dim]
@@ -58,18 +58,18 @@ class Misfit:
 
     @property
     def dim(self) -> str:
-        """The dim that does not fit, by its name where it has one."""
+        """The dim that does not fit, by its name if it has one."""
         number = self.about["dim"]
         return f"`{self.dims[number]}`" if self.dims is not None else str(number)
 
     @property
     def call(self) -> str:
-        """What the plan says there; empty for rules made in Python."""
+        """The text of the plan there; empty for rules made in Python."""
         return self.line.origin.text if self.line.origin is not None else ""
 
 
 def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> str:
-    """A shape, with the names of its dims.
+    """Return a shape as text, with the names of its dims.
 
     Example:
         >>> shape_text((1024, 4096), ("out", "in")), shape_text((7,))
@@ -80,7 +80,7 @@ def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> s
 
 
 def axes_text(plan: Plan) -> str:
-    """The axes of a plan's mesh, as a sentence lists them."""
+    """Return a sentence with the axes of a plan's mesh."""
     axes = plan.axes
     factors = {leaf for leaves in axes.made_of.values() for leaf in leaves}
     names = [*(name for name in axes.mesh.names if name not in factors), *axes.made_of]
@@ -222,12 +222,12 @@ _TELL: dict[str, tuple[str, Callable[[Misfit], Told | None]]] = {
     "E208": ("cut", _sizes),
     "E501": ("rank", _rank),
 }
-"""By the code, what the error has to say beside its text, and what tells it in the words of the plan."""
+"""By the code: the number that the error must have, and a function that writes the finding in the plan's words."""
 
 
 @attrs.frozen(eq=False)
 class Bound:
-    """A spec by position, and its layout; no layout where the error says why."""
+    """A spec by position, and its layout, or an error instead of the layout."""
 
     spec: ShardingSpec
     layout: Layout | None = None
@@ -235,7 +235,7 @@ class Bound:
 
 
 class Binder:
-    """Binds the layouts of a plan to the tensors of a model; equal ones once."""
+    """Binds the layouts of a plan to the tensors of a model; equal ones are bound once."""
 
     def __init__(self, plan: Plan, model: Model, tree: NameTree) -> None:
         self._plan = plan
@@ -245,7 +245,7 @@ class Binder:
         self._dims: dict[str, tuple[str, ...] | None] = {}
 
     def dims(self, info: TensorInfo) -> tuple[str, ...] | None:
-        """The names of a tensor's dims: its own, those of a ``dims`` line, or those of its type of layer."""
+        """Return the names of a tensor's dims: its own, those of a ``dims`` line, or those of its type of layer."""
         if info.dims is not None:
             return info.dims
         if info.name not in self._dims:
@@ -257,7 +257,7 @@ class Binder:
         return self._dims[info.name]
 
     def bound(self, value: Any, info: TensorInfo, only: tuple[str, int] | None = None) -> Bound | None:
-        """What a value of a line comes to for a tensor; None where it is no spec (it shards modules itself)."""
+        """Return a line's value bound to a tensor; None if it is no spec (it shards modules itself)."""
         if not isinstance(value, ShardingSpec | str):
             return None
         dims = self.dims(info)
@@ -285,7 +285,7 @@ class Binder:
             return Bound(spec, None, error)
 
     def finding(self, bound: Bound, info: TensorInfo, line: Line) -> Finding:
-        """The finding of a layout that was not bound, in the words of the plan."""
+        """Return the finding for a layout that was not bound, in the words of the plan."""
         error = bound.error
         assert error is not None
         about = error.about if isinstance(error, LayoutError) else {}
@@ -304,7 +304,7 @@ class Binder:
         return Finding(code, fault, line.origin, why, fix, tuple(notes), info.name)
 
     def meanings(self, lines: list[Line], info: TensorInfo) -> Mapping[int, object]:
-        """What each line says of a tensor, equal where they agree, by the line's id."""
+        """Return by each line's id its layout of a tensor; the values are equal if lines agree."""
         found: dict[int, object] = {}
         for line in lines:
             bound = self.bound(line.value, info)

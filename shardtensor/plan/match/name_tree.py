@@ -1,4 +1,4 @@
-"""The names of a model as a tree, and what each line of a plan matches in it: a tensor has one rule."""
+"""The names of a model as a tree, and the names that each line of a plan matches: a tensor has one rule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Node:
         self.order = -1  # of a tensor, in the model
 
 
-_NOTHING: dict[str, _Node] = {}  # below what nothing is below; nothing is ever put into it
+_NOTHING: dict[str, _Node] = {}  # shared by all leaves; always empty
 
 
 class NameTree:
@@ -59,7 +59,7 @@ class NameTree:
         return node
 
     def tensors(self, text: str) -> tuple[str, ...]:
-        """The tensors of a pattern's name, and all below modules of that name, in the order of the model."""
+        """Return the tensors that a pattern matches, and all below modules that it matches, in the model's order."""
         key = text, True
         if key not in self._kept:
             orders: set[int] = set()
@@ -74,7 +74,7 @@ class NameTree:
         return self._kept[key]
 
     def modules(self, text: str) -> tuple[str, ...]:
-        """The modules of a pattern's name."""
+        """Return the modules that a pattern matches."""
         key = text, False
         if key not in self._kept:
             self._kept[key] = tuple(
@@ -83,13 +83,13 @@ class NameTree:
         return self._kept[key]
 
     def has(self, way: Way) -> bool:
-        """Whether some name begins as the segments of a pattern say."""
+        """Whether the segments of a pattern match the beginning of some name."""
         if way not in self._begins:
             self._begins[way] = next(self._found(way, is_below=True), None) is not None
         return self._begins[way]
 
     def _found(self, way: Way, is_below: bool = False) -> Iterator[_Node]:
-        """The nodes that a pattern stands for (`is_below`: not those below one that was found)."""
+        """Yield the nodes that a pattern matches (`is_below`: not those below one that was found)."""
         is_deep = any(segment.is_deep for segment in way)
         texts = [segment.literal for segment in way]
         seen: set[tuple[int, int]] = set()
@@ -118,7 +118,7 @@ class NameTree:
 
 @attrs.frozen(eq=False)
 class Matches:
-    """What every line stands for.
+    """The names that every line matches.
 
     Attributes:
         names: the tensors of each line of the kind ``"tensor"``, the modules of the others, by the line's id.
@@ -161,10 +161,10 @@ class Disputes:
         self._pairs: dict[object, str] = {}
 
     def winner(self, name: str, lines: Sequence[Line], meanings: Mapping[int, Any], what: str = "") -> Line | None:
-        """The line that decides for a name; None when two disagree.
+        """Return the line to use for a name; None if two disagree.
 
         Args:
-            meanings: by a line's id, what it says, equal where lines agree.
+            meanings: by a line's id, its value; equal if lines agree.
             what: the side or attribute of a module; empty for a tensor.
         """
         last = max(lines, key=_place)
@@ -195,7 +195,7 @@ class Disputes:
         ))  # fmt: skip
 
     def _only(self, line: Line, other: Line) -> str:
-        """A segment of a pattern that stands for what `line` matches and `other` does not; empty if too long."""
+        """Return a segment of a pattern for the names that `line` matches and `other` does not; empty if too long."""
         head = line.module or line.pattern
         segments = pattern(head).segments
         theirs = set(self._matches.names[id(other)])
@@ -204,13 +204,13 @@ class Disputes:
         for at in reversed(range(len(segments))):
             words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name not in theirs)
             both = {name.split(".")[at] for name in self._matches.names[id(line)] if name in theirs}
-            if words and not both & set(words):  # here they part
+            if words and not both & set(words):  # here their names differ
                 return "" if len(words) > 3 else next(iter(words)) if len(words) == 1 else f"{{{','.join(words)}}}"
         return ""
 
 
 def _said(line: Line) -> str:
-    """A rule made in Python, as a line of a plan."""
+    """Return a rule made in Python as a line of a plan."""
     side = "" if line.kind == "tensor" else f"{line.pattern and ' '}{line.kind} {line.name}".rstrip()
     return f"`{line.pattern}{side}: {line.value}`"
 

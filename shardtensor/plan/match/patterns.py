@@ -1,8 +1,8 @@
 """Patterns of dotted names: ``layers.*.mlp.{gate,up}_proj.weight``.
 
-``*`` stands for any characters of one segment, ``**`` for any number of whole segments, ``{a,b}`` for one of those
-listed, ``<ep>`` for a whole number that is dealt over an axis, ``<32>`` for one below 32; ``"in"`` and anything else
-for itself.
+``*`` matches any characters of one segment, ``**`` any number of whole segments, ``{a,b}`` one of the listed texts,
+``<ep>`` a whole number (these are distributed over the axis), ``<32>`` one below 32; ``"in"`` and all other text match
+themselves.
 No pattern takes more than (its length) x (the name's length) steps to match.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import attrs
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Segments that wrappers put into names; patterns do not see them."""
+"""Segments that wrapper modules add to names; patterns are matched without them."""
 
 _TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<(\w+)>|([^"*{<]+|.)', re.DOTALL)
 
@@ -27,8 +27,8 @@ class Part:
     """A part of a segment.
 
     Attributes:
-        text: as it is written: ``*``, ``**``, ``{a,b}``, ``<ep>``, or what it stands for.
-        options: the texts that it may stand for, where they are listed.
+        text: as it is written: ``*``, ``**``, ``{a,b}``, ``<ep>``, or the text that it matches.
+        options: the texts that it matches, if they are listed.
     """
 
     kind: Literal["text", "any", "deep", "one_of", "number"]
@@ -39,7 +39,7 @@ class Part:
         return self.text
 
     def ends(self, text: Sequence[str], starts: set[int]) -> set[int]:
-        """Where it may end in `text`, when it starts at one of `starts`."""
+        """Return where a match in `text` may end that starts at one of `starts`."""
         if self.options:
             assert isinstance(text, str)
             return {at + len(option) for option in self.options for at in starts if text.startswith(option, at)}
@@ -57,14 +57,14 @@ class Part:
 
 
 def one_of(options: Iterable[str]) -> Part:
-    """``{a,b}``."""
+    """Return the part ``{a,b}``."""
     options = tuple(dict.fromkeys(options))
     return Part("one_of", f"{{{','.join(options)}}}", options)
 
 
 @attrs.frozen(cache_hash=True)
 class Segment:
-    """What stands between two dots of a pattern."""
+    """The text between two dots of a pattern."""
 
     parts: tuple[Part, ...]
 
@@ -78,15 +78,15 @@ class Segment:
 
     @cached_property
     def literal(self) -> str | None:
-        """The one text it stands for; None where there may be several."""
+        """The one text that it matches; None if there may be several."""
         return str(self) if all(part.kind == "text" for part in self.parts) else None
 
     def captures(self, text: str) -> tuple[str, ...] | None:
-        """What each of its wildcards stands for in `text`; None when it does not match."""
+        """Return the text that each of its wildcards matches in `text`; None if it does not match."""
         return _captured(self, text)
 
     def ends(self, words: Sequence[str], starts: set[int]) -> set[int]:
-        """Where it may end in the words of a name, when it starts at one of `starts`."""
+        """Return where a match in the words of a name may end that starts at one of `starts`."""
         if self.is_deep:
             return self.parts[0].ends(words, starts)
         return {at + 1 for at in starts if at < len(words) and _captured(self, words[at]) is not None}
@@ -105,7 +105,7 @@ def _captured(segment: Segment, text: str) -> tuple[str, ...] | None:
 
 
 def _spans(items: Sequence[Any], over: Sequence[str], is_open: bool = False) -> list[tuple[int, int]] | None:
-    """Where each item lies when all of them lie end to end over `over` (`is_open`: over its beginning)."""
+    """Return the range of each item in `over`, which they match one after the other (`is_open`: its beginning)."""
     stages = [{0}]
     for item in items:
         reached = item.ends(over, stages[-1])
@@ -125,17 +125,17 @@ def _spans(items: Sequence[Any], over: Sequence[str], is_open: bool = False) -> 
 
 @attrs.frozen(eq=False)
 class Pattern:
-    """A pattern, read."""
+    """A parsed pattern."""
 
     segments: tuple[Segment, ...]
 
     @cached_property
     def wildcards(self) -> tuple[Part, ...]:
-        """In order; what `captures` gives one text for each of."""
+        """The wildcards in order; `captures` returns one text for each."""
         return tuple(part for segment in self.segments for part in segment.parts if part.kind != "text")
 
     def captures(self, name: str, is_below: bool = False) -> tuple[str, ...] | None:
-        """What the wildcards stand for in a name (`is_below`: or in a module above it); None when it does not match.
+        """Return what the wildcards match in a name (`is_below`: or in a module above it); None if it does not match.
 
         Example:
             >>> pattern("**.layers.*.{q,k}_proj").captures("model.layers.3.k_proj")
@@ -145,7 +145,7 @@ class Pattern:
         spans: list[tuple[int, int]] | None
         if self.is_deep:
             spans = _spans(self.segments, words, is_below)
-        else:  # each segment stands at one place
+        else:  # each segment has one place
             is_long = len(words) == len(self.segments) or (is_below and len(words) > len(self.segments))
             spans = [(i, i + 1) for i in range(len(self.segments))] if is_long else None
         found: list[str] = []
@@ -158,11 +158,11 @@ class Pattern:
 
     @cached_property
     def is_deep(self) -> bool:
-        """Whether some part of it stands for any number of segments."""
+        """Whether some part of it matches any number of segments."""
         return any(segment.is_deep for segment in self.segments)
 
     def filled(self, values: Sequence[str]) -> str:
-        """The name that the pattern is, with one text for each of `wildcards`.
+        """Return the pattern as a name, with one text for each of `wildcards`.
 
         Example:
             >>> pattern("layers.*.{q,k}_proj").filled(["3", "k"])
@@ -175,7 +175,7 @@ class Pattern:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
-    """Read a pattern."""
+    """Parse a pattern."""
     segments: list[list[Part]] = [[]]
     for quoted, stars, braces, axis, plain in _TOKEN.findall(text):
         if stars:
@@ -193,7 +193,7 @@ def pattern(text: str) -> Pattern:
 
 @lru_cache(maxsize=4096)
 def _segment(parts: tuple[Part, ...]) -> Segment:
-    """Equal segments are one, so that finding what is known of them compares nothing."""
+    """Return the segment of these parts: one object for equal ones, so that look-ups need no comparison."""
     found = tuple(part for part in parts if part.kind != "text" or part.text)
     if found == _DEEP:
         return Segment(found)
@@ -201,7 +201,7 @@ def _segment(parts: tuple[Part, ...]) -> Segment:
 
 
 def matches(text: str, name: str) -> bool:
-    """Whether a pattern stands for a dotted name.
+    """Whether a pattern matches a dotted name.
 
     Example:
         >>> matches("layers.*.{q,k}.weight", "layers.3.q.weight"), matches("**.bias", "bias"), matches("a.*", "a.b.c")
@@ -211,7 +211,7 @@ def matches(text: str, name: str) -> bool:
 
 
 def is_below(text: str, name: str) -> bool:
-    """Whether a name lies below a module that the pattern stands for.
+    """Whether a name is below a module that the pattern matches.
 
     Example:
         >>> is_below("mlp", "mlp.fc.weight"), is_below("mlp", "mlp2.weight")
@@ -222,7 +222,7 @@ def is_below(text: str, name: str) -> bool:
 
 
 def unwrapped(name: str) -> str:
-    """A name without what wrappers put into it.
+    """Return a name without the segments of wrapper modules.
 
     Example:
         >>> unwrapped("_orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
@@ -232,13 +232,13 @@ def unwrapped(name: str) -> str:
 
 
 def nearest(text: str, names: Iterable[str]) -> str:
-    """The names that look most like a pattern, for messages."""
+    """Return the names most similar to a pattern, for messages."""
     names = list(names)
     return ", ".join(get_close_matches(text, names, 3, 0.5) or names[:8]) or "(none)"
 
 
 def starred(path: str) -> str:
-    """A path with its numbers as ``*``.
+    """Return a path with its numbers as ``*``.
 
     Example:
         >>> starred("model.layers.11.mlp")

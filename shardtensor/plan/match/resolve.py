@@ -23,17 +23,17 @@ from shardtensor.spec.nodes import Spec
 
 
 def resolve(plan: Plan, model: Model) -> Resolved:
-    """Return how every tensor of `model` lies by `plan`, how values pass its modules, and what was found wrong.
+    """Return the layout of every tensor of `model` under `plan`, the flows of its modules, and the findings.
 
-    Flows and the balance of ranks are looked at afterwards, in `check_plan`. Takes as long for 16,384 ranks as for 4.
-    Never raises for what a plan or a model can get wrong: see `findings`.
+    `check_plan` checks flows and the balance of ranks afterwards. Takes as long for 16,384 ranks as for 4.
+    Errors of a plan or a model are not raised: they are in `findings`.
 
     Args:
         plan: with every number known.
         model: names, global shapes and, where known, modules.
 
     Returns:
-        the tensors that could be placed, in the order of the model, with the names that ties add at its end.
+        the tensors that could be placed, in the order of the model, and after them the names that ties add.
 
     Example:
         >>> from shardtensor.mesh import Mesh
@@ -72,7 +72,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
 
 
 class _Placing:
-    """Chooses the line of every tensor and binds what it says."""
+    """Chooses the line of every tensor and binds its layout."""
 
     def __init__(
         self, plan: Plan, model: Model, binder: Binder, ties: Mapping[str, str], matches: Matches, disputes: Disputes
@@ -89,7 +89,7 @@ class _Placing:
                 self.findings += [] if fault is None else [fault]
 
     def tensors(self) -> dict[str, Placed]:
-        """All tensors that could be placed."""
+        """Return all tensors that could be placed."""
         placed: dict[str, Placed] = {}
         for info in self._model.tensors:
             if info.name not in self._ties:
@@ -116,7 +116,7 @@ class _Placing:
             return None
         bound = self._binder.bound(line.value, info, self._dealt[id(line)].get(info.name))
         if bound is None:
-            return None  # what shards modules by itself, from Python
+            return None  # an object from Python that shards modules itself
         if isinstance(bound.spec, Spec) and bound.spec.partial_parts:
             self.findings.append(_partial(info, bound.spec, line))
         elif bound.layout is None:
@@ -126,7 +126,7 @@ class _Placing:
         return None
 
     def _fallen(self, info: TensorInfo) -> Placed | None:
-        """A tensor that no line matches."""
+        """Return a tensor that no line matches, with the layout of `unmatched`."""
         default = self._plan.unmatched
         if default is None:
             self.unmatched += [] if self._plan.is_part else [info.name]
@@ -153,9 +153,9 @@ def _partial(info: TensorInfo, spec: Spec, line: Line) -> Finding:
 
 
 def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, tuple[str, int]], Finding | None]:
-    """Return the axis and the coordinate at which each name of a line lives; none for lines that deal nothing.
+    """Return the axis and the coordinate of each name of a line whose pattern has ``<axis>``; else nothing.
 
-    Numbers are dealt among names that differ in nothing else, so each layer deals its own experts.
+    Numbers are distributed among names that differ in nothing else: each layer distributes its own experts.
     """
     if "<" not in line.pattern:
         return {}, None
@@ -202,7 +202,7 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
 def passings(
     model: Model, matches: Matches, disputes: Disputes, binder: Binder
 ) -> tuple[dict[str, Passing], list[Finding]]:
-    """The flows, hooks and attributes of each module that a line matches; E303 for what the module does not have."""
+    """Return the flows, hooks and attributes of each module that a line matches; E303 for those that it lacks."""
     found: dict[str, Passing] = {}
     findings: list[Finding] = []
     alike: dict[tuple[int, ...], Passing] = {}  # of modules that the same lines match
@@ -242,7 +242,7 @@ def passings(
 
 
 def _by_what(lines: Any) -> Mapping[str, list[Line]]:
-    """Lines grouped by side or attribute: ``in mask``, ``local num_heads``."""
+    """Return lines grouped by side or attribute: ``in mask``, ``local num_heads``."""
     found: dict[str, list[Line]] = {}
     for line in lines:
         name = line.value.name if line.kind == "use" else line.name
@@ -255,7 +255,7 @@ def _meaning(value: Any) -> object:
 
 
 def _missing(line: Line, path: str, info: ModuleInfo | None) -> Finding | None:
-    """Why a module has not what a line names; None when it has, or when that is not known."""
+    """Return a finding if a module lacks the argument or attribute of a line; None if it has it, or if unknown."""
     if info is None or not line.name or line.kind not in ("in", "local"):
         return None
     if line.kind == "in":

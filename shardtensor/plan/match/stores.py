@@ -1,4 +1,4 @@
-"""``store P: flat(dp) by U``: what a rank keeps of each parameter; ``tie A = B``: names of one tensor."""
+"""``store P: flat(dp) by U``: the range of each parameter that a rank stores; ``tie A = B``: names of one tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardtensor.spec.nodes import Spec
 def with_stores(
     plan: Plan, model: Model, tree: NameTree, placed: Mapping[str, Placed]
 ) -> tuple[dict[str, Placed], list[Finding]]:
-    """Give every parameter what `store` keeps of it; buffers and tied names that lead elsewhere follow their rules."""
+    """Return all tensors with the `store` of each parameter; buffers have none, tied names that of their tensor."""
     findings = [finding for store in plan.stores for finding in _unused(store, tree)]
     stores: dict[str, list[Store]] = {}
     for store in plan.stores:
@@ -57,7 +57,7 @@ def with_stores(
 
 
 def _all_names(model: Model, placed: Mapping[str, Placed]) -> dict[str, tuple[str, ...]]:
-    """All names of every tensor that has several."""
+    """Return all names of every tensor that has several."""
     found: dict[str, dict[str, None]] = {name: dict.fromkeys(names) for names in model.tied for name in names}
     for name, each in placed.items():
         if each.tied_to:
@@ -68,7 +68,7 @@ def _all_names(model: Model, placed: Mapping[str, Placed]) -> dict[str, tuple[st
 
 
 def _unit(names: Sequence[str], units: frozenset[str]) -> str:
-    """The deepest module among `units` that holds all names; the root when there is none."""
+    """Return the deepest module among `units` that contains all names; the root if there is none."""
     path, _, _ = names[0].rpartition(".")
     while path:
         if path in units and all(name.startswith(f"{path}.") for name in names):
@@ -78,7 +78,7 @@ def _unit(names: Sequence[str], units: frozenset[str]) -> str:
 
 
 def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
-    """Why a parameter cannot be flat over the axes of a store; None when it can."""
+    """Return a finding if a parameter cannot be flat over the axes of a store; None if it can."""
     assert store.flat is not None
     spec, name = placed.spec, placed.tensor.name
     if not isinstance(spec, Spec):
@@ -105,7 +105,7 @@ def _clash(plan: Plan, store: Store, placed: Placed) -> Finding | None:
 
 
 def _unit_faults(model: Model, kept: Mapping[str, Placed], stores: Mapping[str, Store]) -> Iterator[Finding]:
-    """Of gather units: parameters stored over different axes, and modules that nobody calls."""
+    """Yield findings for gather units: parameters stored over different axes, and modules that are never called."""
     first: dict[str, str] = {}
     for name, store in stores.items():
         unit = kept[name].unit or ""
@@ -131,7 +131,7 @@ def _unit_faults(model: Model, kept: Mapping[str, Placed], stores: Mapping[str, 
 
 
 def _same_samples(plan: Plan, store: Store, name: str) -> Iterator[Finding]:
-    """A store over ranks that see the same samples: its gradients are not summed over them."""
+    """Yield a finding for a store over ranks with the same samples: its gradients are not summed over them."""
     assert store.flat is not None
     data = plan.axes.leaves(plan.axes.data)
     other = [axis for axis in store.flat.axes if not set(plan.axes.leaves((axis,))) <= set(data)]
@@ -171,7 +171,7 @@ def _unused(store: Store, tree: NameTree) -> list[Finding]:
 
 
 def with_tied_names(plan: Plan, model: Model) -> Model:
-    """`model` with the names that ties give its tensors, for files keep a tied tensor under one name."""
+    """Return `model` with the names that ties add to its tensors: files store a tied tensor under one name."""
     missing = {}
     for tie in plan.ties:
         left, right = pattern(tie.pattern), pattern(tie.to)
@@ -187,7 +187,7 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
 
 
 def read_ties(plan: Plan, model: Model, tree: NameTree) -> tuple[dict[str, str], list[Finding]]:
-    """By each tied name the name whose layout it takes, and what is wrong; `model` is that of `with_tied_names`."""
+    """Return for each tied name the name whose layout it takes, and findings; `model` is from `with_tied_names`."""
     found: dict[str, tuple[str, Tie]] = {}
     findings: list[Finding] = []
     group = {name: names for names in model.tied for name in names}
@@ -231,7 +231,7 @@ def _circle(names: Sequence[str], back: str, tie: Tie) -> Finding:
 
 
 def _partner(left: Pattern, values: tuple[str, ...], right: Pattern) -> str | None:
-    """What the right side stands for when the wildcards of the left stand for `values`; None when they do not pair."""
+    """Return the name of the right side for the texts `values` of the left wildcards; None if they do not pair."""
     given = list(zip(left.wildcards, values, strict=True))
     chosen = []
     for part in right.wildcards:
@@ -263,7 +263,7 @@ def _two_partners(name: str, to: str, other: str, first: Tie, tie: Tie) -> Findi
 
 
 def _differ(name: str, to: str, model: Model, group: Mapping[str, tuple[str, ...]]) -> Finding | None:
-    """Why two tensors cannot be tied; None when they can."""
+    """Return a finding if two tensors cannot be tied; None if they can."""
     one, other = model.by_name[name], model.by_name[to]
     if one.shape != other.shape:
         why = f"{name} is {shape_text(one.shape, one.dims)}, {to} is {shape_text(other.shape, other.dims)}"
@@ -282,7 +282,7 @@ def _differ(name: str, to: str, model: Model, group: Mapping[str, tuple[str, ...
 
 
 def untied(plan: Plan, model: Model, placed: Mapping[str, Placed]) -> list[Finding]:
-    """E304 for names that are one tensor in the module and have two layouts."""
+    """Return E304 for names that are one tensor in the module and have two layouts."""
     found = []
     for names in model.tied:
         held = [placed[name] for name in names if name in placed]

@@ -1,4 +1,4 @@
-"""Gather units: which stored parameters lie end to end in one range of a rank. What `fully_shard` does is said here."""
+"""Gather units: stored parameters gathered together, in flat buffers. The arithmetic is that of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardtensor.plan.resolved import Placed, Resolved
 
 @attrs.frozen(cache_hash=True)
 class Flat:
-    """Parameters of one unit that are gathered and reduced as one tensor; one of unequal parts by itself.
+    """Parameters of one unit in one flat buffer; a parameter with unequal shards has its own.
 
     Attributes:
-        layouts: of the parameters while they compute, in the order in which they lie end to end.
-        units: the grain of each, in elements; 0 means a row of what a rank computes with.
-        axes: the numbers of the mesh axes that the range is cut over, major first.
-        ranks: how many ranges there are.
+        layouts: of the parameters in the computation, in their order in the buffer.
+        units: the grain of each, in elements; 0 means a row of a rank's local tensor in the computation.
+        axes: the numbers of the mesh axes over which the buffer is sharded, major first.
+        ranks: the number of ranges.
         dtype: as torch spells it.
         trains: whether they require a gradient.
     """
@@ -33,7 +33,7 @@ class Flat:
     trains: bool
 
     def ranges(self, rank: int) -> Ranges:
-        """How the parameters of one rank lie end to end, and which range of them each rank along `axes` holds."""
+        """Return the places of one rank's parameters in the buffer, and the range that each rank along `axes` holds."""
         lengths = [layout.numel(rank) for layout in self.layouts]
         grains = _grains(self.layouts, self.units, rank)
         if not has_equal_parts(self.layouts[0]):
@@ -47,9 +47,9 @@ class GatherUnit:
 
     Attributes:
         path: of the module.
-        flats: one for each dtype, trained and frozen apart.
+        flats: one for each dtype, separately for trained and frozen parameters.
         names: of the parameters of each flat.
-        holds_units: whether other units lie inside: then it stays gathered from forward to backward.
+        holds_units: whether other units are inside: then it stays gathered from forward to backward.
     """
 
     path: str
@@ -59,7 +59,7 @@ class GatherUnit:
 
 
 def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
-    """The gather units of a plan, containers before what they hold; none where nothing is stored otherwise."""
+    """Return the gather units of a plan, parents first; none if no parameter has a store."""
     members: dict[str, list[Placed]] = {}
     for placed in own_tensors(resolved):
         if placed.stored is not None and not placed.tensor.is_buffer:
@@ -73,7 +73,7 @@ def gather_units(resolved: Resolved) -> tuple[GatherUnit, ...]:
 
 
 def own_tensors(resolved: Resolved) -> list[Placed]:
-    """The tensors of a plan, each once: tied ones under the name whose layout they take."""
+    """Return the tensors of a plan, each once: tied ones under the name whose layout they take."""
     again = {name for names in resolved.model.tied for name in names[1:]}
     return [p for name, p in resolved.tensors.items() if name not in again and p.tied_to not in resolved.tensors]
 

@@ -1,4 +1,4 @@
-"""Patterns of a plan that match nothing, and tensors that no pattern matches, each reported at the nearest pattern."""
+"""Report patterns of a plan that match nothing, and tensors that no pattern matches, each at the nearest pattern."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardtensor.plan.plan import Plan
 
 @attrs.frozen(eq=False)
 class Nothing:
-    """A pattern, or one alternative in its braces, that stands for nothing.
+    """A pattern, or one alternative in its braces, that matches nothing.
 
     Attributes:
-        at: the number of the segment that it is about.
-        words: what the segment stands for in vain.
-        text: as it is written, and where.
+        at: the number of the segment without a match.
+        words: the texts of that segment that have no match.
+        text, place: as it is written, and where.
     """
 
     line: Line
@@ -36,9 +36,9 @@ class Nothing:
 
 
 def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
-    """W301 for rules and W303 for alternatives that stand for nothing; E303 for what stands before no module.
+    """Return W301 for rules and W303 for alternatives that match nothing; E303 for blocks and styles without a module.
 
-    Also the tensors that have a style instead of a layout: for these no E301 is reported.
+    The last result are tensors that have a style instead of a layout: no E301 is reported for these.
     """
     nothing: list[Nothing] = []
     findings: list[Finding] = []
@@ -63,7 +63,7 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing],
 
 
 def _missing_module(line: Line, tree: NameTree) -> str | None:
-    """The pattern of modules that a line needs and the model lacks."""
+    """Return the pattern of modules that a line needs and the model lacks."""
     needed = [line.module] * bool(line.module) + [line.pattern] * (line.kind != "tensor")
     return next((text for text in needed if not tree.modules(text)), None)
 
@@ -73,7 +73,7 @@ def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
     at = next((at for at in range(len(segments)) if not tree.has(segments[: at + 1])), len(segments) - 1)
     word = str(segments[at]) if segments else ""
     is_inside = head != line.module and line.origin is not None and line.origin.through is not None
-    place = line.origin if is_inside else segment_place(line, word)  # what a style says has no pattern in the plan
+    place = line.origin if is_inside else segment_place(line, word)  # a rule in a style has no pattern in the plan
     notes = style_note(line.origin, "entry") if is_inside else ()
     is_whole = at == len(segments) - 1
     what = "block" if not is_whole else "rule" if line.kind == "tensor" or line.module else line.kind
@@ -99,7 +99,7 @@ def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
 
 
 def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
-    """Alternatives in braces with which no name of the model begins."""
+    """Return alternatives in braces that match the beginning of no name of the model."""
     found: list[Nothing] = []
     optional: dict[Way, bool] = {}
     first: dict[Way, Nothing] = {}
@@ -132,23 +132,23 @@ def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) 
 
 
 def _words(segment: Segment) -> tuple[str, ...]:
-    """The words that a segment without stars stands for."""
+    """Return the words that a segment without stars matches."""
     if not all(part.options for part in segment.parts):
         return ()
     return tuple("".join(words) for words in islice(product(*(part.options for part in segment.parts)), 64))
 
 
 ALIKE = 0.6
-"""How alike a word and a name are (0 to 1) for the one to be a slip of the other."""
+"""The similarity (0 to 1) from which a word counts as a misspelled name."""
 
 MOST = 4
-"""Patterns of tensors that one finding lists."""
+"""The largest number of patterns of tensors that one finding lists."""
 
 
 def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
-    """E301 for tensors without a rule, each at the pattern that nearly matches it; and those patterns.
+    """Return E301 for tensors without a rule, each at the pattern that nearly matches it; and those patterns.
 
-    Where no pattern is near, at the beginning of the plan.
+    If no pattern is near, the finding is at the beginning of the plan.
     """
     nothing = list(nothing)
     slips: dict[str, tuple[Nothing, str] | None] = {}
@@ -182,14 +182,14 @@ def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tu
 
 
 def _listed(names: Sequence[str]) -> str:
-    """So many tensors, and which."""
+    """Return the number of tensors and their names, as text."""
     brief = list(brief_names(names))
     more = f" and {len(brief) - MOST} patterns more" if len(brief) > MOST else ""
     return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
 
 
 def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
-    """The pattern that would stand for a name but for one word, and the pattern with the right word."""
+    """Return the pattern that matches a name except for one word, and its text with the right word."""
     words = name.split(".")
     best: tuple[float, Nothing, str] | None = None
     for each in nothing:
@@ -205,7 +205,7 @@ def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | Non
 
 
 def _corrected(each: Nothing, word: str, meant: str) -> str:
-    """The pattern as it was written, with `meant` in place of `word`; its braces are kept as far as they are right."""
+    """Return the pattern as it was written, with `meant` in place of `word`; braces are kept as far as possible."""
     segment = each.segments[each.at]
     is_alternative = each.finding.code == "W303"
     place = pattern_place(each.line) if is_alternative else each.place

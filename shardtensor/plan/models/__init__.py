@@ -1,1 +1,1 @@
-"""What a plan is checked against: names, shapes and kinds of layers."""
+"""The models that plans are checked against: names, shapes and kinds of layers."""

@@ -25,7 +25,7 @@ WAYS_ON = (
     "or its file, --safetensors model.safetensors.index.json",
     "or make a plan of its own: `shardtensor import hf config.json > plan.shard`",
 )
-"""Where the tensors of a model are from, when a plan's own lines are of another family."""
+"""Fixes for a plan whose own lines are for another model family: other sources of tensors."""
 _CHOICE = re.compile(r"\{([^{}]*)\}|<(\d+)>")
 _PARAM = re.compile(r"^[ \t]*param[ \t]+(\w+)", re.MULTILINE)
 
@@ -33,14 +33,14 @@ _PARAM = re.compile(r"^[ \t]*param[ \t]+(\w+)", re.MULTILINE)
 def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
     """Return the tensors that a plan's ``dims`` lines name, for its configuration and parameters.
 
-    Beside ``llama.shard``, and beside each plan that it includes, ``llama.dims.shard`` is read too.
+    The file ``llama.dims.shard`` beside ``llama.shard``, or beside a plan that it includes, is read too.
 
     Args:
         plan: as read, with the configuration of the model.
-        config_source: what messages call the configuration.
+        config_source: the name of the configuration in messages.
 
     Raises:
-        SpecError: no line says what tensors there are, two say different sizes of one, or a file has an error.
+        SpecError: no line names tensors, two lines have different sizes for one tensor, or a file has an error.
 
     Example:
         >>> from shardtensor.plan.text.reading import read_plan
@@ -60,7 +60,7 @@ def model_from_dims(plan: Plan, config_source: str = "config.json") -> Model:
 
 
 def no_tensors(plan: Plan, facts: Mapping[str, object] | None = None, ways: Iterable[str] = ()) -> SpecError:
-    """The error (E301) that no line says what tensors a plan is for, with more `facts` and `ways` out."""
+    """Return the error (E301) that no line names the tensors of a plan, with more `facts` and fixes (`ways`)."""
     files = [source.file for source in plan.sources if not source.file.startswith("<")]
     return SpecError(
         "nothing says which tensors the model has",
@@ -76,7 +76,7 @@ def no_tensors(plan: Plan, facts: Mapping[str, object] | None = None, ways: Iter
 
 
 def refuse_quantised(config: Mapping[str, Any], config_source: str) -> None:
-    """Raise SpecError (E106) for a model whose tensors are packed as its config.json does not say."""
+    """Raise SpecError (E106) for a quantised model: its config.json does not describe its packed tensors."""
     if config.get("quantization_config"):
         raise SpecError(
             "the tensors of a quantised model are not known from its config.json",
@@ -89,9 +89,9 @@ def refuse_quantised(config: Mapping[str, Any], config_source: str) -> None:
 def other_family(
     sources: Iterable[Source], config: Mapping[str, Any], world: int, config_source: str
 ) -> SpecError | None:
-    """The error that the tensors beside some plans are of another family than a configuration; None where they are not.
+    """Return the error that the tensors beside some plans are for another family than a configuration; None if not.
 
-    A plan that cannot be read for a configuration is asked so first: keys that it lacks are of no use then.
+    Check this first for a plan that cannot be read for a configuration: its missing keys do not matter then.
     """
     for source in filter(None, map(source_beside, sources)):
         try:
@@ -103,7 +103,7 @@ def other_family(
 
 
 def _read(source: Source, config: Mapping[str, Any], world: int, params: Mapping[str, Any], config_source: str) -> Plan:
-    """A file of dims. Where it is of another family the error says that, with the ways on, and no more."""
+    """Parse a file of dims. If it is for another family the error has only that fault, with `WAYS_ON`."""
     try:
         return read_plan(source, config=config, world=world, params=params, config_source=config_source)
     except SpecError as error:
@@ -115,11 +115,11 @@ def _read(source: Source, config: Mapping[str, Any], world: int, params: Mapping
 
 
 def source_beside(plan: Source) -> Source | None:
-    """The text of the file beside a plan that gives names and sizes; None when there is none."""
+    """Return the file with names and sizes beside a plan; None if there is none."""
     name = plan.file
     if not name.endswith(".shard") or name.endswith(".dims.shard"):
         return None
-    for path in (Path(name), PACKAGED / name):  # as messages call it: a packaged one by its place in the package
+    for path in (Path(name), PACKAGED / name):  # packaged files are named by their place in the package
         beside = Path(_beside(str(path)))
         if path.is_file() and beside.is_file() and path.read_text(encoding="utf-8") == plan.text:
             return Source(beside.read_text(encoding="utf-8"), _beside(name))
@@ -152,7 +152,7 @@ def _text(tensor: TensorInfo) -> str:
 
 
 def _layer_by_layer(lines: list[Dims]) -> Iterator[tuple[str, Dims]]:
-    """The names of lines that begin with the same numbered modules, as a model has them: layer 0 first."""
+    """Yield the names of lines that begin with the same numbered modules, in the order of a model: layer 0 first."""
     first = re.search(r"<(\d+)>", lines[0].pattern)
     for number in range(int(first[1])) if first else [0]:
         for line in lines:
@@ -162,7 +162,7 @@ def _layer_by_layer(lines: list[Dims]) -> Iterator[tuple[str, Dims]]:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """All names that a pattern of braces and numbers stands for, in order.
+    """Yield all names that a pattern of braces and numbers matches, in order.
 
     Example:
         >>> list(expanded("h.<2>.{q,k}"))
@@ -177,7 +177,7 @@ def expanded(pattern: str) -> Iterator[str]:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """The element type that a configuration names; newer ones say ``dtype``, older ones ``torch_dtype``."""
+    """Return the element type in a configuration: ``dtype`` in newer ones, ``torch_dtype`` in older ones."""
     said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return said if said in BYTES else "float32"
 

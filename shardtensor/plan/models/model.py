@@ -1,4 +1,4 @@
-"""The model that a plan is for: names and shapes of tensors, modules, and the kinds of layers that are known."""
+"""The model of a plan: names and shapes of tensors, modules, and the known kinds of layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LayerKind:
     """One kind of layer.
 
     Attributes:
-        name: ``"linear"``: a product over the dim ``in``; ``"embedding"``: rows of ``vocab`` are looked up; ``"norm"``:
-            values pass, each scaled along ``embed``; ``"conv"``: a convolution, whose channels are ``in`` and ``out``.
+        name: ``"linear"``: a product over the dim ``in``; ``"embedding"``: a look-up of rows of ``vocab``; ``"norm"``:
+            scales values along ``embed``; ``"conv"``: a convolution with channels ``in`` and ``out``.
         dims: the names of each parameter's dims, in the order in which they are stored.
     """
 
@@ -40,9 +40,9 @@ _BY_CLASS = {
 
 
 def kind_named(class_name: str) -> LayerKind | None:
-    """The kind of the layers of a class, by its name; None where it is not known.
+    """Return the kind of the layers of a class, by its name; None if it is not known.
 
-    Model libraries write norms of their own and call them ``LlamaRMSNorm``, ``T5LayerNorm``.
+    Model libraries have their own norms, with names such as ``LlamaRMSNorm``, ``T5LayerNorm``.
 
     Example:
         >>> kind_named("Conv1D").dims["weight"], kind_named("LlamaRMSNorm").name
@@ -53,7 +53,7 @@ def kind_named(class_name: str) -> LayerKind | None:
 
 
 def kind_with(dims: tuple[str, ...] | None) -> LayerKind | None:
-    """The kind of the layers whose weight has dims of these names.
+    """Return the kind of the layers whose weight has dims of these names; None if there is none.
 
     Example:
         >>> kind_with(("vocab", "embed")).name
@@ -65,20 +65,20 @@ def kind_with(dims: tuple[str, ...] | None) -> LayerKind | None:
 
 
 Blocks = tuple[int, ...]
-"""The lengths of results that one product gives laid end to end, and that the class takes apart again.
+"""The lengths of consecutive results of one product, which the class splits again.
 
-Only for the classes in `_FUSED` does a real module tell them: `query_key_value` of others has those of a head side by
-side.
+A real module has them only if its class is in `_FUSED`: in `query_key_value` of others the results of each head are
+adjacent.
 """
 
 
 def blocks_of(class_name: str, child: str, width: int, counts: Mapping[str, int]) -> Blocks:
-    """The length of each block of what a linear layer in a module gives; empty where it is one, or not known.
+    """Return the lengths of the blocks in the result of a linear layer in a module; empty if it is one, or unknown.
 
     Args:
         class_name: of the module that holds the layer.
         child: the name of the layer in it.
-        width: of what the layer gives.
+        width: of the layer's result.
         counts: attributes of the module that are whole numbers.
 
     Example:
@@ -106,7 +106,7 @@ BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Of one element, by the name of its dtype."""
+"""The bytes of one element, by the name of its dtype."""
 
 
 @attrs.frozen
@@ -114,13 +114,13 @@ class TensorInfo:
     """One tensor of a model, under one of its names.
 
     Attributes:
-        name: dotted, without what wrappers put into it.
+        name: dotted, without the segments of wrapper modules.
         shape: global.
-        dims: the names of its dims, such as ``("out", "in")``; None where they are not known.
+        dims: the names of its dims, such as ``("out", "in")``; None if they are not known.
         dtype: as torch spells it, without ``torch.``.
         is_buffer: a buffer that is saved, not a parameter.
-        requires_grad: as of a parameter in training.
-        blocks: dims that are several laid end to end, such as a fused q, k and v, with the length of each block.
+        requires_grad: whether it is a parameter in training.
+        blocks: dims of several consecutive blocks, such as a fused q, k and v, with the length of each block.
     """
 
     name: str
@@ -137,13 +137,13 @@ class TensorInfo:
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the full tensor."""
         return self.numel * BYTES[self.dtype]
 
 
 @attrs.frozen
 class ModuleInfo:
-    """What a real module tells beyond its tensors.
+    """The facts of a real module beyond its tensors.
 
     Attributes:
         class_name: of its type.
@@ -161,8 +161,8 @@ class Model:
     """The tensors of a model, in its order, tied ones under each of their names.
 
     Attributes:
-        source: what it was read from, for messages: ``models/llama3-8b/config.json``.
-        modules: by path, where a real module was at hand; else empty, and the modules are the prefixes of names.
+        source: the file it was read from, for messages: ``models/llama3-8b/config.json``.
+        modules: by path, if it was made from a real module; else empty, and the modules are the prefixes of names.
         tied: names that are one tensor; known only from a real module.
         config: the keys of its config.json.
     """
@@ -179,7 +179,7 @@ class Model:
 
     @cached_property
     def dtype(self) -> str:
-        """That most elements of its parameters have."""
+        """The dtype of most elements of its parameters."""
         sizes = Counter({"float32": 0})
         for tensor in self.tensors:
             sizes[tensor.dtype] += 0 if tensor.is_buffer else tensor.numel
@@ -200,15 +200,15 @@ class Model:
         return tuple(found)
 
     def kind(self, path: str) -> LayerKind | None:
-        """The kind of the layer at a path, by its class or the names of its weight's dims; None if not known."""
+        """Return the kind of the layer at a path, by its class or its weight's dim names; None if not known."""
         if path in self.modules:
             return kind_named(self.modules[path].class_name)
         weight = self.by_name.get(f"{path}.weight" if path else "weight")
         return kind_with(weight.dims) if weight is not None else None
 
     def blocks(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """The dims of a tensor that are several laid end to end, by name, with the length of each block; none where
-        nothing tells."""
+        """Return the dims of a tensor that are several consecutive blocks, by name, with the length of each block;
+        empty if not known."""
         tensor = self.by_name[name]
         path = name.rpartition(".")[0]
         owner = self.modules.get(path.rpartition(".")[0]) if path else None

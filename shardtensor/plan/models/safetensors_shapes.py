@@ -15,14 +15,14 @@ from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.models.model import Model, TensorInfo
 
 MAX_HEADER = 100_000_000
-"""Bytes; what the format itself allows."""
+"""The largest header that the format allows, in bytes."""
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""As safetensors names them -> as torch does."""
+"""safetensors' name of each dtype -> torch's."""
 
 
 def model_from_safetensors(
@@ -30,17 +30,17 @@ def model_from_safetensors(
 ) -> Model:
     """Return the tensors of a checkpoint, from headers alone.
 
-    Files know no names of dims, no buffers and no ties. Tensors of whole numbers are taken as buffers, for they are
-    not trained.
+    Files have no names of dims, no buffers and no ties. Tensors of whole numbers count as buffers, since they are not
+    trained.
 
     Args:
         path: a ``.safetensors`` file; an index ``*.safetensors.index.json`` with its files beside it; or a folder that
-            holds one of the two under its usual name.
-        dims: gives the names of the dims, see `with_dim_names`.
+            contains one of the two under its usual name.
+        dims: a model with names of the dims, see `with_dim_names`.
         config: the keys of the model's config.json.
 
     Raises:
-        PlanError: a file is not there or is no such file; the message names what was found.
+        PlanError: a file does not exist or has another format; the message has what was found.
     """
     path = _file(Path(path))
     entries = _indexed(path) if path.suffix == ".json" else header(path)
@@ -50,10 +50,10 @@ def model_from_safetensors(
 
 
 def with_dim_names(model: Model, named: Model) -> Model:
-    """Return a model whose dims have the names that they have in another.
+    """Return a model with the dim names of another.
 
-    A tensor is known there by its name, or by one that only begins with more modules or fewer: files of a bare model
-    say ``encoder.layer.0...`` where those with a head say ``bert.encoder.layer.0...``.
+    A tensor is found there by its name, or by one with more or fewer modules at the beginning: files of a bare model
+    have ``encoder.layer.0...``, those of a model with a head ``bert.encoder.layer.0...``.
 
     Example:
         >>> file = Model((TensorInfo("h.0.c.weight", (2, 6)),))
@@ -75,16 +75,16 @@ def with_dim_names(model: Model, named: Model) -> Model:
 
 
 def _ends(name: str) -> list[str]:
-    """A name, and what is left of it without its first modules."""
+    """Return a name, and the rests of it without its first modules."""
     segments = name.split(".")
     return [".".join(segments[i:]) for i in range(len(segments))]
 
 
 def header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors that one file holds, by name.
+    """Return the tensors of one file, by name.
 
     Raises:
-        PlanError: it is no such file.
+        PlanError: it is no safetensors file.
     """
 
     def read() -> Any:
@@ -115,7 +115,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _json(path: Path, read: Callable[[], Any], fault: str) -> Any:
-    """What a part of a file says; `fault` where it is no JSON."""
+    """Parse a part of a file as JSON; raise PlanError with `fault` if it is none."""
     try:
         return json.loads(read())
     except OSError as error:
@@ -151,7 +151,7 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
 
 
 def _file(path: Path) -> Path:
-    """The file that is meant, when a folder was given."""
+    """Return the checkpoint file of a folder, or the path of a file itself."""
     if not path.is_dir():
         return path
     usual = ("model.safetensors.index.json", "model.safetensors")
@@ -162,7 +162,7 @@ def _file(path: Path) -> Path:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Names in order, their numbers as numbers: layer 2 before layer 10."""
+    """Return a sort key of names that compares numbers in them as numbers: layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 

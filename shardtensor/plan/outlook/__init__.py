@@ -1,1 +1,1 @@
-"""What a plan comes to before it runs: bytes, seconds, balance, other meshes."""
+"""Estimates for a plan before it runs: bytes, seconds, balance, other meshes."""

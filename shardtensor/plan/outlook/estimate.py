@@ -1,9 +1,9 @@
-"""How long a training step of a plan takes on a machine, from what a rank sends and computes in it.
+"""Estimate the time of a plan's training step on a machine, from what a rank sends and computes in it.
 
-What that is says a run of one rank on meta tensors (`shardtensor.trace`); here it is priced. Arithmetic is FLOPs by the
-rate that products reach; the optimizer is bound by memory. Collectives in modules stop the arithmetic around them.
-Those along data axes alone, which gather and reduce parameters, run beside it, and only what is longer than the
-arithmetic shows.
+A run of one rank on meta tensors (`shardtensor.trace`) counts that; this module computes the time. Arithmetic takes its
+FLOPs divided by the rate that products reach; the optimizer is bound by memory. Collectives in modules stop the
+arithmetic around them. Those along data axes alone, which gather and reduce parameters, overlap with it, so only the
+time beyond the arithmetic counts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardtensor.plan.resolved import Resolved
 
 @attrs.frozen
 class Batch:
-    """What one step is of.
+    """The samples of one step.
 
     Attributes:
         samples: of all ranks together.
         seq: tokens of a sample.
-        dtype: that modules compute in.
+        dtype: in which modules compute.
     """
 
     samples: int
@@ -34,18 +34,18 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of all ranks together."""
+        """The tokens of all ranks together."""
         return self.samples * self.seq
 
 
 @attrs.frozen
 class Collective:
-    """A collective that a rank takes part in, as often as it is called alike.
+    """A collective of a rank, with the number of equal calls.
 
     Attributes:
-        axes: of the plan's mesh, along which the ranks of its group lie.
-        sent_bytes, received_bytes: by this rank in one call, when reductions and gathers run as rings.
-        where: the path of the module that calls it, or whose backward does; numbers of layers as ``*``.
+        axes: of the plan's mesh, along which the ranks of its group differ.
+        sent_bytes, received_bytes: by this rank in one call, if reductions and gathers run as rings.
+        where: the path of the module whose forward or backward calls it; numbers of layers as ``*``.
         calls: how often it is called in a step.
     """
 
@@ -65,7 +65,7 @@ class TracedStep:
 
     Attributes:
         flops: of forward and backward; products, attention and convolutions count.
-        activation_bytes: that autograd keeps from forward to backward, parameters left out.
+        activation_bytes: that autograd saves from forward to backward, without parameters.
     """
 
     collectives: tuple[Collective, ...]
@@ -75,13 +75,13 @@ class TracedStep:
 
 @attrs.frozen
 class StepSeconds:
-    """What a step is made of, in seconds.
+    """The parts of a step, in seconds.
 
     Attributes:
         compute: arithmetic of forward and backward.
         optimizer: reading and writing parameters, gradients and state once.
         inside: collectives that modules wait for.
-        beside: collectives along data axes, which run beside the arithmetic.
+        beside: collectives along data axes, which overlap with the arithmetic.
     """
 
     compute: float
@@ -91,18 +91,18 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """The seconds of the step."""
         return max(self.compute, self.beside) + self.inside + self.optimizer
 
 
 def data_ranks(resolved: Resolved) -> int:
-    """The number of parts into which a batch is split."""
+    """Return the number of parts into which a batch is split."""
     axes = resolved.plan.axes
     return math.prod(axes.size(name) for name in axes.data)
 
 
 def collective_seconds(resolved: Resolved, collective: Collective, profile: Profile) -> float:
-    """Estimate one call of a collective of a step."""
+    """Return the estimated seconds of one call of a collective of a step."""
     mesh = resolved.plan.axes.mesh
     leaves = resolved.plan.axes.leaves(collective.axes) or mesh.names  # of a group along no axes, anywhere
     numbers = tuple(mesh.names.index(leaf) for leaf in leaves)
@@ -111,11 +111,11 @@ def collective_seconds(resolved: Resolved, collective: Collective, profile: Prof
 
 
 def step_seconds(resolved: Resolved, step: TracedStep, profile: Profile, dtype: str, held: RankBytes) -> StepSeconds:
-    """Estimate a training step.
+    """Return the estimated seconds of a training step.
 
     Args:
-        dtype: that modules compute in.
-        held: by the rank, as `rank_bytes` says.
+        dtype: in which modules compute.
+        held: by the rank, as `rank_bytes` returns it.
     """
     axes = resolved.plan.axes
     data = set(axes.leaves(axes.data))

@@ -1,7 +1,7 @@
 """The bytes that a rank of a plan holds through training, and which ranks hold the least and the most.
 
-They are the bytes of the tensors; an allocator rounds each up (CUDA's to 512). What a step makes and drops again,
-activations first of all, is not among them.
+They are the bytes of the tensors; an allocator rounds each up (CUDA's to 512). Temporary memory of a step, mainly
+activations, is not included.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
-"""Tensors of state like the parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
+"""The number of state tensors for each parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
 
 
 @attrs.frozen
 class RankBytes:
-    """What one rank holds, in bytes.
+    """The bytes that one rank holds.
 
     Attributes:
         parameters: as they are stored, with the padding of ranges.
-        gradients: of those that train, in their dtype.
-        optimizer: its state; counts of steps are left out.
+        gradients: of trained parameters, in their dtype.
+        optimizer: its state, without step counts.
         buffers: those that are saved with the model.
-        gathered: memory that gathered units and packed gradients take in turns.
-        tensors: how many there are of all these: each may be rounded up by an allocator.
+        gathered: memory that gathered units and packed gradients use in turns.
+        tensors: the number of all these tensors: an allocator may round up each.
     """
 
     parameters: int = 0
@@ -52,14 +52,14 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
 
     def plus(self, other: RankBytes, times: int = 1) -> RankBytes:
-        """The sum with so many of another."""
+        """Return the sum of this and `times` times another."""
         mine, theirs = attrs.astuple(self), attrs.astuple(other)
         return RankBytes(*(a + times * b for a, b in zip(mine, theirs, strict=True)))
 
 
 @attrs.frozen
 class PlanBytes:
-    """The least and the most that a rank of a plan holds, and the first ranks that do."""
+    """The least and the most that a rank of a plan holds, and the first ranks that hold these."""
 
     least: RankBytes
     least_rank: int
@@ -68,10 +68,10 @@ class PlanBytes:
 
 
 class _Load(Protocol):
-    """What some tensors weigh on each rank."""
+    """The bytes of some tensors on each rank."""
 
     def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        """The axes of the mesh along which it differs, each with the places from which on it may."""
+        """Return the mesh axes along which it differs, each with the coordinates from which on it may."""
         ...
 
     def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes: ...
@@ -79,7 +79,7 @@ class _Load(Protocol):
 
 @attrs.frozen(cache_hash=True)
 class _Tensor:
-    """A tensor that is kept as it computes."""
+    """A tensor that is stored as in the computation."""
 
     layout: Layout
     dtype: str
@@ -110,7 +110,7 @@ class _Range:
         ranges = self.flat.ranges(mesh.ranks[0])
         if len(self.flat.layouts) > 1 or not self.flat.trains or not (inner or ranges.waste):
             return found
-        # The optimizer steps the one parameter there is, not the padding after it.
+        # The optimizer steps the only parameter, not the padding after it.
         if inner or len(self.flat.axes) > 1:
             return found | {axis: range(mesh.sizes[axis]) for axis in self.flat.axes}
         last = ranges.lengths[0] // ranges.chunk
@@ -130,7 +130,7 @@ class _Range:
 
 @attrs.frozen(eq=False)
 class _Lent:
-    """Memory for gathered units: each has its own that stays gathered, the others take turns; and for reductions."""
+    """Memory for gathered units (those that stay gathered have their own, the others take turns) and reductions."""
 
     units: tuple[GatherUnit, ...]
 
@@ -150,7 +150,7 @@ class _Lent:
 
 
 def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> RankBytes:
-    """What one rank holds.
+    """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
@@ -171,7 +171,7 @@ def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> Ra
 
 
 def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
-    """The least and the most that any rank holds. Costs as many looks as there are different ranks, mostly one.
+    """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
         optimizer: as for `rank_bytes`.
@@ -214,7 +214,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
 
 
 def place_along(mesh: Mesh, axes: tuple[int, ...], rank: int) -> int:
-    """The place of a rank among those along some axes, major first."""
+    """Return the index of a rank among those along some axes, major first."""
     here = mesh.coordinate(rank)
     assert here is not None, "a rank of the mesh"
     place = 0
@@ -230,7 +230,7 @@ def _states(optimizer: str) -> int:
 
 
 def _loads(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Counter[_Load]:
-    """What there is, and how often: layers are alike."""
+    """Return each kind of load and its number: layers are alike."""
     return Counter(_each_load(resolved, units))
 
 
@@ -245,7 +245,7 @@ def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Iterator[_L
 
 
 def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The axes of the mesh along which ranks hold different numbers of elements."""
+    """Return the axes of the mesh along which ranks hold different numbers of elements."""
     everything = tuple(range(len(mesh.sizes)))
     if len(layout.grid) != len(mesh.sizes) or isinstance(layout, ListedLayout):
         return everything  # one that names ranks

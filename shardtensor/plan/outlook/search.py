@@ -1,4 +1,4 @@
-"""Search the meshes of a plan: which values of its parameters fit into memory, and which make the shortest step."""
+"""Search the meshes of a plan: the values of its parameters that fit into memory and give the shortest step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from shardtensor.plan.text.sources import Files
 
 @attrs.frozen(eq=False)
 class Choice:
-    """One mesh, and what a plan costs on it.
+    """One mesh, and the costs of a plan on it.
 
     Attributes:
         params: the values of the parameters that were searched.
         mesh: as text.
-        fault: why it is none: a requirement, an error of the plan, memory; empty for one that passes.
-        held: of the rank that holds the most; None where the plan did not come so far.
-        activation_bytes: that autograd keeps; 0 where no step was counted.
-        seconds: of a step; None where it does not pass, or no step was counted.
+        fault: why it is refused: a requirement, an error of the plan, memory; empty for one that passes.
+        held: of the rank that holds the most; None if a fault was found before.
+        activation_bytes: that autograd saves; 0 if no step was counted.
+        seconds: of a step; None if it does not pass, or no step was counted.
     """
 
     params: Mapping[str, int | bool]
@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def bytes(self) -> int:
-        """That the fullest rank needs in a step."""
+        """The bytes that the fullest rank needs in a step."""
         return 0 if self.held is None else self.held.total + self.activation_bytes
 
 
@@ -62,20 +62,20 @@ def search(
     optimizer: str = "adamw",
     trace: Callable[[Plan, int, int], TracedStep] | None = None,
 ) -> tuple[Choice, ...]:
-    """Rank the meshes of a plan by the estimated seconds of a step, or by the bytes of a rank where no step is counted.
-    Those that do not pass come last, with the reason.
+    """Return the meshes of a plan, sorted by the estimated seconds of a step, or by the bytes of a rank if no step is
+    counted. Those that do not pass are last, with the reason.
 
-    Tried are, of the parameters that change the mesh, the divisors of the world whose product divides it, and of those
-    that are true or false, both. Only what fits into memory is traced.
+    For parameters that change the mesh it tries the divisors of the world whose product divides it, and for booleans
+    both values. Only meshes that fit into memory are traced.
 
     Args:
         path: of the plan, or its text.
         memory_bytes: of a rank.
-        params: values that stay as they are given.
-        trace: counts a step of a plan, of so many samples of a data rank and tokens of a sample.
+        params: values that are fixed.
+        trace: counts a step of a plan, given the samples of a data rank and the tokens of a sample.
 
     Raises:
-        PlanError: it has no parameter that changes the mesh.
+        PlanError: the plan has no parameter that changes the mesh.
     """
     found = []
     for values in candidates(path, config=config, world=world, params=params):
@@ -110,7 +110,7 @@ def _fitting(choice: Choice, memory_bytes: int) -> Choice:
 def candidates(
     path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}
 ) -> tuple[dict[str, int | bool], ...]:
-    """The values of parameters that `search` tries.
+    """Return the values of parameters that `search` tries.
 
     Raises:
         PlanError: the plan has no parameter that changes its mesh.
@@ -132,7 +132,7 @@ def _tried(
     head = _head(path, config, world, params)
     free = {name: value for name, value in _params(head).items() if name not in params}
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    # The numbers with which the mesh changes, or does not fit the world any more.
+    # The numeric parameters that change the mesh, or with which it does not fit the world.
     names = [
         name for name, value in free.items()
         if type(value) is not bool and len({_mesh(head.again({**head.given, name: n})) for n in divisors}) > 1
@@ -146,10 +146,10 @@ def _tried(
 
 
 def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, params: Mapping[str, Any] = {}) -> Plan:
-    """The plan with the values that it has by itself or, where those do not fit, with the first of `candidates`.
+    """Return the plan with its default values or, if those do not fit, with the first of `candidates` that fits.
 
     Raises:
-        SpecError: none reads; says what is wrong with the plan as it is.
+        SpecError: none fits; the error is that of the default values.
     """
     try:
         return read_plan(path, config=config, world=world, params=params)
@@ -162,7 +162,7 @@ def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, pa
 
 
 def _head(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> PlanReader:
-    """The numbers of a plan, whether or not they fit."""
+    """Return a reader with the numbers of a plan, whether or not they fit."""
     files = Files()
     reader = PlanReader(files, Scope(config, world, "config.json"), dict(params), only_head=True)
     reader.read(files.main(path))
@@ -180,7 +180,7 @@ def _mesh(head: PlanReader) -> str:
 
 
 def _read(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> Plan | str:
-    """The plan with these values, or why they do not read."""
+    """Return the plan with these values, or the text of its first error."""
     try:
         return read_plan(path, config=config, world=world, params=params)
     except SpecError as error:

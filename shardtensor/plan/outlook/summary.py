@@ -1,4 +1,4 @@
-"""What a plan without errors comes to: layouts, bytes of a rank, process groups; as plain data."""
+"""The summary of a plan without errors: layouts, bytes of a rank, process groups; as plain data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ OPTIMIZER = "adamw"
 
 
 def summarize(resolved: Resolved, path: str | Path) -> dict[str, Any]:
-    """Sum up a plan without errors.
+    """Return the summary of a plan without errors.
 
     Args:
-        path: what messages call the plan.
+        path: the name of the plan in messages.
 
     Returns:
-        the names of the plan, the model and the mesh; how many tensors there are, tied ones once, and elements of
-        parameters; the layouts, the largest first, each with its tensors and their bytes, whole; the bytes of the rank
-        with the least and the one with the most; the process groups that are made; where an ``else`` side was taken.
+        the names of the plan, the model and the mesh; the numbers of tensors, tied ones once, and of elements of
+        parameters; the layouts, the largest first, each with the number of its tensors and their global bytes; the
+        bytes of the emptiest and the fullest rank; the process groups; the places where an ``else`` side was taken.
     """
     plan, own = resolved.plan, own_tensors(resolved)
     held = plan_bytes(resolved, optimizer=OPTIMIZER)
@@ -53,7 +53,7 @@ def summarize(resolved: Resolved, path: str | Path) -> dict[str, Any]:
 
 
 def _layout_text(placed: Placed) -> str:
-    """A layout and what is kept of it, the coordinate of ``only`` left open so that all experts are one."""
+    """Return a layout and its store as text; ``only`` has ``*`` as its coordinate, so that all experts are one."""
     text, only = str(placed.spec), placed.spec.only_part if isinstance(placed.spec, Spec) else None
     if only is not None:
         text = text.replace(str(only), f"only({only.axis}, *)")
@@ -61,11 +61,11 @@ def _layout_text(placed: Placed) -> str:
 
 
 def _groups(resolved: Resolved, own: list[Placed]) -> Iterator[dict[str, Any]]:
-    """The sets of process groups: ranks that differ along some axes."""
+    """Yield the sets of process groups: those of ranks that differ along some axes."""
     axes = resolved.plan.axes
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for names in (*_axes_used(resolved, own), axes.data):
-        leaves = [leaf for leaf in axes.leaves(names) if axes.size(leaf) > 1]  # along others a group is its own
+        leaves = [leaf for leaf in axes.leaves(names) if axes.size(leaf) > 1]  # along other axes a group has one rank
         if leaves:
             found.setdefault(tuple(sorted(leaves)), names)
     for names in found.values():
@@ -76,7 +76,7 @@ def _groups(resolved: Resolved, own: list[Placed]) -> Iterator[dict[str, Any]]:
 
 
 def _axes_used(resolved: Resolved, own: list[Placed]) -> Iterator[tuple[str, ...]]:
-    """The axes that stand together in layouts, stores and flows."""
+    """Yield the axes that appear together in layouts, stores and flows."""
 
     def of(spec: ShardingSpec) -> Iterator[tuple[str, ...]]:
         for part in (*spec.dims, spec.flat_part, *spec.partial_parts) if isinstance(spec, Spec) else ():

@@ -1,1 +1,1 @@
-"""The text of a plan: its grammar, its values, and the way from it to a `Plan` and back."""
+"""The text of a plan: its grammar, its values, and conversions to a `Plan` and back."""

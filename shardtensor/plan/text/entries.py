@@ -1,4 +1,4 @@
-"""The entries of modules to lines of a plan: blocks spread out, styles spelled out, patterns joined."""
+"""Convert entries of modules to lines of a plan: expand blocks and styles, and join patterns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardtensor.spec.reader import span
 
 @attrs.frozen
 class Above:
-    """What stands above an entry.
+    """The context of an entry: the blocks and calls of styles around it.
 
     Attributes:
         pattern: of the block it is in, from the root.
         calls: of styles, the one in the user's text first.
-        pattern_origin: of the pattern that the user wrote before the first call.
+        pattern_origin: of the pattern before the first call, in the user's text.
     """
 
     pattern: str = ""
@@ -36,7 +36,7 @@ class Above:
 
 
 class Body:
-    """Reads the entries of one module, of a style that was called for it, or of the file."""
+    """Reads the entries of one module, of a style that is called for it, or of the file."""
 
     def __init__(self, plan: Statements, evaluator: Evaluator, above: Above) -> None:
         self.plan = plan
@@ -51,7 +51,7 @@ class Body:
 
     @contextmanager
     def _caught(self, node: Node) -> Iterator[None]:
-        """Faults become findings; what a style was given is wrong where it was called."""
+        """Turn errors into findings; the place of a wrong argument of a style is the call."""
         try:
             yield
         except Poisoned:
@@ -66,14 +66,14 @@ class Body:
             self.plan.find(finding)
 
     def _evaluated(self, said: Node, evaluate: Callable[[Node], Any]) -> tuple[Any, str]:
-        """A value, and the condition of the ``else`` side that was taken for it."""
+        """Return a value, and the condition of the ``else`` side that was taken for it."""
         notes = self.evaluator.scope.notes
         before = len(notes)
         value = evaluate(said)
         return value, notes[before][1] if len(notes) > before else ""
 
     def _add(self, node: Node, said: Node, line: Line, above: Above) -> None:
-        """Keep a line, with the place of what is said."""
+        """Add a line to the plan, with the place of its value."""
         origin = Origin(self.evaluator.source, span(said))
         if above.calls:
             origin = _chained(above.calls, Origin(self.evaluator.source, _entry_span(node)))
@@ -184,7 +184,7 @@ class Body:
 
 
 def _entry_span(node: Node) -> tuple[int, int]:
-    """An entry without the word ``optional`` before it, and the end of its line."""
+    """Return the span of an entry, without the word ``optional`` before it."""
     first = next((child for child in node.children if not is_kind(child, "OPTIONAL")), node)
     return span(first if node.data == "rule" else node)[0], span(node.children[-1])[1]
 

@@ -1,4 +1,4 @@
-"""The values of expressions in plans: numbers, true and false, layouts, axes, styles. Nothing in a text runs code."""
+"""Evaluate expressions in plans: numbers, true and false, layouts, axes, styles. No text runs code."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _MISPLACED = {"tuple": "numbers in round brackets", "places": "a list of placeme
 
 
 class Evaluator(Reader):
-    """Reads what stands in a plan where a value may stand, with the names of a scope.
+    """Evaluates the values in a plan, with the names of a scope.
 
-    Faults are raised as `SpecError`; a value that is not known because of another fault raises `Poisoned`.
+    Errors are raised as `SpecError`; a value that is unknown because of another error raises `Poisoned`.
     """
 
     def __init__(self, source: Source, scope: Scope) -> None:
@@ -52,11 +52,11 @@ class Evaluator(Reader):
         self._has_default = 0
 
     def inside(self, style: Style, given: Mapping[str, Any]) -> Evaluator:
-        """The evaluator of a style's body: it names its parameters, and the styles above it."""
+        """Return the evaluator of a style's body, in which its parameters and the styles above it are defined."""
         return Evaluator(style.source, self.scope.inner(style, given))
 
     def value(self, node: Node) -> Any:
-        """The value of an expression, of any kind."""
+        """Return the value of an expression, of any kind."""
         if isinstance(node, Token):
             return self.digits(node) if node.type == "INT" else str(node) == "true"
         if node.data in _MISPLACED:
@@ -65,7 +65,7 @@ class Evaluator(Reader):
         return getattr(self, f"_{node.data}")(node)
 
     def number(self, node: Node) -> int:
-        """The value of an expression that must be a number; an axis counts as its size."""
+        """Return the value of an expression that must be a number; an axis counts as its size."""
         return self._as_number(node, self.value(node))
 
     def _as_number(self, node: Node, value: Any) -> int:
@@ -78,11 +78,11 @@ class Evaluator(Reader):
         return value
 
     def truth(self, node: Node) -> bool:
-        """The value of an expression that must be true or false."""
+        """Return the value of an expression that must be true or false."""
         return self._of_kind(node, bool, "true or false")
 
     def layout_value(self, node: Node) -> ShardingSpec:
-        """The value of an expression that must be a layout."""
+        """Return the value of an expression that must be a layout."""
         return self._of_kind(node, ShardingSpec, "a layout")
 
     def _of_kind(self, node: Node, kind: type, wanted: str) -> Any:
@@ -100,7 +100,7 @@ class Evaluator(Reader):
         )
 
     def text(self, node: Node) -> str:
-        """An expression as it was written, its blanks folded."""
+        """Return the text of an expression, with single blanks."""
         start, end = span(node)
         text = " ".join(self.source.text[start:end].split())
         return text if len(text) <= 80 else text[:77] + "..."
@@ -110,7 +110,7 @@ class Evaluator(Reader):
         return self.fault(code, node, fault, why, fix)
 
     def spend(self, node: Node) -> None:
-        """Count one entry or call of a style; styles that call styles could make any number of them."""
+        """Count one entry or call of a style, and raise at `MAX_ENTRIES`: styles that call styles can make many."""
         self.scope.spent.append(None)
         if len(self.scope.spent) > MAX_ENTRIES:
             raise self.fault("E001", node, f"the styles of this plan make more than {MAX_ENTRIES} entries")
@@ -127,7 +127,7 @@ class Evaluator(Reader):
         if self.truth(condition):
             return self.value(chosen)
         value = self.value(other)
-        switch = self.scope.names.get(self.text(condition))  # a parameter alone is the user's choice: no note
+        switch = self.scope.names.get(self.text(condition))  # no note for a single parameter: that is the user's choice
         if isinstance(value, ShardingSpec | Bundle) and not (switch is not None and switch.is_param):
             fault = f"the `else` side was taken: `{self.text(other)}`"
             note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self.scope, condition))
@@ -200,7 +200,7 @@ class Evaluator(Reader):
     # ---------- layouts, names and calls ----------
 
     def _spec(self, tree: Node) -> Any:
-        with self.apart(""):  # a layout may stand in an argument of what stands in a layout
+        with self.apart(""):  # an argument inside of a layout may be a layout itself
             spec = self.spec(tree)
         if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
             ranks: Any = spec.placements.ranks
@@ -216,7 +216,7 @@ class Evaluator(Reader):
 
     @contextmanager
     def apart(self, place: str) -> Iterator[None]:
-        """Axes that are named inside have nothing to do with those named before."""
+        """Check axes inside this context independently of those named before."""
         kept = self.used, self.place
         self.used, self.place = {}, place
         try:
@@ -260,7 +260,7 @@ class Evaluator(Reader):
         return built
 
     def named(self, node: Node) -> Any:
-        """The value of a name, dotted ones of config."""
+        """Return the value of a name, or of a dotted key of config."""
         first, *rest = map(str, node.children)
         if first == "config":
             return self._config_key(node, rest)
@@ -289,7 +289,7 @@ class Evaluator(Reader):
         raise self.fault("E107", node, f"`{self.text(node)}` is {what}", why)
 
     def _found(self, node: Node, keys: list[str]) -> Any:
-        """What config.json has under a key."""
+        """Return the value of a key of config.json."""
         value: Any = self.scope.config
         if not keys:
             raise self.fault("E103", node, "`config` is not a value", fix="write one of its keys: `config.hidden_size`")
@@ -300,7 +300,7 @@ class Evaluator(Reader):
         return value
 
     def _one_of(self, call: Node) -> bool:
-        """Whether the text under a key of config.json, or a text of the list there, is one of the names that follow."""
+        """Whether the text of a key of config.json, or a text of the list there, is one of the names after it."""
         words = [_word(arg) for arg in call.children[1:]]
         names = [list(map(str, word.children)) if word is not None else [] for word in words]
         if len(names) < 2 or names[0][:1] != ["config"] or any(len(name) != 1 for name in names[1:]):
@@ -311,7 +311,7 @@ class Evaluator(Reader):
         return not {name for (name,) in names[1:]}.isdisjoint(text for text in texts if isinstance(text, str))
 
     def _missing_key(self, node: Node, keys: list[str], found: Any) -> SpecError:
-        if self._has_default:  # another value is taken: what is near is not looked for
+        if self._has_default:  # the default is used, so similar keys are not searched
             return SpecError("", code="E104")
         scope, key, text = self.scope, keys[-1], self.text(node)
         known = found if isinstance(found, Mapping) else {}
@@ -362,7 +362,7 @@ class Evaluator(Reader):
         return [each.children[0] for each in words if each is not None]  # type: ignore[misc]
 
     def axis(self, token: Token) -> tuple[str, ...]:
-        """The axes that a name means where axes stand."""
+        """Return the axes of a name, where the language needs axes."""
         value = self.scope.names.get(str(token), Binding(None)).value
         if value is POISON:
             raise Poisoned
@@ -380,11 +380,11 @@ class Evaluator(Reader):
 
 
 def is_kind(node: Node, *kinds: str) -> bool:
-    """Whether a node is made by a rule, or is a token, of one of these names."""
+    """Whether a node's rule, or its token type, has one of these names."""
     return (node.type if isinstance(node, Token) else node.data) in kinds
 
 
 def _word(node: Node) -> Tree | None:
-    """The name that an expression is; None for any other."""
+    """Return the name of an expression that is only a name; else None."""
     inner = node.children[0] if is_kind(node, "spec") and len(node.children) == 1 else node
     return inner if is_kind(inner, "word") else None

@@ -1,4 +1,4 @@
-"""Canonical text of plan files: one style, comments kept, the meaning untouched. What ``shardtensor fmt`` writes."""
+"""Canonical text of plan files, with comments and without a change of meaning. ``shardtensor fmt`` writes it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Row:
     """One line to be written, or one that is broken inside brackets.
 
     Attributes:
-        span: where its text stood.
+        span: of its text in the source.
         level: of nesting.
-        head, tail: tails of neighbours of one kind begin in one column.
-        kind: what may be aligned with it; empty for nothing.
+        head, tail: tails of adjacent rows of one kind begin in one column.
+        kind: rows of one kind are aligned; empty for none.
         comment: at its end.
         opens, closes: a block.
-        follows_gap: an empty line stands before it.
+        follows_gap: an empty line is written before it.
     """
 
     span: tuple[int, int]
@@ -50,7 +50,7 @@ class _Row:
 def format_plan(source: Source) -> str:
     """Return the canonical text of a plan file.
 
-    It means the same, and its own canonical text is itself. Comments stay: at the end of their line, or above it.
+    It has the same meaning, and is its own canonical text. Comments stay at the end of their line, or above it.
 
     Raises:
         SpecError: it is no plan.
@@ -92,7 +92,7 @@ def _rows(source: Source, node: Node, level: int) -> Iterator[_Row]:
 
 
 def _head(node: Node) -> str:
-    """What stands before a block."""
+    """Return the text before a block."""
     if node.data == "style":
         name, *params, _ = node.children
         return f"style {name}({', '.join(map(write, params))})"
@@ -101,7 +101,7 @@ def _head(node: Node) -> str:
 
 
 def _parts(node: Node) -> tuple[str, str, str]:
-    """The head of a line, its tail, and what it is aligned with."""
+    """Return the head of a line, its tail, and its kind for alignment."""
     kind, children = str(node.data), list(node.children)
     if kind == "rule":
         head = _head(node)
@@ -125,7 +125,7 @@ def _parts(node: Node) -> tuple[str, str, str]:
 
 
 def _with_comments(text: str, rows: list[_Row]) -> list[_Row]:
-    """Rows with the comments at the ends of their lines, and rows for comments that stand alone."""
+    """Return rows with the comments at the ends of their lines, and rows for comments on lines of their own."""
     placed: list[_Row] = []
     comments = [match.span(1) for match in _COMMENT.finditer(text) if match[1]]
     for i, row in enumerate(rows):
@@ -144,7 +144,7 @@ def _with_comments(text: str, rows: list[_Row]) -> list[_Row]:
 
 
 def _align_tails(rows: list[_Row]) -> None:
-    """Tails of neighbours begin in one column."""
+    """Align the tails of adjacent rows of one kind."""
     run: list[_Row] = []
     for row in [*rows, _Row((0, 0), 0, "")]:
         if run and (not row.tail or row.follows_gap or (row.kind, row.level) != (run[-1].kind, run[-1].level)):
@@ -165,7 +165,7 @@ def _lines(rows: list[_Row]) -> Iterator[str]:
 
 
 def _between(text: str, one: _Row, other: _Row) -> str:
-    """What stands between two rows, without blanks and comments."""
+    """Return the text between two rows, without blanks and comments."""
     between = text[one.span[1] : other.span[0]] if one.span[1] <= other.span[0] else ""
     return re.sub(r"#[^\n]*|[ \t\f\r]", "", between)
 
@@ -174,7 +174,7 @@ _BRACKET = re.compile(r'"(?:[^"\\\n]|\\.)*"|[\[({]|[\])}]|,')
 
 
 def _broken(line: str, indent: str) -> str:
-    """A long line with each part of its last brackets on a line of its own."""
+    """Return a long line with each part of its last brackets on its own line."""
     if len(line) <= WIDTH or line.lstrip().startswith("#"):
         return line
     depth, end = 0, 0
@@ -207,7 +207,7 @@ _PLAIN = re.compile(r"(?:[A-Za-z0-9_.*]|\{[A-Za-z0-9_.]*(?:,[A-Za-z0-9_.]*)*\}|<
 
 
 def write(node: Node, least: int = 0) -> str:
-    """The text of a value, in brackets where it binds less than `least`."""
+    """Return the text of a value, in brackets if its operator binds less than `least`."""
     if isinstance(node, Token):
         return str(node)
     kind, children = str(node.data), list(node.children)
@@ -234,7 +234,7 @@ def _rank(word: str) -> int:
 
 
 def glob_text(glob: Node) -> str:
-    """A pattern, in quotes only where it needs them."""
+    """Return the text of a pattern, in quotes only if it needs them."""
     (token,) = glob.children
     if token.type == "GLOB":
         return str(token)

@@ -1,4 +1,4 @@
-"""A plan's text to a `Plan`: every number known, every style spelled out, and every fault of the text at once."""
+"""Read a plan's text into a `Plan`: compute all numbers, expand all styles, and report all errors of the text."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def read_plan(
         plan: the path of a file, the name of a packaged plan, or a text that begins with ``shard 1``.
         config: the keys of the model's config.json.
         world: the number of ranks.
-        params: values of parameters: whole numbers, booleans, layouts; a text is read as an expression of the language.
-        config_source: where `config` is from, for messages.
+        params: values of parameters: whole numbers, booleans, layouts; a text is parsed as an expression.
+        config_source: the name of `config` in messages.
 
     Raises:
-        SpecError: its text is every error that was found, and `findings` holds them.
+        SpecError: the plan has errors; the text lists all of them, and `findings` has them.
 
     Example:
         >>> text = '''shard 1
@@ -80,7 +80,7 @@ def read_plan(
 
 
 def refused(findings: Iterable[Finding]) -> SpecError:
-    """The error that findings are, of which some are errors."""
+    """Return the error with the text of all errors among findings."""
     findings = tuple(findings)
     errors = [finding for finding in findings if finding.severity == "error"]
     first = errors[0].origin
@@ -96,7 +96,7 @@ class PlanReader(Statements):
 
     Args:
         given: the values of parameters from outside.
-        only_head: read what says numbers (param, let, mesh, require) and nothing of tensors.
+        only_head: read only statements with numbers (param, let, mesh, require), none about tensors.
     """
 
     def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any], only_head: bool = False) -> None:
@@ -108,7 +108,7 @@ class PlanReader(Statements):
         self._main: File | None = None
 
     def read(self, file: File) -> None:
-        """Read the plan's own file, and all that it includes."""
+        """Read the plan's own file, and all files that it includes."""
         self._main = file
         try:
             self._read_file(file)
@@ -176,7 +176,7 @@ class PlanReader(Statements):
         self.axes = MeshReader(self).read(node.children[0])
 
     def _check_data(self) -> None:
-        """E204: a flow names axes along which samples differ."""
+        """Find E204: a flow names data axes."""
         for line in self.lines:
             if isinstance(line.value, Flow):
                 wrong = set(self.scope.leaves(_flow_axes(line.value))) & set(self.scope.leaves(self.data))
@@ -187,7 +187,7 @@ class PlanReader(Statements):
                     self.find(Finding("E204", fault, line.origin, why, f"drop `{axis}`"))
 
     def plan(self) -> Plan:
-        """The plan, when no error was found."""
+        """Return the plan, if no error was found."""
         scope = self.scope
         axes = self.axes if self.axes is not None else Axes(Mesh((("world", scope.world),)))
         params = {name: _public(binding.value) for name, binding in scope.names.items() if binding.is_param}
@@ -207,7 +207,7 @@ class PlanReader(Statements):
 
 
 def _flow_axes(flow: Flow) -> tuple[str, ...]:
-    """All axes that a flow names."""
+    """Return all axes that a flow names."""
     partial = tuple(axis for side in (flow.before, flow.after) for part in side.partial_parts for axis in part.axes)
     return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.partials)
 
@@ -217,7 +217,7 @@ def _public(value: Any) -> Any:
 
 
 def _defined(node: Node) -> Iterator[str]:
-    """The names that a statement defines."""
+    """Yield the names that a statement defines."""
     if node.data in ("param", "let", "style"):
         yield str(node.children[0])
     elif node.data == "mesh":
@@ -229,7 +229,7 @@ def _defined(node: Node) -> Iterator[str]:
 class MeshReader:
     """Reads ``(dp = world / tp, tp (kvg = gcd(tp, kv), kvr = tp / kvg))``.
 
-    The axes have their names from there on, also where a size is not known.
+    The names of the axes are defined from there on, even if a size is not known.
     """
 
     def __init__(self, plan: Statements) -> None:
@@ -237,10 +237,10 @@ class MeshReader:
         self.leaves: list[tuple[str, int | None]] = []
 
     def read(self, sizes: Node) -> Axes | None:
-        """Return the axes; None where a size is not known.
+        """Return the axes; None if a size is not known.
 
         Raises:
-            SpecError: E105, the sizes do not make the world.
+            SpecError: E105, the product of the sizes is not the world.
         """
         scope = self.plan.scope
         tops = [self._axis(axis) for axis in sizes.children]
@@ -293,7 +293,7 @@ class MeshReader:
                 size = plan.evaluator.number(node)
             except SpecError as error:
                 finding = finding_of(error)
-                if finding.code == "E107":  # a division that is not exact: rounded down it would not make the world
+                if finding.code == "E107":  # a division that is not exact
                     ways = other_values(params_in(plan.scope, node))
                     finding = attrs.evolve(finding, fix=ways or finding.fix)
                 plan.find(finding)
@@ -314,7 +314,7 @@ class MeshReader:
         return size
 
     def _define(self, token: Node, size: int | None) -> None:
-        """An axis may have the name of the number that is its size."""
+        """Define the name of an axis; the number that is its size may have the same name."""
         names, name, value = self.plan.scope.names, str(token), AxisValue((str(token),), size)
         if name in names and not isinstance(names[name].value, AxisValue):
             names[name] = attrs.evolve(names[name], value=value)
@@ -323,7 +323,7 @@ class MeshReader:
             self.plan.define(token, Binding(value))
 
     def _ways(self, sizes: Node, total: int) -> str:
-        """What would make the mesh as large as the world."""
+        """Return fixes that make the mesh as large as the world."""
         run = f"run with --world {total}"
         for axis in sizes.children:
             rest = [str(other.children[0]) for other in sizes.children if other is not axis]

@@ -1,4 +1,4 @@
-"""The names of a plan while it is read: their values, where they came from, which of them are in an expression."""
+"""The names of a plan while it is read: their values, the origins of these, and the names in an expression."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Node = Any
 
 
 class Poisoned(Exception):
-    """A value is not known because its expression has an error, which was reported; what needs it reports nothing."""
+    """A value is unknown because its expression has an error, which was reported; no further error is reported."""
 
 
 BARE_WORDS = ("row", "sum", "avg", "max", "min")
-"""Words that arguments take."""
+"""Words that are allowed as arguments."""
 
 RESERVED = ("replicate", "world", "config", "true", "false")
-"""Names that mean something everywhere."""
+"""Names that are defined everywhere."""
 
 FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
     name: (Word(name, "function", f"{name}(tp, kv)", rest="number"), function)
@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, tuple[Word, Callable[..., int]]] = {
 }
 
 ONE_OF = "one_of"
-"""The function that asks whether a text of config.json is one of some names; a plan has no other use for texts."""
+"""The function that returns whether a text of config.json is one of some names; texts have no other use in a plan."""
 
 POISON = object()
 """The value of a name whose definition failed."""
@@ -43,11 +43,11 @@ POISON = object()
 
 @attrs.frozen
 class AxisValue:
-    """What the name of a mesh axis means: its size where numbers stand, the axis itself where axes stand.
+    """The value of a mesh axis' name: the size where a number is needed, the axis where an axis is needed.
 
     Attributes:
         axes: one name, or those of a product, major to minor.
-        size: the product of their sizes; None where it could not be found.
+        size: the product of their sizes; None if it is not known.
     """
 
     axes: tuple[str, ...]
@@ -59,13 +59,13 @@ class AxisValue:
 
 @attrs.frozen(eq=False)
 class Style:
-    """A bundle of entries that a file defines: its word, and what stands behind each parameter.
+    """A named list of entries that a file defines, with parameters.
 
     Attributes:
-        word: name and parameters, as a call sees them.
-        defaults: of parameters that have one, its syntax.
+        word: name and parameters, for calls.
+        defaults: the syntax of each default of a parameter.
         body: the entries.
-        above: the styles that were defined before it, which are those it may call.
+        above: the styles that were defined before it; it may call these.
     """
 
     word: Word
@@ -77,7 +77,7 @@ class Style:
 
 @attrs.frozen(eq=False)
 class Bundle:
-    """A style with its arguments: what ``colwise(tp)`` is as a value."""
+    """A style with its arguments: the value of ``colwise(tp)``."""
 
     style: Style
     given: Mapping[str, Any]
@@ -88,12 +88,12 @@ class Bundle:
 
 @attrs.frozen(eq=False)
 class Binding:
-    """A name's value, and the text that made it.
+    """A name's value, and its expression.
 
     Attributes:
-        node, source: the expression, for telling why a value is what it is; None for axes and parameters of styles.
-        param: it is a parameter of the plan.
-        given: how its value was given from outside, in words; empty where the default holds.
+        node, source: the expression, to explain the value in messages; None for axes and parameters of styles.
+        is_param: whether it is a parameter of the plan.
+        given: how its value was given from outside, as text; empty for the default.
     """
 
     value: Any
@@ -105,16 +105,16 @@ class Binding:
 
 @attrs.define(eq=False)
 class Scope:
-    """What a plan's expressions may name.
+    """The names that a plan's expressions may use.
 
     Attributes:
-        config: keys of config.json; `config_source` says in messages where they are from.
+        config: keys of config.json; `config_source` is its name in messages.
         names: of params, lets and axes; inside a style also its parameters.
         styles: by name.
-        axes: of the mesh as they were written, major first; None as long as no mesh was.
+        axes: of the mesh as they were written, major first; None before the mesh.
         made_of: axis -> its factors that are not made of others, major first.
-        below: names that the file at hand defines further down.
-        notes: N001 of layouts and styles that stand after an ``else``, and the conditions.
+        below: names that the current file defines further down.
+        notes: N001 of layouts and styles after an ``else``, and the conditions.
         spent: one for each entry and call of a style; shared by all scopes of a plan.
     """
 
@@ -130,12 +130,12 @@ class Scope:
     spent: list[None] = attrs.field(factory=list)
 
     def inner(self, style: Style, given: Mapping[str, Any]) -> Scope:
-        """The scope inside a style."""
+        """Return the scope inside a style."""
         names = {**self.names, **{name: Binding(value) for name, value in given.items()}}
         return attrs.evolve(self, names=names, styles=dict(style.above), below=frozenset())
 
     def leaves(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes that some axes are made of."""
+        """Return the axes that some axes are made of."""
         return tuple(leaf for name in axes for leaf in self.made_of.get(name, (name,)))
 
     @property
@@ -144,7 +144,7 @@ class Scope:
         return ", and ".join([", ".join(self.axes or ()), *made])
 
     def unknown_name(self, name: str) -> tuple[str, str, str, str]:
-        """The code, the fault, why, and the way out where a name has no value."""
+        """Return the code, the fault, the reason and the fix for a name without a value."""
         if name in self.below:
             return "E103", f"`{name}` is used above its definition", "", "define it further up"
         if name in self.styles:
@@ -156,7 +156,7 @@ class Scope:
         return "E103", f"nothing is called `{name}`", why, f"write `config.{name}`" if name in self.config else fix
 
     def unknown_call(self, name: str) -> tuple[str, str, str, str]:
-        """The same, where brackets follow the name."""
+        """Return the same for a name before brackets."""
         functions, forms = [*FUNCTIONS, ONE_OF], words_for("form", "suffix")
         known = {"style": sorted(self.styles), "function": functions, "spec": forms}
         kind = next((kind for kind, words in known.items() if nearest(name, words)), "style")
@@ -170,7 +170,7 @@ class Scope:
         return "E102", f"no {kind} is called `{name}`", why, fix
 
     def unknown_axis(self, name: str, value: Any) -> tuple[str, str, str, str]:
-        """The same, for a name that is no axis; `value` is what else it means, None where nothing."""
+        """Return the same for a name that is no axis; `value` is its value, None if it has none."""
         if value is not None:
             fault = f"`{name}` is {kind_of(value)}, and an axis of the mesh is needed here"
             return "E107", fault, f"{name}={shown(value)}", "name an axis of the mesh"
@@ -181,7 +181,7 @@ class Scope:
         return "E201", f"no mesh axis is called `{name}`", why, fix
 
     def axis_twice(self, axes: tuple[str, ...], place: str, first: Use) -> tuple[str, str, str, str]:
-        """The same, for axes that cut what others cut already."""
+        """Return the same for axes that shard one tensor twice."""
         both = set(self.leaves(axes)) & set(self.leaves(first.axes))
         axis = axes[0] if len(axes) == 1 else min(both)
         other = next((name for name in first.axes if set(self.leaves((name,))) & both), first.axes[0])
@@ -199,7 +199,7 @@ class Scope:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in words.
+    """Return the kind of a value as text.
 
     Example:
         >>> kind_of(True), kind_of(3), kind_of(AxisValue(("tp",), 4))
@@ -212,14 +212,14 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a plan would write it."""
+    """Return a value in the language of plans."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value.size) if isinstance(value, AxisValue) else str(value)
 
 
 def finding_of(error: SpecError) -> Finding:
-    """The finding that an error of a text is."""
+    """Return an error of a text as a finding."""
     source, span, _ = error.parts
     facts = dict(error.rows)
     notes = [f"{key}: {value}" for key, value in error.rows if key not in ("why", "fix")]
@@ -228,11 +228,11 @@ def finding_of(error: SpecError) -> Finding:
 
 
 MOST = 8
-"""Values that an error lists."""
+"""The largest number of values that an error lists."""
 
 
 def known_values(scope: Scope, node: Node) -> str:
-    """The values of the names in a condition, and of those in the conditions that it names: ``heads=32, tp=6``."""
+    """Return the values of the names in a condition, and in the conditions that these name: ``heads=32, tp=6``."""
     facts = []
     for name, binding in _names_in(scope, node, through=bool):
         value: Any = {"config": scope.config, "world": scope.world} if binding is None else binding.value
@@ -248,13 +248,13 @@ def known_values(scope: Scope, node: Node) -> str:
 
 
 def params_in(scope: Scope, node: Node) -> tuple[str, ...]:
-    """The parameters that the value of an expression comes from, through the names in it."""
+    """Return the parameters that the value of an expression depends on, through the names in it."""
     named = _names_in(scope, node, through=object)
     return tuple(name for name, binding in named if binding is not None and binding.is_param)
 
 
 def _names_in(scope: Scope, node: Node, through: type) -> Iterator[tuple[str, Binding | None]]:
-    """The names in an expression, and in those of names whose values are of the type `through`, each once."""
+    """Yield the names in an expression, and in those of names whose values are of the type `through`, each once."""
     seen: set[str] = set()
     todo = [node]
     while todo:
@@ -272,7 +272,7 @@ def _names_in(scope: Scope, node: Node, through: type) -> Iterator[tuple[str, Bi
 
 
 def other_values(params: tuple[str, ...]) -> str:
-    """The way out where the values of parameters do not fit; empty without parameters.
+    """Return the fix for values of parameters that do not fit; empty without parameters.
 
     Example:
         >>> other_values(("tp",))

@@ -1,4 +1,4 @@
-"""The files of a plan: found, read, parsed once each, within limits."""
+"""Find, read and parse the files of a plan, each once, within limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FILES = 64
 
 _HERE = Path(__file__).resolve().parents[2]
 PACKAGED = next((path for path in (_HERE / "specs", _HERE.parent / "specs") if path.is_dir()), _HERE / "specs")
-"""Where the plans of model families are that come with the package."""
+"""The folder of the package's plans for model families."""
 
 
 @attrs.frozen(eq=False)
@@ -24,9 +24,9 @@ class File:
     """One file of a plan.
 
     Attributes:
-        key: what it is known by; files of one key are one file.
-        folder: where its includes are looked for first; None for a text that is in no file.
-        tree: its statements; an error where it could not be parsed.
+        key: identifies it; files with one key are one file.
+        folder: its includes are searched here first; None for a text that is in no file.
+        tree: its statements, or the error if it could not be parsed.
     """
 
     source: Source
@@ -45,7 +45,7 @@ class Files:
         """Open the plan itself: a path, the name of a packaged plan, or its text.
 
         Raises:
-            SpecError: E003, it is not there or no text.
+            SpecError: E003, it does not exist or is no text.
         """
         if isinstance(plan, Source):
             folder = Path(plan.file).parent
@@ -65,10 +65,10 @@ class Files:
         raise SpecError("there is no such plan", facts, fix, code="E003")
 
     def include(self, name: str, file: File, refused: Any) -> File:
-        """Open a file that another includes: relative to that one, then a packaged one.
+        """Open a file that another includes: relative to that one, else a packaged one.
 
         Args:
-            refused: makes the error at the place of the include, from a fault, a reason and a way out.
+            refused: returns the error at the place of the include, from a fault, a reason and a fix.
         """
         folders = [folder for folder in (file.folder, PACKAGED) if folder is not None]
         for folder in folders:
@@ -106,7 +106,7 @@ class Files:
 
 
 def _label(path: Path) -> str:
-    """How messages call a file: packaged ones by their place in the package."""
+    """Return the name of a file in messages: for packaged files their place in the package."""
     resolved = path.resolve()
     if resolved.is_relative_to(PACKAGED.resolve()):
         return resolved.relative_to(PACKAGED.resolve()).as_posix()

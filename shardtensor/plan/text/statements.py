@@ -1,4 +1,4 @@
-"""Statements of a plan beside its rules: parameters, names, styles, dims, ties, what is stored."""
+"""Statements of a plan other than its rules: parameters, names, styles, dims, ties, stores."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from shardtensor.spec.reader import WORDS, Word, span
 
 MAX_FINDINGS = 100
 MAX_PATTERN = 512
-"""Characters of a pattern from the root."""
+"""The largest number of characters of a pattern from the root."""
 MAX_STARS = 6
-"""Of ``*``, ``**`` and braces, in one segment and of segments ``**``; so that matching stays quick."""
+"""The largest number of ``*`` and braces in one segment, and of segments ``**``; so that matching stays fast."""
 
 
 class Stop(Exception):
-    """Nothing more is read: there are too many findings, or a file is missing that may define what follows uses."""
+    """Ends reading: there are too many findings, or a file is missing that may define names that are used later."""
 
 
 class Statements:
-    """What the statements of a plan say, as it is collected.
+    """The statements of a plan, as they are collected.
 
     Args:
         given: the values of parameters from outside.
 
     Attributes:
         evaluator: of the file that is read.
-        lines: what rules say, in the order of the text, styles spelled out.
+        lines: the rules, in the order of the text, with styles expanded.
         depth: how many includes deep the file is.
-        flows: each that was read, by itself: equal ones are one object, which is found without comparing.
+        flows: each flow by itself: equal ones become one object, so that look-ups need no comparison.
     """
 
     def __init__(self, scope: Scope, given: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Statements:
         self._seen: set[Any] = set()
 
     def find(self, finding: Finding) -> None:
-        """Keep a finding, once for each place."""
+        """Record a finding, once for each place."""
         origin = finding.origin
         place = finding.fault if origin is None else (origin.source.file, origin.span)
         if (finding.code, place) in self._seen:
@@ -92,7 +92,7 @@ class Statements:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Faults of a text become findings."""
+        """Turn errors of a text into findings."""
         try:
             yield
         except Poisoned:
@@ -109,10 +109,10 @@ class Statements:
     # ---------- names ----------
 
     def define(self, token: Node, binding: Binding) -> None:
-        """Give a name its value.
+        """Define a name.
 
         Raises:
-            SpecError: E103, the name means something else already.
+            SpecError: E103, the name is defined already.
         """
         name, other = str(token), "choose another name"
         if name in RESERVED:
@@ -125,7 +125,7 @@ class Statements:
 
     @contextmanager
     def _defining(self, token: Node) -> Iterator[None]:
-        """A definition that fails leaves a name of which nothing is known, rather than none."""
+        """If a definition fails, define the name with an unknown value."""
         try:
             yield
         except (SpecError, Poisoned):
@@ -147,7 +147,7 @@ class Statements:
             self.define(token, Binding(value, defaults[0] if defaults else None, source, True, given))
 
     def _param_value(self, token: Node, defaults: list[Node]) -> tuple[Any, str]:
-        """The value, and how it was given from outside."""
+        """Return the value, and how it was given from outside."""
         name = str(token)
         if name not in self.given:
             if defaults:
@@ -161,7 +161,7 @@ class Statements:
         if not isinstance(value, int | ShardingSpec | AxisValue | str):
             why = "a parameter is a whole number, true or false, a layout or a word"
             raise self.fault("E107", token, f"{value!r} is no value of the parameter `{name}`", why)
-        if defaults:  # what is given has to be of the kind of the default
+        if defaults:  # the value must have the kind of the default
             kinds: tuple[str, ...] = ()
             with self.caught():
                 kinds = (kind_of(value), kind_of(self.evaluator.value(defaults[0])))
@@ -172,7 +172,7 @@ class Statements:
         return value, given
 
     def _let(self, node: Node) -> None:
-        """Define a name; files that are read together may each define one, as long as its value is the same."""
+        """Define a name; several files may define one name with the same value."""
         token, said = node.children
         source = self.evaluator.source
         with self._defining(token):
@@ -209,7 +209,7 @@ class Statements:
         styles[name] = Style(word, defaults, tuple(block.children), self.evaluator.source, above)
 
     def unknown_params(self) -> None:
-        """Find the parameters that are given and that no file has."""
+        """Find given parameters that no file declares."""
         params = sorted(name for name, binding in self.scope.names.items() if binding.is_param)
         why = f"the parameters are {', '.join(params)}" if params else "the plan has no parameters"
         for name, value in self.given.items():
@@ -254,7 +254,7 @@ class Statements:
         self.all_dims.append(Dims(pattern, tuple(found), tuple(map(sum, found.values())), self.origin(glob), blocks))
 
     def _counted(self, pattern: str, glob: Node) -> str:
-        """`pattern` with the numbers that its ``<L>`` are: ``layers.<32>``."""
+        """Return `pattern` with the values of its ``<L>``: ``layers.<32>``."""
 
         def number(found: re.Match[str]) -> str:
             if found[1].isdigit():
@@ -303,21 +303,21 @@ class Statements:
 
 
 _ALIKE = {("an axis", "a number"), ("a number", "an axis"), ("a word", "a number"), ("a number", "a word")}
-"""Kinds of values that may stand for one another: ``grain = row``."""
+"""Kinds of values that may replace one another: ``grain = row``."""
 
 
 def _asked(name: str, value: Any) -> str:
-    """How a parameter was given from outside."""
+    """Return how a parameter was given from outside, as text."""
     if isinstance(value, str):
         return f"--set {name}={value} on the command line"
     return f"{name}={shown(value)}, given by the caller"
 
 
 def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool = True) -> str:
-    """The pattern that a node writes, from the root.
+    """Return the pattern of a node, from the root.
 
     Args:
-        names: ``<ep>`` has to be an axis of the mesh.
+        names: whether ``<ep>`` must be an axis of the mesh.
     """
     (token,) = glob.children
     text = evaluator.string(token) if token.type == "STRING" else str(token)
@@ -345,6 +345,6 @@ def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool
 
 
 def _token_in(glob: Node, found: re.Match[str]) -> Token:
-    """The name between ``<`` and ``>``, at its place in the text."""
+    """Return the name between ``<`` and ``>``, at its place in the text."""
     start = span(glob)[0] + (glob.children[0].type == "STRING")
     return Token("NAME", found[1], start + found.start(1), end_pos=start + found.end(1))

@@ -1,4 +1,4 @@
-"""The text of a plan to a syntax tree, by the grammar; what is not in the grammar is an error in words."""
+"""Parse the text of a plan to a syntax tree, and explain syntax errors in words."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_LENGTH = 2**16
-"""Characters of one file."""
+"""The largest number of characters of one file."""
 MAX_BRACKETS = 16
 MAX_DEPTH = 64
-"""Of a syntax tree: blocks, and values inside values."""
+"""The largest depth of a syntax tree: blocks, and values inside values."""
 
 STATEMENTS = "include param let mesh data dims style require tie store unmatched".split()
 KEYWORDS = STATEMENTS + "optional in out use local".split()
-"""Words that begin a statement or an entry; as a pattern they stand in quotes."""
+"""Words that begin a statement or an entry; as a pattern they are written in quotes."""
 
 _VALUE = {"INT", "BOOL", "LPAR", "LSQB", "NAME", "WHOLE"}
 _OPERATORS = {"AND", "OR", "IF", "MISSING", "COMPARE", "PLUS", "WHOLE", "TIMES", "OVER", "NAME", "DOT", "LPAR"}
@@ -50,7 +50,7 @@ _WORDS = IN_WORDS | {
 
 
 class _Lines:
-    """Drops ends of lines inside brackets, where a line may break; folds those that repeat; the last line has one."""
+    """Drops line ends inside brackets, where a line may break, and repeated ones; adds one after the last line."""
 
     always_accept = ("_NL",)
 
@@ -79,7 +79,7 @@ def parse_plan(source: Source) -> Tree:
     """Return the syntax tree of a plan file.
 
     Raises:
-        SpecError: E001 with the place, what may stand there and what stands there; E002 for another first line.
+        SpecError: E001 with the place, the tokens allowed there and the one found; E002 for another first line.
 
     Example:
         >>> tree = parse_plan(Source("shard 1\\nfc1.weight: [tp, -]\\n"))
@@ -94,7 +94,7 @@ def parse_plan(source: Source) -> Tree:
 
 
 def parse_value(source: Source) -> Any:
-    """Return the syntax tree of one value, as it stands after ``--set tp=``."""
+    """Return the syntax tree of one value, such as that of ``--set tp=``."""
     return _parse(source, "value")
 
 
@@ -117,7 +117,7 @@ _FIRST = re.compile(r"(?:[ \t\f\r\n]|#[^\n]*(?:\n|$))*")
 
 
 def first_word(text: str) -> int:
-    """Where the first word of a plan begins, after comments."""
+    """Return the position of the first word of a plan, after comments."""
     return _FIRST.match(text).end()  # type: ignore[union-attr]
 
 
@@ -171,7 +171,7 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _in_words(expected: set[str]) -> list[str]:
-    """What may stand, so that a reader can use it: the many operators after a value are not told."""
+    """Return the allowed tokens in words; the many operators after a value are left out."""
     words = []
     if "LET" in expected:
         words, expected = ["a statement", "a pattern"], set()
