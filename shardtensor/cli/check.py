@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     """Add ``check`` to the command line."""
     parser = commands.add_parser(
         "check",
-        help="say what is wrong with a plan for a model and a world",
+        help="check a plan for a model and a number of ranks",
         description="Match a plan to a model and say everything that is wrong, with its place; or, when nothing is, "
         "how the tensors lie and what they cost. Needs no GPU and starts no process. Exit status 0 when there are at "
         "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong or a file "

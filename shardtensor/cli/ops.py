@@ -11,21 +11,21 @@ HEAD = """\
 
 Made by `shardtensor ops` from `shardtensor/rules/table.py`; do not edit.
 
-Each word of a rule is a dim. Operands that share a letter are cut alike along it, and so is the output. Where a letter
-is cut that the output lacks, the ranks' results are joined as the third column says. An operation not listed gathers
-its operands, says so once, and is an error under `strict()`; `register_op` adds a row.
+Each word of a rule is a dim. Operands and the output that share a letter are sharded alike along it. If a sharded
+letter is not in the output, the ranks' results are reduced as the third column states. An operation that is not listed
+gathers its operands and warns once; under `strict()` it is an error. `register_op` adds a row.
 
 | word | meaning |
 |---|---|
 | `k` | one dim |
 | `...` | any number of dims, which broadcast; `i...` any number, alike wherever it stands |
 | `[k]` | the dims that the call names, wherever they stand |
-| `!k` | must be whole: where it is cut, the operand is laid out anew |
+| `!k` | must be whole: an operand that is sharded along it is redistributed |
 | `m?` | may be missing; `l/1` may be of size 1 |
-| `k'` | a dim that the operation makes |
-| `+ n` | an operand that is added after the results are joined |
+| `k'` | a dim that only the output has |
+| `+ n` | an operand that is added after the reduction |
 | `*(...)` | a list of operands |
-| `@name` | a function says it: of layouts in the second column, of the ranks' results in the third |
+| `@name` | a function: of the layouts in the second column, of the ranks' results in the third |
 """
 
 

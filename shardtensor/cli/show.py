@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
     """Add ``show`` to the command line."""
     parser = commands.add_parser(
         "show",
-        help="draw who holds what of the tensors of a plan",
+        help="draw which part of each tensor of a plan each rank holds",
         description="Draw which ranks hold what of every tensor of a plan. Needs no GPU and starts no process. Exit "
         "status 0, 1 when the plan has errors, 2 when the options are wrong.",
     )

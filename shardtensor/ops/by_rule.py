@@ -20,8 +20,8 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
-from shardtensor.ops.engine import Prepared, computed_alike, finish, prepare, write_out
-from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
+from shardtensor.ops.engine import Prepared, computed_alike, finish, layouts_of, prepare, write_out
+from shardtensor.ops.local_call import LocalCall, local_by, remembered
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import Recipe, propagate, with_dims
 from shardtensor.rules.rule import Rule
@@ -66,7 +66,6 @@ class Cut:
         compute: the operation on such local tensors.
         layouts: of the operands, as they were brought.
         dims: of the first operand, that the letter stands for.
-        axes: that cut them.
         subgroup: the ranks that hold the pieces.
         options: the arguments of the call that are no operands, by the names of the row.
         reduced: the layout of the result.
@@ -79,7 +78,6 @@ class Cut:
     compute: Callable[..., Any]
     layouts: tuple[MeshLayout, ...]
     dims: tuple[int, ...]
-    axes: tuple[int, ...]
     subgroup: Group
     group: Group
     options: dict[str, Any]
@@ -202,8 +200,7 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
         found = _of_all_elements(call, pattern)
         if found is not NotImplemented:
             return found
-    layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in present)
-    recipe = propagate(rule, layouts)
+    recipe = propagate(rule, layouts_of(present))
     if recipe is None:
         return None
     added = [i for i, side in enumerate(call.sides) if side.added and call.operands[i] is not None]
@@ -251,7 +248,7 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
     given = Cut(call.func, call.name, tuple(call.present_names), [x._local.reshape(-1)], call.func, (flat,), (0,),
-                layout.sharding_axes, subgroup, group, call.options, flat)  # fmt: skip
+                subgroup, group, call.options, flat)  # fmt: skip
     result = JOINS[join[1:] if join.startswith("@") else "total"][0](given)
     if result is NotImplemented:
         return result
@@ -316,7 +313,6 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
         call.compute,
         layouts,
         dims,
-        axes,
         subgroup,
         ready.group,
         call.options,
@@ -352,8 +348,7 @@ def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
 def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
     """Whether the local results of an operation on these operands are partial sums."""
     rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
-    layouts = tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in operands)
-    recipe = None if rule is None else propagate(rule, layouts)
+    recipe = None if rule is None else propagate(rule, layouts_of(operands))
     return recipe is not None and bool(recipe.output.partial)
 
 

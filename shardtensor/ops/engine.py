@@ -37,7 +37,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, 
 def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     """Raise the RuleError of a call that would lay operands out anew. Sends nothing; the same on every rank."""
     names = names_of(name, len(operands))
-    layouts = tuple(x._layout if isinstance(x, ShardedTensor) else tuple(x.shape) for x in operands)
+    layouts = layouts_of(operands)
     facts: dict[str, object] = {"rule": str(rule)}
     columns = [_columns(x) for x in operands]
     widths = [max(len(row[i]) for row in columns) for i in range(2)]
@@ -168,7 +168,7 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
     """Bring the operands to the layouts that the rule gives them; None when the rule does not apply."""
     operands = [reduced(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
-    layouts = tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
+    layouts = layouts_of(operands)
     recipe = propagate(rule, layouts)
     if recipe is not None and any(need.moves for need in recipe.needs):
         if is_strict():
@@ -179,6 +179,11 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
         return None
     locals_ = [redistributed(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
     return Prepared(locals_, recipe, group)
+
+
+def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return for each operand its layout once reduced, or the shape of a plain one, as `propagate` takes them."""
+    return tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in operands)
 
 
 def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTensor | None:

@@ -125,11 +125,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
     """The mean over the dims worked on, in all ranks, for use by each rank's part of the work."""
-    count = 1
-    for d in cut.dims:
-        count *= cut.layouts[0].shape[d]
     total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.subgroup)
-    return collectives.sum_gradient(total / count, cut.subgroup)
+    return collectives.sum_gradient(total / cut.count, cut.subgroup)
 
 
 def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:

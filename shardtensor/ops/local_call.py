@@ -155,11 +155,6 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
     return call
 
 
-def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """For each operand its layout, or the shape of a plain one, as `propagate` takes them."""
-    return tuple(x._layout if isinstance(x, ShardedTensor) else x.shape for x in operands)
-
-
 def local_by(
     call: Callable[..., Any],
     recipe: Recipe | None,

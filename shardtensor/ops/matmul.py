@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shardtensor.ops.by_rule import as_cast, by_rule, leaves_partials
-from shardtensor.ops.engine import run, write_out
-from shardtensor.ops.local_call import LocalCall, layouts_of, local_by, remembered
+from shardtensor.ops.engine import layouts_of, run, write_out
+from shardtensor.ops.local_call import LocalCall, local_by, remembered
 from shardtensor.rules.propagate import propagate
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
