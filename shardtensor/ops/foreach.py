@@ -190,7 +190,7 @@ def global_norm(tensors: Tensors, ord: float, dtype: torch.dtype, *, foreach: bo
     """Return the norm of all tensors as one vector: `global_norms` and their norm, in fewer small kernels.
 
     Args:
-        tensors, ord, foreach: as of `global_norms`.
+        tensors, ord, foreach: as in `global_norms`.
         dtype: of the result.
 
     Returns:

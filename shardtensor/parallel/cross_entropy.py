@@ -118,7 +118,7 @@ def _last_cut(spec: ShardingSpec) -> Cut:
 
 @lru_cache(maxsize=1024)
 def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, int, int]:
-    """Return the first class of a rank, how many it has, and how many columns with the padding of the cut."""
+    """Return the first class of a rank, how many it has, and how many columns with the padding of the shard."""
     if num_classes < 1:
         raise LayoutError(f"num_classes={num_classes}: there is at least one class")
     layout = bind(Spec(cut), (num_classes,), mesh)

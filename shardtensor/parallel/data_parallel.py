@@ -66,7 +66,7 @@ def data_parallel(
             that are set later.
 
     Raises:
-        LayoutError: (a ValueError) no such axis; a parameter of a torch layer is cut along a data axis; a
+        LayoutError: (a ValueError) no such axis; a parameter of a torch layer is sharded along a data axis; a
             parameter's gradients are averaged already.
         DisagreementError: (a ValueError) ranks pass different parameters. Nothing was sent.
         RuleError: (a RuntimeError) a layer makes sparse gradients.
@@ -137,7 +137,7 @@ def reduce_gradients(
 
     Args:
         parameters: a module, or parameters, sharded and plain.
-        axes, process_group, bucket_mib: as of `data_parallel`.
+        axes, process_group, bucket_mib: as in `data_parallel`.
 
     Example:
         >>> p = nn.Parameter(torch.zeros(1))

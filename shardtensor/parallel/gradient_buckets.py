@@ -131,7 +131,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Ten
 
 
 def gradients_of(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes) -> list[Gradient]:
-    """Return the gradients that backward can compute, each leaf once; `named` as of `named_tensors`."""
+    """Return the gradients that backward can compute, each leaf once; `named` as in `named_tensors`."""
     found: dict[int, Gradient] = {}
     for name, owner, param in named:
         leaf = local_of(param)

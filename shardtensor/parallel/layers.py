@@ -78,7 +78,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 def _column_product(
     subgroup: Group, start: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Multiply; backward sums the input's gradient beside the weight's. `start` as of `LayerFlow`."""
+    """Multiply; backward sums the input's gradient beside the weight's. `start` as in `LayerFlow`."""
     if x.requires_grad or start is not None:  # else there is nothing to sum in backward
         return column_linear(x, weight, bias, subgroup, start)
     return None

@@ -74,7 +74,7 @@ def shard_tensor(
     """Shard a tensor of global shape with the values of `src_rank`. All ranks of the group call it.
 
     In contrast, `distribute` sends nothing and uses each rank's own copy. A user's own spec with a `shard` method
-    does the sharding itself. Arguments and errors as of `shard_parameter`.
+    does the sharding itself. Arguments and errors as in `shard_parameter`.
 
     Example:
         >>> shard_tensor(torch.arange(4.0), "[tp]").full_tensor()

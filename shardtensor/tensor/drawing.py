@@ -274,7 +274,7 @@ def draw_boxes(
 
     The generator ends as after the unsharded call, also with no box or only empty ones. Each large draw first proves on
     a few elements that drawing in pieces is exact. Where that fails (``bernoulli_(p)`` and dropout on Intel CPUs with
-    MKL, every device but CPU and CUDA) the whole is drawn and cut.
+    MKL, every device but CPU and CUDA) the whole is drawn and sliced.
 
     Args:
         sample: fills a contiguous tensor of any shape in place with **one** torch random operation, from the generator

@@ -194,7 +194,7 @@ class _FromDTensor(torch.autograd.Function):
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Local -> DTensor; backward: DTensor, laid out as this tensor, -> the gradient's local part."""
+    """Local -> DTensor; backward: DTensor in this tensor's layout -> the gradient's local part."""
 
     @staticmethod
     def forward(

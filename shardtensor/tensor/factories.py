@@ -70,24 +70,24 @@ def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sh
 
 
 def zeros(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of zeros; arguments as of `empty`."""
+    """Return a sharded tensor of zeros; arguments as in `empty`."""
     return _make(sharding_spec, size, options, lambda *make: _empty(*make).zero_())
 
 
 def ones(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of ones; arguments as of `empty`."""
+    """Return a sharded tensor of ones; arguments as in `empty`."""
     return _make(sharding_spec, size, options, lambda *make: _empty(*make).fill_(1))
 
 
 def full(sharding_spec: SpecLike, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of one value, of torch.full's dtype for it; arguments as of `empty`."""
+    """Return a sharded tensor of one value, of torch.full's dtype for it; arguments as in `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _make(sharding_spec, (size,), options, lambda *make: _empty(*make).fill_(fill_value))
 
 
 def rand(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of the same numbers as torch.rand, in any layout; arguments as of `empty`.
+    """Return a sharded tensor of the same numbers as torch.rand, in any layout; arguments as in `empty`.
 
     All ranks of the group call it: the first rank's generator state is sent to the others.
     """
@@ -95,7 +95,7 @@ def rand(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sha
 
 
 def randn(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of the same numbers as torch.randn, in any layout; arguments as of `rand`."""
+    """Return a sharded tensor of the same numbers as torch.randn, in any layout; arguments as in `rand`."""
     return _make(sharding_spec, size, options, _drawn(lambda t, generator: t.normal_(generator=generator)))
 
 
@@ -110,7 +110,7 @@ def distribute(
     Args:
         tensor: of the global shape, equal on every rank; also a ShardedTensor, which is gathered first (collective).
         sharding_spec: a spec or its text.
-        process_group: as of `empty`.
+        process_group: as in `empty`.
         requires_grad: makes the result a leaf that does or does not require a gradient; None keeps the graph.
 
     Raises:

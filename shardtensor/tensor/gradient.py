@@ -254,7 +254,7 @@ def backward(
 
 @implements(torch.autograd.grad)
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the gradients of `inputs`, each laid out as its input is; any of the tensors may be sharded."""
+    """Return the gradients of `inputs`, each in the layout of its input; any of the tensors may be sharded."""
     batched, inputs = kwargs.get("is_grads_batched", False), _listed(inputs)
     if batched and any(isinstance(x, ShardedTensor) for x in inputs):
         raise _batched_error()

@@ -54,9 +54,9 @@ def init_from_local_shards(
     metadata is copied, so that the caller's objects may change afterwards.
 
     Args:
-        local_shards: this rank's shards, perhaps none; placements say global ranks.
+        local_shards: this rank's shards, perhaps none; placements have global ranks.
         global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
-            all of them does so along dim 0. Their offsets are then computed anew.
+            all of them does so along dim 0. Their offsets are then computed again.
         process_group: a process group, a DeviceMesh, or None for the default group.
 
     Raises:

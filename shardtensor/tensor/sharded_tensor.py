@@ -40,7 +40,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     for the dense tensor. A result that every rank holds whole is a plain tensor.
 
     Attributes:
-        shape, dtype, requires_grad, grad: as of the dense tensor; ``grad`` is a `ShardedTensor` of the same layout.
+        shape, dtype, requires_grad, grad: as in the dense tensor; ``grad`` is a `ShardedTensor` of the same layout.
         device: the device of this rank's local tensor.
 
     Example:
@@ -190,7 +190,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """Let autograd record operations on this tensor, on every rank."""
+        """Set whether autograd records operations on this tensor, on every rank."""
         self._local.requires_grad_(requires_grad)
         with _no_override():
             torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]

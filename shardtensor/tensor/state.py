@@ -102,17 +102,17 @@ def full_state_dict(
     model takes it back by ``load_state_dict``.
 
     Args:
-        source: a module, or a state dict: ``optim_state_dict(model, optimizer)``, say, or a dict of several. Dicts,
+        source: a module, or a state dict, such as ``optim_state_dict(model, optimizer)`` or a dict of several. Dicts,
             lists and tuples inside of it are followed.
         rank0_only: gather to rank 0 of the world alone. The others get an empty dict, and hold no whole tensor.
         cpu_offload: put the tensors on the CPU, each as soon as it is whole, so that a GPU holds one at a time.
 
     Returns:
-        the same keys. A tensor that stands under two keys (tied weights) is gathered once and stands under both. As in
+        the same keys. A tensor under two keys (tied weights) is gathered once and appears under both. As in
         ``state_dict()``, a tensor that was whole already shares memory with the model.
 
     Raises:
-        RuntimeError: this rank is not a member of the group of a tensor that it has to make whole.
+        RuntimeError: this rank is not a member of the group of a tensor that it has to gather.
 
     Example:
         >>> import torch, shardtensor as st
