@@ -198,7 +198,7 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
         joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.sharding_axes))
-        sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # views of unbind are read-only
+        sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # torch forbids writes to views of unbind
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
 

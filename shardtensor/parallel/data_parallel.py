@@ -332,7 +332,7 @@ class Reducer:
 
     def _end(self, task: int) -> None:
         self._tasks.discard(task)
-        if self._tasks or not any(self._is_here):  # a backward around this one; or no gradient was accumulated
+        if self._tasks or not any(self._is_here):  # an outer backward still runs, or no gradient was accumulated
             return
         try:
             while self._next < len(self.buckets):

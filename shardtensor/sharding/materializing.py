@@ -186,7 +186,7 @@ class MetaTensor:
         def undo() -> None:
             for owner, name in self.homes:
                 setattr(owner, name, old)
-            if self.tensor is old:  # the object has stayed, and the twin is what it was
+            if self.tensor is old:  # the object stayed; `twin` has its old content
                 become(old, twin)
 
         self.undo = undo

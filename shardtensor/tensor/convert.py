@@ -169,7 +169,7 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
     """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these. It
-    makes new ones in its next forward, and no longer moves its parameters into the one buffer that cuDNN needs."""
+    makes new ones in its next forward, and no longer moves its parameters into one buffer for cuDNN."""
     ids = set(map(id, params))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
