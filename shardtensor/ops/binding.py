@@ -17,7 +17,7 @@ from shardtensor.rules.table import Row
 
 @attrs.frozen
 class BoundCall:
-    """A call, taken apart: its operands (None for one it does without), and how to make it again on local ones."""
+    """A call split into its operands (None for an absent one) and the arguments to repeat it on local tensors."""
 
     func: Any
     name: str
@@ -33,7 +33,7 @@ class BoundCall:
 
     @classmethod
     def of(cls, func: Any, name: str, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall | None:
-        """Bind a call; None where it is not of the form that the row gives."""
+        """Bind a call; return None if it does not have the form that the row gives."""
         signature, pattern = row.call, row.pattern
         assert pattern is not None
         places: list[int | str | None] = []
@@ -47,7 +47,7 @@ class BoundCall:
                 found.append(kwargs.get(operand))
                 places.append(operand if operand in kwargs else None)
         for i, x in enumerate(found):
-            if i and isinstance(x, int | float | complex):  # an operand that may be a number is left as it is
+            if i and isinstance(x, int | float | complex):  # a number in place of an operand stays as it is
                 found[i], places[i] = None, None
         if pattern.listed:
             if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
@@ -82,12 +82,12 @@ class BoundCall:
         return tuple(None if x is None else tuple(x.shape) for x in self.operands)
 
     def without(self, which: Sequence[int]) -> BoundCall:
-        """The same call without some of its operands."""
+        """Return the same call without some of its operands."""
         operands = tuple(None if i in which else x for i, x in enumerate(self.operands))
         return attrs.evolve(self, operands=operands)
 
     def compute(self, *locals_: torch.Tensor) -> Any:
-        """The call on local tensors."""
+        """Make the call on local tensors."""
         args, kwargs = list(self.args), dict(self.kwargs)
         if self.listed:
             place = self.places[0]
@@ -118,7 +118,7 @@ class BoundCall:
 
 
 def spelled(key: str, signature: Signature) -> str:
-    """The name that a row has for a keyword of a call."""
+    """Return the name that a row has for a keyword of a call."""
     if key in signature.names:
         return key
     alias = ALIASES.get(key, key)
@@ -145,7 +145,7 @@ def _named_dims(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[int, ...] | None:
-    """The dims that the call names, sorted; None where it does not say them as the row has it."""
+    """Return the dims that the call names, sorted; None if it does not give them in the form of the row."""
     if signature.naming is None:
         return ()
     first = operands[0]
@@ -159,7 +159,7 @@ def _named_dims(
         return None
     inside = any(term.named for side in pattern.sides for term in side.terms)
     ndim = first.dim() + (not inside)
-    if pattern.listed:  # vectors without elements may stand among operands of any dims
+    if pattern.listed:  # empty vectors may be among operands of any number of dims
         ndim = max(x.dim() for x in operands if x is not None) + (not inside)
     if signature.naming == "normalized_shape" and value is not None:
         count = 1 if isinstance(value, int) else len(value)

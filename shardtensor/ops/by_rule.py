@@ -1,7 +1,7 @@
-"""The one handler of operations whose row in the table has letters: bind the call, bring the operands, compute, join.
+"""The handler of operations whose row has letters: bind the call, redistribute the operands, compute, reduce.
 
-An operation is a row of `shardtensor.rules.table` and nothing more, unless the results of the ranks are joined by a
-function of its own: then that is registered here under the name the row gives it.
+An operation needs only a row of `shardtensor.rules.table`, unless the row names a function that reduces the ranks'
+results: `joins` registers that function.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ JOINS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
 def joins(
     name: str, *, blocks: bool = False, always: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the function that a row names as ``@name``: it gives the local result where that letter is cut.
+    """Register the function that a row names as ``@name``: it computes the local result if that letter is sharded.
 
-    It gets a `Cut` and returns the local result, or results, in the layout that the row's output has; NotImplemented
-    makes the letter whole, as ``!`` would. All ranks call it or none, so what it decides by must be equal on all.
+    It gets a `Cut` and returns the local result, or results, in the layout of the row's output; NotImplemented makes
+    the letter whole, as ``!`` would. All ranks call it or none, so its decisions must be equal on all ranks.
 
     Args:
-        blocks: it accepts a dim cut in blocks, of which a rank holds several ranges; else that is made whole.
-        always: it never returns NotImplemented, so that its calls can be remembered.
+        blocks: it accepts a dim sharded in blocks, where a rank holds several ranges; else that is made whole.
+        always: it never returns NotImplemented, so that its calls can be cached.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,17 +57,17 @@ def joins(
 
 @attrs.frozen
 class Cut:
-    """One call whose letter with a join of its own is cut.
+    """One call in which a letter with an ``@name`` function is sharded.
 
     Attributes:
         func: the operation, and `name` its name.
         names: of the operands, as the row has them.
-        locals: the operands' local tensors, in order; one that the call does without is left out.
+        locals: the operands' local tensors, in order; absent operands are left out.
         compute: the operation on such local tensors.
-        layouts: of the operands, as they were brought.
-        dims: of the first operand, that the letter stands for.
-        subgroup: the ranks that hold the pieces.
-        options: the arguments of the call that are no operands, by the names of the row.
+        layouts: of the operands, after redistribution.
+        dims: the dims of the first operand that the letter stands for.
+        subgroup: the ranks that hold the shards.
+        options: the arguments of the call other than operands, by the names of the row.
         reduced: the layout of the result.
     """
 
@@ -95,7 +95,7 @@ class Cut:
 
 
 def by_rule(func: Any, name: str) -> Callable[..., Any]:
-    """The handler of `func` by the row of `name`."""
+    """Return the handler of `func` for the row of `name`."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         return _bound(func, name, args, kwargs)
@@ -104,7 +104,7 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
 
 
 def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """How to do a call on local tensors alone, by its row; None where something has to move or to be joined."""
+    """Return the `LocalCall` for a call, by its row; None if the call needs the general handler."""
     row = ROWS[name]
     pattern = row.pattern
     named = {spelled(key, row.call): value for key, value in kwargs.items()}
@@ -125,7 +125,7 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if recipe.output.partial and any(
         side.added and x is not None for side, x in zip(call.sides, call.operands, strict=False)
     ):
-        return None  # what is added, once, comes after the sum
+        return None  # an operand that is added once comes after the sum
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
@@ -133,7 +133,7 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
-    layout = recipe.reduced  # the call sums partial results
+    layout = recipe.reduced  # the call reduces partial results
 
     def sized(result: Any) -> MeshLayout:
         first = result if isinstance(result, torch.Tensor) else result[0]
@@ -143,7 +143,7 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[str, str]) -> LocalCall | None:
-    """How to do a call of one operand whose ranks' results are joined by a function."""
+    """Return the `LocalCall` for a call of one operand whose ranks' results an ``@name`` function reduces."""
     join, blocks, always = JOINS[letter[1][1:]]
     (place, *more), (x, *_) = call.places, call.present
     if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != recipe.needs[0].layout:
@@ -152,7 +152,7 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
         return None
     if not blocks and any(_is_blocked(recipe, *where) for where in _dims_of(rule, letter[0])):
         return None
-    call = attrs.evolve(call, operands=(None,), args=(None, *call.args[1:]))  # nothing here keeps a tensor alive
+    call = attrs.evolve(call, operands=(None,), args=(None, *call.args[1:]))  # so that the cache keeps no tensor alive
     given = _cut(call, rule, Prepared([], recipe, x._group), letter[0])
     given = attrs.evolve(given, compute=lambda local: call.func(local, *call.args[1:], **call.kwargs))
 
@@ -167,11 +167,11 @@ def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[s
 
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
-"""What functions written in Python call with the very arguments that they get."""
+"""The C functions that these Python functions call with the same arguments."""
 
 
 def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The general way: arguments in any form, dims that the call names, joins of the row's own."""
+    """Handle the general case: arguments in any form, named dims, ``@name`` functions."""
     row = ROWS[name]
     if kwargs:
         kwargs = {spelled(key, row.call): value for key, value in kwargs.items()}
@@ -204,7 +204,7 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     if recipe is None:
         return None
     added = [i for i, side in enumerate(call.sides) if side.added and call.operands[i] is not None]
-    if added and recipe.output.partial:  # what is added, once, comes after the sum over the ranks
+    if added and recipe.output.partial:  # an operand that is added once comes after the sum over ranks
         without = call.without(added)
         inner = pattern.bind(without.shapes, without.dims, without.keepdim)
         out = None if inner is None else _computed(without, inner, row)
@@ -236,14 +236,14 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
 
 
 def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
-    """A reduction over all dims of a tensor that lies in boxes or ranges, where they lie; NotImplemented for others."""
+    """Reduce a tensor in boxes or ranges over all dims, without redistribution; return NotImplemented for others."""
     x = call.present[0]
     if not isinstance(x, ShardedTensor) or isinstance(x._layout, MeshLayout) or not 0 < x.dim() == len(call.dims):
         return NotImplemented
     x = reduced(x)
     layout, group = x._layout, x._group
     if isinstance(layout, MeshLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
-        return NotImplemented  # ranks outside of the tensor cannot say which copy they would have
+        return NotImplemented  # ranks outside the tensor have no replica of their own
     ((_, join),) = pattern.joins
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
@@ -263,7 +263,7 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
 
 @lru_cache(maxsize=4096)
 def whole_in(rule: Rule, letter: str) -> Rule:
-    """The rule with a letter, or all of ``k...``, whole."""
+    """Return the rule with a letter, or all of ``k...``, whole."""
     every = {x for letters in rule.inputs for x in letters if x is not None and _stands_for(x, letter)}
     return attrs.evolve(rule, whole=rule.whole | every)
 
@@ -274,7 +274,7 @@ def _stands_for(name: str, letter: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
-    """Operand and dim, wherever a letter stands."""
+    """Return operand and dim for each place of a letter."""
     return tuple(
         (i, d)
         for i, letters in enumerate(rule.inputs)
@@ -284,7 +284,7 @@ def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
 
 
 def _cut_letter(pattern: Pattern, rule: Rule, recipe: Recipe) -> tuple[str, str] | None:
-    """The letter with a join of its own that is cut, and the join's name."""
+    """Return the sharded letter with an ``@name`` function, and that name."""
     for letter, join in pattern.joins:
         if join.startswith("@") and any(recipe.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
             return letter, join
@@ -324,7 +324,7 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
 
 
 def _given(result: Any, layout: MeshLayout, group: Group, pattern: Pattern) -> Any:
-    """A local result, or several of one layout, as the tensors they are parts of."""
+    """Return the global tensor of a local result, or of several of one layout."""
     if not isinstance(result, torch.Tensor):
         found = [_given(part, layout, group, pattern) for part in result]
         return type(result)(found) if isinstance(result, tuple) else found
@@ -333,27 +333,27 @@ def _given(result: Any, layout: MeshLayout, group: Group, pattern: Pattern) -> A
 
 @lru_cache(maxsize=8192)
 def _sized(layout: MeshLayout, local: Shape) -> MeshLayout:
-    """The layout with the sizes that a local result has along whole dims."""
+    """Return the layout with the sizes that a local result has along whole dims."""
     shape = tuple(n if cut is None else full for n, full, cut in zip(local, layout.shape, layout.dims, strict=True))
     sized = with_dims(layout, shape, layout.dims)
     return attrs.evolve(sized, partial=layout.partial) if layout.partial else sized
 
 
 def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype of the product it is added to, where autocast would have given it that dtype."""
+    """Return `x` in the dtype of the product it is added to, if autocast would have cast it."""
     is_autocast = not product.is_meta and torch.is_autocast_enabled(product.device.type)
     return x.to(product.dtype) if is_autocast else x
 
 
 def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the local results of an operation on these operands are partial sums."""
+    """Return whether the local results of an operation on these operands are partial sums."""
     rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
     recipe = None if rule is None else propagate(rule, layouts_of(operands))
     return recipe is not None and bool(recipe.output.partial)
 
 
 def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Shapes that no rule fits: torch's error for them, before anything moves; else the safety net."""
+    """Raise torch's error for shapes that no rule fits, before anything is sent; else use the fallback."""
 
     def stand_in(x: Any) -> Any:
         return torch.zeros((), dtype=x.dtype).expand(x.shape) if isinstance(x, torch.Tensor) else x
@@ -364,7 +364,7 @@ def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def install() -> None:
-    """Register the handler of every row with letters that no module has done something of its own for."""
+    """Register the handler of every row with letters that has no handler yet."""
     for row in rows():
         if row.pattern is not None and not row.pattern.is_elementwise:
             for name in row.names:

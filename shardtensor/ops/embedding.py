@@ -1,7 +1,7 @@
 """``F.embedding``: ``i, v d -> i d``, ``F.embedding_bag``, and ``F.one_hot``.
 
-A table cut on rows (v) looks up what it holds and the rows are summed at once. A table cut on columns (d) gives an
-output cut on its last dim; ids that are cut give an output cut alike. Indices, and `padding_idx`, are global.
+If the table is sharded by rows (v), each rank looks up its rows and the results are summed at once. A table sharded by
+columns (d) gives an output sharded on its last dim; sharded ids shard it alike. Indices and `padding_idx` are global.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Rows of a table by global id.
+    """Look up rows of a table by global id.
 
     Args:
         input: integer ids of any shape, plain or sharded.
@@ -65,7 +65,7 @@ def embedding(
 
 
 def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """How to look up in whole rows: ids that every rank has are checked by the kernel, on all ranks alike."""
+    """Return the `LocalCall` for whole rows; the kernel checks ids that every rank has, on all ranks alike."""
     if len(args) != 2 or kwargs.get("max_norm") is not None or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
         return None
     ids = args[0]
@@ -83,7 +83,7 @@ implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"
 
 
 def look_up(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """``F.embedding`` of plain tensors, also of an empty table or of no ids."""
+    """Run ``F.embedding`` on plain tensors, also for an empty table or no ids."""
     if not table.numel() or not ids.numel():  # torch's CUDA kernels read out of bounds here
         return table.sum(0).expand(*ids.shape, table.shape[1]).clone(memory_format=torch.contiguous_format)
     return F.embedding(ids, table, padding_idx)
@@ -94,14 +94,14 @@ _by_rule = by_rule(look_up, "embedding")
 
 @joins("own_rows")
 def own_rows(cut: Cut) -> torch.Tensor:
-    """What this rank's rows give, summed over the ranks: an id that a rank does not hold gives it zeros."""
+    """Look up this rank's rows and sum over the ranks: an id that a rank does not hold gives zeros there."""
     ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
     return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.subgroup)
 
 
 def looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None) -> torch.Tensor:
-    """This rank's rows, and zeros for ids that it does not hold."""
+    """Look up this rank's rows, with zeros for ids that it does not hold."""
     count = table.shape[0]
     here = ids - start
     elsewhere = (here < 0) | (here >= count)
@@ -111,7 +111,7 @@ def looked_up(ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: i
 
 
 def _renormalize(ids: torch.Tensor, weight: torch.Tensor, max_norm: float, norm_type: float) -> None:
-    """Scale the rows that are looked up to at most `max_norm`, whole rows whatever the layout."""
+    """Scale the rows that are looked up to at most `max_norm`; the norm is that of whole rows in any layout."""
     with torch.no_grad():
         if isinstance(ids, ShardedTensor):
             ids = ids.full_tensor()
@@ -182,7 +182,7 @@ def embedding_bag(
 
 
 def _largest(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The maximum of each bag of ``(bags, n, d)``, 0 where none of its rows counts."""
+    """Return the maximum of each bag of ``(bags, n, d)``, 0 where none of its rows counts."""
     if not rows.shape[1]:
         return rows.sum(1)
     empty = (counts.sum(1) == 0).unsqueeze(-1)
@@ -193,7 +193,7 @@ def _largest(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def _side_by_side(
     rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bags as rows of one length, ``(bags, longest, d)``; what is past the end of a bag does not count."""
+    """Return bags as rows of one length, ``(bags, longest, d)``; rows past the end of a bag do not count."""
     starts, bag = _bags(rows.shape[0], offsets, include_last)
     sizes = torch.bincount(bag, minlength=starts.numel())
     within = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=bag.device)
@@ -205,14 +205,14 @@ def _side_by_side(
 def _by_offsets(
     rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of ``(n, d)`` rows, and of their counts, over bags that begin at `offsets`."""
+    """Return the sums of ``(n, d)`` rows, and of their counts, over bags that begin at `offsets`."""
     starts, bag = _bags(rows.shape[0], offsets, include_last)
     nothing = torch.zeros(starts.numel(), rows.shape[1], dtype=rows.dtype, device=rows.device)
     return nothing.index_add(0, bag, rows), nothing.new_zeros(starts.numel()).index_add(0, bag, counts)
 
 
 def _bags(n: int, offsets: torch.Tensor, include_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where bags begin among `n` ids, and the bag of each id."""
+    """Return where bags begin among `n` ids, and the bag of each id."""
     offsets = offsets.full_tensor() if isinstance(offsets, ShardedTensor) else offsets
     first, last = (int(offsets[0]), int(offsets.max())) if offsets.numel() else (0, 0)
     if first:
@@ -229,7 +229,7 @@ _one_hot_by_rule = by_rule(F.one_hot, "one_hot")
 
 @implements(F.one_hot)
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Integers as vectors with a 1 where they point: ``... -> ... c``."""
+    """Return integers as vectors with a 1 at their index: ``... -> ... c``."""
     if num_classes == -1 and tensor.numel() and tensor.dtype == torch.int64:
         num_classes = int(tensor.max()) + 1
     if num_classes < 1 or tensor.dtype != torch.int64:

@@ -1,11 +1,10 @@
 """Run an operation by its rule: redistribute the operands to the layouts it needs, compute locally, wrap the result.
 
-What an operation needs is decided in `shardtensor.rules`; nothing is decided here.
+`shardtensor.rules` decides the layouts; this module decides nothing.
 
-Many of torch's kernels refuse an empty operand, or treat it in a way of their own: in another dtype under autocast, out
-of the graph, without the terms of a second derivative. Backward is collective, so a rank with an empty part must go
-through the same nodes as the others: it computes one element more along each dim that is empty on it alone, and drops
-what it computed.
+Many of torch's kernels refuse an empty operand, or treat it differently: in another dtype under autocast, outside the
+graph, without the terms of a second derivative. Backward is collective, so a rank with an empty part must run the same
+nodes as the others: it computes one element more along each dim that is empty on it alone, and drops the result.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, 
 
 
 def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
-    """Raise the RuleError of a call that would lay operands out anew. Sends nothing; the same on every rank."""
+    """Raise the RuleError of a call that would redistribute operands. Sends nothing; the same on every rank."""
     names = names_of(name, len(operands))
     layouts = layouts_of(operands)
     facts: dict[str, object] = {"rule": str(rule)}
@@ -56,7 +55,7 @@ def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
 
 
 def names_of(name: str, count: int) -> list[str]:
-    """What messages call the operands of an operation: as its row has them."""
+    """Return the operands' names in messages: those of the operation's row."""
     row = ROWS.get(name.rpartition(".")[2].strip("_"))
     known = row.call.operands if row is not None else ()
     if row is not None and row.pattern is not None and row.pattern.listed:
@@ -72,14 +71,14 @@ def _columns(x: torch.Tensor) -> tuple[str, str]:
 
 
 def _call(name: str, x: torch.Tensor, layout: Layout) -> tuple[str, str]:
-    """The call that lays an operand out, and the steps it takes."""
+    """Return the call that redistributes an operand, and the steps it takes."""
     assert isinstance(x, ShardedTensor)
     layout = _named(layout, x)
     return f'reshard({name}, "{spec_of(layout, x.device)}")', _steps(x._layout, layout, x.element_size())
 
 
 def _named(layout: Layout, x: ShardedTensor) -> Layout:
-    """The layout, its axes called as the spec of `x` calls them where both are over one grid."""
+    """Return the layout with the axis names of `x`, if both are over the same grid."""
     same = x._layout.grid == layout.grid and x._layout.ranks == layout.ranks
     return attrs.evolve(layout, names=x._layout.names) if same else layout
 
@@ -137,18 +136,18 @@ def run(
     operands: Sequence[torch.Tensor],
     compute: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return ``compute(*local operands)`` as the tensor it is a part of; None when the rule does not apply.
+    """Compute on the local operands and return the global result; None when the rule does not apply.
 
     Partial sums are summed at once (one all-reduce). All ranks of the operands' group call it.
 
     Args:
         name: of the operation, for messages.
         rule: one letter for each dim of each operand.
-        operands: plain tensors (copies on every rank) and sharded ones.
+        operands: plain tensors (replicated) and sharded ones.
         compute: gets the local tensors, in order, and returns the local result.
 
     Returns:
-        A ShardedTensor; a plain tensor when no rank holds only a part; None when no operand is cut over a grid.
+        A ShardedTensor; a plain tensor if every rank holds all of it; None if no operand is sharded over a grid.
     """
     ready = prepare(name, rule, operands)
     if ready is None:
@@ -157,7 +156,7 @@ def run(
 
 
 class Prepared(NamedTuple):
-    """The local operands of one call, where they lie, and who takes part."""
+    """The local operands of one call, their layouts, and the group."""
 
     locals: list[torch.Tensor]
     recipe: Recipe
@@ -165,7 +164,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared | None:
-    """Bring the operands to the layouts that the rule gives them; None when the rule does not apply."""
+    """Redistribute the operands to the layouts that the rule gives them; return None when the rule does not apply."""
     operands = [reduced(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
     layouts = layouts_of(operands)
@@ -187,9 +186,9 @@ def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTensor | None:
-    """`x`, which lies in boxes or ranges, cut over a dim that is not among `whole`; None where there is none.
+    """Redistribute `x` from boxes or ranges to shards of a dim that is not in `whole`; return None without such a dim.
 
-    Each rank receives what it lacks of its part. All ranks of the group call it.
+    Each rank receives the elements that it lacks. All ranks of the group call it.
     """
     x = reduced(x)
     letters = tuple(f"d{k}" for k in range(x.dim()))
@@ -201,13 +200,13 @@ def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTe
 
 
 def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether ranks outside the grid can compute with empty tensors: something is cut, and no wrapper is a copy."""
+    """Return whether ranks outside the grid can compute with empty tensors: an operand is sharded, none replicated."""
     is_cut = any(need.layout.cut_dims for need in recipe.needs)
     return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
 
 def redistributed(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
-    """Return the local tensor of `x` in the layout it needs, with the backward that this asks for."""
+    """Return the local tensor of `x` in the layout that the rule needs, with the matching backward."""
     layout = need.layout
     if isinstance(x, ShardedTensor):
         if need.moves:
@@ -216,7 +215,7 @@ def redistributed(name: str, x: torch.Tensor, need: Need, group: Group) -> torch
             local = x._local
         elif layout.cut_dims or len(layout.ranks) == group.size:
             local = local_as(x, layout, group)
-        else:  # ranks outside the layout compute with the whole, too
+        else:  # ranks outside the layout also compute with the whole
             local = x.full_tensor()
     else:
         local = part(x, layout, group) if layout.cut_dims else x
@@ -226,7 +225,7 @@ def redistributed(name: str, x: torch.Tensor, need: Need, group: Group) -> torch
 
 
 def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
-    """Raise RuleError under `strict`, where `x` would be laid out anew for operation `name`."""
+    """Raise RuleError under `strict`, because operation `name` would redistribute `x`."""
     if is_strict():
         raise RuleError(
             f"{name}: an operand must be laid out anew",
@@ -236,7 +235,7 @@ def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
 
 
 def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Wrap a local result; join it when it is partial; hand out a plain tensor when every rank has the whole."""
+    """Wrap a local result; reduce it if it is partial; return a plain tensor if every rank has the whole."""
     if layout.partial:
         along(group, layout, layout.partial_axes)  # raises on every rank where ranks outside cannot take part
         local, layout = reduce_local(local, layout, group), layout.reduced()
@@ -246,10 +245,10 @@ def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
 
 
 def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
-    """The one group that the sharded operands live on.
+    """Return the group of the sharded operands.
 
     Raises:
-        RuleError: they live on several.
+        RuleError: they have different groups.
     """
     group: Group | None = None
     for x in operands:
@@ -273,7 +272,7 @@ def _say_group(group: Group) -> str:
 
 
 def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Any:
-    """The local result, or results; one that is empty is in the graph of all its operands."""
+    """Return the local result, or results; attach empty ones to the graph of all operands."""
     local = compute(*operands)
     if isinstance(local, torch.Tensor):
         return local if local.numel() else in_graph(local, operands)
@@ -284,7 +283,7 @@ def computed(compute: Callable[..., Any], operands: Sequence[torch.Tensor]) -> A
 
 
 def in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`local` as a result of the operands, of which it takes no value: backward is collective."""
+    """Return `local` attached to the graph of the operands, with unchanged values: backward is collective."""
     for x in operands:
         if x.requires_grad and (local.is_floating_point() or local.is_complex()):
             link = x.sum()
@@ -296,10 +295,10 @@ def in_graph(local: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Ten
 def computed_alike(
     compute: Callable[..., Any], rule: Rule | None, layouts: Sequence[MeshLayout], operands: Sequence[torch.Tensor]
 ) -> Any:
-    """The local result, or results, of operands of these layouts; with one element more where a part is empty.
+    """Return the local result, or results, of operands of these layouts; an empty part gets one element more.
 
     Args:
-        rule: of the call; None for one that torch does on empty operands as on others.
+        rule: of the call; None for one that torch computes on empty operands as on others.
     """
     if rule is None or all(x.numel() for x in operands):
         return computed(compute, operands)
@@ -313,7 +312,7 @@ def computed_alike(
     for letters, x in zip(rule.inputs, operands, strict=True):
         dims = [d for d, letter in enumerate(letters) if letter in none]
         adds = any(letters[d] not in rule.output for d in dims)
-        full.append(at_least_one(x, dims, 0.0 if adds else 1.0))  # what is summed is the sum of nothing
+        full.append(at_least_one(x, dims, 0.0 if adds else 1.0))  # an empty sum adds zero
     found = computed(compute, full)
     dims = [d for d, letter in enumerate(rule.output) if letter in none]
 
@@ -329,7 +328,7 @@ def computed_alike(
 
 
 def at_least_one(x: torch.Tensor, dims: list[int] | range, value: float = 1.0) -> torch.Tensor:
-    """`x` with one element, `value` (0 in indices), along each of `dims` where it has none. In its graph."""
+    """Return `x` with one element, `value` (0 in indices), along each of `dims` that is empty. Differentiable."""
     if x.numel():
         return x
     pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in dims and x.shape[d] == 0))]

@@ -1,7 +1,7 @@
-"""Operations on lists of tensors: torch's ``_foreach_*`` and ``_fused_*``, with which optimizers step.
+"""Operations on lists of tensors: torch's ``_foreach_*`` and ``_fused_*``, which optimizers call.
 
-A list may mix sharded and plain tensors. The elementwise ones work on the local tensors in the same one call; norms
-take one reduction for the whole list.
+A list may mix sharded and plain tensors. Elementwise operations run on all local tensors in one call; norms need one
+reduction for the whole list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ for _types in (_optim_types, _list_types):
 
 
 def on_lists(func: Any) -> Callable[..., Any]:
-    """The handler of an elementwise function over lists of tensors, in place or not."""
+    """Return the handler of an elementwise function over lists of tensors, in place or not."""
     in_place = func.__name__.endswith("_")
     is_step = func.__name__.startswith("_fused_")
 
@@ -52,7 +52,7 @@ def on_lists(func: Any) -> Callable[..., Any]:
         count = len(args)
         out = func(*operands[:count], **dict(zip(kwargs, operands[count:], strict=True)))
         if in_place:
-            if is_step:  # these kernels count no version, which autograd and fully sharded modules go by
+            if is_step:  # these kernels count no version, which autograd and fully sharded modules read
                 torch._C._increment_version(locals_[0])
                 for tensors, given in zip(locals_, lists, strict=True) if is_moved else ():
                     _write_back(given, tensors, columns)
@@ -63,13 +63,13 @@ def on_lists(func: Any) -> Callable[..., Any]:
 
 
 Column = tuple[Layout, Group] | None
-"""The layout and the group of what belongs together at one place of the lists; None for plain tensors."""
+"""The layout and the group of the tensors at one position of the lists; None for plain tensors."""
 
 
 def _aligned(
     name: str, lists: list[Tensors], in_place: bool, is_step: bool
 ) -> tuple[list[list[torch.Tensor]], list[Column], bool] | None:
-    """Local tensors that belong together at every place of the lists; the columns, and whether anything was moved."""
+    """Return local tensors, of one layout at each position of the lists; the columns; whether any was redistributed."""
     layouts = [_of_each(tensors, _LAYOUT, lambda _: None) for tensors in lists]
     first = layouts[0]
     if all(
@@ -95,10 +95,10 @@ _LAYOUT, _LOCAL = attrgetter("_layout"), attrgetter("_local")
 
 
 def _of_each(tensors: Any, read: Callable[[Any], Any], plain: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """What `read` gives of sharded tensors, and `plain` of others."""
+    """Return `read` of each sharded tensor, and `plain` of each other."""
     if isinstance(tensors[0], ShardedTensor):
         try:
-            return list(map(read, tensors))  # as they mostly are, when each need not be asked
+            return list(map(read, tensors))  # the usual case: all are sharded
         except AttributeError:
             pass
     return [read(x) if isinstance(x, ShardedTensor) else plain(x) for x in tensors]
@@ -107,10 +107,10 @@ def _of_each(tensors: Any, read: Callable[[Any], Any], plain: Callable[[torch.Te
 def _column(
     name: str, column: tuple[torch.Tensor, ...], in_place: bool, is_step: bool
 ) -> tuple[list[torch.Tensor], Column] | None:
-    """Bring the tensors at one place of the lists to one layout; None when the result has none of their layouts.
+    """Redistribute the tensors at one position of the lists to one layout; None if the result has none of theirs.
 
-    That of the tensor that is written. The others that a fused step writes, state of another layout as after a load,
-    are copies here, which `_write_back` copies to the tensors themselves.
+    It is that of the tensor that is written. Other tensors that a fused step writes, such as state in another layout
+    after a load, are copies here; `_write_back` copies them to the tensors themselves.
     """
     base = next((x for x in column if isinstance(x, ShardedTensor)), None)
     if base is None:
@@ -143,9 +143,9 @@ def _column(
 
 
 def _write_back(tensors: Tensors, locals_: list[torch.Tensor], columns: list[Column]) -> None:
-    """Copy what a fused step wrote into copies to the tensors themselves, on every rank.
+    """Copy the values that a fused step wrote to copies into the tensors themselves, on every rank.
 
-    A sharded one has the layout of the parameter from then on, so that it is moved once.
+    A sharded tensor gets the layout of the parameter, so that it is redistributed only once.
     """
     for x, local, column in zip(tensors, locals_, columns, strict=True):
         if column is None or local is x:
@@ -174,7 +174,7 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
     (for each dtype and device).
 
     Args:
-        tensors: sharded and plain ones (copies on every rank), of any dtypes and devices, at least one.
+        tensors: sharded and plain ones (replicated), of any dtypes and devices, at least one.
         ord: of the norm; ``inf``, ``-inf`` and 0 too.
         foreach: take the local norms in one call for the list.
 
@@ -187,10 +187,10 @@ def global_norms(tensors: Tensors, ord: float = 2.0, *, foreach: bool = True) ->
 
 
 def global_norm(tensors: Tensors, ord: float, dtype: torch.dtype, *, foreach: bool = True) -> torch.Tensor:
-    """Return the norm of all tensors seen as one vector: `global_norms` and their norm, in fewer small kernels.
+    """Return the norm of all tensors as one vector: `global_norms` and their norm, in fewer small kernels.
 
     Args:
-        tensors, ord, foreach: as of `global_norms`.
+        tensors, ord, foreach: as in `global_norms`.
         dtype: of the result.
 
     Returns:
@@ -206,10 +206,10 @@ def global_norm(tensors: Tensors, ord: float, dtype: torch.dtype, *, foreach: bo
 
 
 def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool = False) -> torch.Tensor:
-    """Of every tensor the sum of powers (largest or smallest magnitude) over the ranks, in float64.
+    """Return each tensor's sum of powers (largest or smallest magnitude) over the ranks, in float64.
 
     Args:
-        together: give numbers that add up to the same, for which the ranks send one for each group.
+        together: return numbers with the same total, for which the ranks send one number for each group.
     """
     tensors = [reduced(x) if isinstance(x, ShardedTensor) else x for x in tensors]
     sums = _local_power_sums(tensors, ord, tensors[0].device, foreach)
@@ -217,14 +217,14 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool =
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size):
             groups.setdefault(id(x._group), (x._group, []))[1].append(i)
-    if len(groups) > 1:  # those of the same ranks are one
+    if len(groups) > 1:  # groups of the same ranks are one
         same: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
         for group, places in groups.values():
             same.setdefault(tuple(group.ranks), (group, []))[1].extend(places)
         groups = dict(enumerate(same.values()))
     each: list[torch.Tensor | None] = list(sums.unbind())
     for group, places in groups.values():
-        # Places are picked on the host: an index would be a copy to the device, and a wait for it.
+        # Selected on the host: an index would be copied to the device, and the host would wait.
         given = sums if len(places) == len(each) else torch.stack([each[i] for i in places])  # type: ignore[misc]
         found = _reduce(given.sum(0, keepdim=True) if together else given, ord, group)
         if given is sums:
@@ -237,8 +237,8 @@ def _power_sums(tensors: Tensors, ord: float, foreach: bool, *, together: bool =
 
 
 def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreach: bool) -> torch.Tensor:
-    """What this rank adds: sums of powers (largest or smallest magnitudes), nothing for elements others count."""
-    nothing = torch.inf if ord < 0 else 0.0  # to the power of ord: what adds nothing
+    """Return this rank's sums of powers (largest or smallest magnitudes), without elements that other ranks count."""
+    nothing = torch.inf if ord < 0 else 0.0  # its power of ord adds zero
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
@@ -267,7 +267,7 @@ def _local_power_sums(tensors: Tensors, ord: float, device: torch.device, foreac
 
 
 def _counts(x: ShardedTensor) -> bool:
-    """Whether this rank counts the elements it holds of `x`: as a plain tensor's, or as the first that holds them."""
+    """Return whether this rank counts its elements of `x`: they are as a plain tensor's, or it is the first holder."""
     layout, group = x._layout, x._group
     if layout.is_whole_on_all(group.size):
         return True
@@ -277,7 +277,7 @@ def _counts(x: ShardedTensor) -> bool:
 def _reduce(sums: torch.Tensor, ord: float, group: Group) -> torch.Tensor:
     if abs(ord) != torch.inf:
         return group.all_reduce(sums)
-    # Backends may lose a nan among larger numbers: it travels as a second number. The smallest is -largest of -x.
+    # Backends may lose a nan among larger numbers: a second number carries it. The smallest is -largest of -x.
     sign = 1 if ord > 0 else -1
     is_nan = sums.isnan()
     both = torch.cat([sums.masked_fill(is_nan, 0.0) * sign, is_nan.to(sums.dtype)])
@@ -307,5 +307,5 @@ def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
 
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
-    """The groups of ranks that tensors live on, in the order they are first met."""
+    """Return the groups of the sharded tensors, in the order of their first occurrence."""
     return list({id(x._group): x._group for x in tensors if isinstance(x, ShardedTensor)}.values())

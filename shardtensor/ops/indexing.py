@@ -1,8 +1,8 @@
-"""Indexing by integers, slices, None and ``...``, by tensors, lists and masks, and what is made of it.
+"""Indexing by integers, slices, None and ``...``, by tensors, lists and masks, and functions built on it.
 
-A slice is a view that stays where it lies (nothing moves; pieces become uneven). An integer in a cut dim is held by one
-rank, which sends it to the others (one all-reduce): that result is a copy. As in torch, integers, slices and None come
-first, and tensors index what they give; a mask becomes the indices where it is true.
+A slice is a view (no rank sends anything; shards become uneven). The index of a sharded dim is on one rank, which sends
+its values to the others (one all-reduce): that result is a copy. As in torch, integers, slices and None apply first,
+then tensors index the result; a mask becomes the indices where it is true.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
 
 
 class Advanced(NamedTuple):
-    """An index, apart in two.
+    """An index, split in two.
 
     Attributes:
-        basic: integers, slices and None, with a whole slice wherever a tensor stood.
-        tensors: integer tensors and masks, and None, for the dims of what `basic` gives; a mask has several dims.
+        basic: integers, slices and None, with a whole slice in place of each tensor.
+        tensors: integer tensors and masks, and None, for the dims of the result of `basic`; a mask has several dims.
     """
 
     basic: tuple[Any, ...]
@@ -44,12 +44,12 @@ class Advanced(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `basic` takes all there is."""
+        """Whether `basic` selects everything."""
         return all(isinstance(item, slice) and item == slice(None) for item in self.basic)
 
 
 def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanced | None:
-    """Read an index that has tensors in it; None for what torch shall judge (floats, True and False, ragged lists)."""
+    """Read an index that contains tensors; None if torch must judge it (floats, True and False, ragged lists)."""
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
         if isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim()):
@@ -64,7 +64,7 @@ def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanc
         if isinstance(item, torch.Tensor):
             if item.dtype == torch.uint8 or item.is_floating_point() or item.is_complex():
                 return None
-            if item.device != device:  # torch takes indices from the CPU for a tensor elsewhere
+            if item.device != device:  # torch accepts indices on the CPU for a tensor elsewhere
                 items[i] = item = item.to(device)
             if not item.dim():
                 items[i] = int(item)
@@ -95,7 +95,7 @@ def advanced(index: Any, shape: tuple[int, ...], device: torch.device) -> Advanc
 
 
 def _taken(item: Any) -> int:
-    """How many dims an item indexes."""
+    """Return how many dims an item indexes."""
     if isinstance(item, torch.Tensor):
         return item.dim() if item.dtype == torch.bool else 1
     return int(item is not None and item is not Ellipsis)
@@ -105,7 +105,7 @@ def _taken(item: Any) -> int:
 
 
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """How to index by integers and slices that stay where they lie."""
+    """Return the `LocalCall` for an index of integers and slices that sends nothing."""
     x, index = args
     if not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
         return None
@@ -120,7 +120,7 @@ def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None
 
 
 def getitem(input: torch.Tensor, index: Any) -> Any:
-    """``input[index]``."""
+    """Return ``input[index]``."""
     items = normalize(index, tuple(input.shape)) if isinstance(input, ShardedTensor) else None
     if items is None:
         found = advanced(index, tuple(input.shape), input.device)
@@ -140,7 +140,7 @@ implements(torch.Tensor.__getitem__)(remembered(torch.Tensor.__getitem__, _by_pl
 
 
 def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
-    """Index by normalized items; None where it must gather."""
+    """Index by normalized items; return None if it must gather."""
     x = to_view(input)
     layout, group = x._layout, x._group
     plan = indexing(layout, items, group.rank) if isinstance(layout, MeshLayout) else None
@@ -149,7 +149,7 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     if not plan.to_sum:
         return view(x, x._local[plan.local], plan.layout)
 
-    local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, which keep the graph
+    local = x._local[plan.local].sum(plan.to_sum, dtype=x.dtype)  # the one element, or zeros, in the graph
     local = collectives.all_reduce(local, along(group, layout, plan.axes))
     found = local if plan.layout.is_replicated else wrap(local, plan.layout, None, group)
     return copy_of(found, x, "indexing a cut dim")
@@ -157,7 +157,7 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
 
 @implements(torch.Tensor.__setitem__)
 def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
-    """``input[index] = value``: every rank writes what it holds of it."""
+    """Run ``input[index] = value``: every rank writes the elements that it holds."""
     if isinstance(input, ShardedTensor):
         if written_through(input, lambda row: row.__setitem__(index, value)):
             return
@@ -193,14 +193,14 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _assigned(input: ShardedTensor, found: Advanced, value: Any) -> bool:
-    """Write `value` where tensors index `input`; False where it must be gathered."""
+    """Write `value` where tensors index `input`; return False if it must be gathered."""
     dims = [i for i in found.basic if i is not None]
     layout = input._layout
     if not found.is_plain and (
         not isinstance(layout, MeshLayout)
         or any(not isinstance(i, slice) and layout.dims[d] is not None for d, i in enumerate(dims))
     ):
-        return False  # a slice of boxes is no view; of an integer in a cut dim, only one rank has one
+        return False  # a slice of boxes is no view; only one rank has a view of an index of a sharded dim
     place = input if found.is_plain else input[found.basic]
     if not isinstance(place, ShardedTensor):
         return False
@@ -218,7 +218,7 @@ def _assigned(input: ShardedTensor, found: Advanced, value: Any) -> bool:
 
 @implements(torch.narrow, torch.Tensor.narrow)
 def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
-    """The elements ``start : start + length`` of a dim."""
+    """Return the elements ``start : start + length`` of a dim."""
     dim = one_dim(input.dim(), dim)
     torch.narrow(torch.empty(input.shape, device="meta"), dim, int(start), length)  # torch's errors
     start = int(start) % max(input.shape[dim], 1) if int(start) < 0 else int(start)
@@ -227,12 +227,12 @@ def narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tens
 
 @implements(torch.select, torch.Tensor.select)
 def select(input: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """One index of a dim, which is dropped."""
+    """Return one index of a dim, without that dim."""
     return input[(slice(None),) * one_dim(input.dim(), dim) + (index,)]
 
 
 def _splitting(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a function that gives the parts of a tensor along a dim, each a view."""
+    """Return the handler of a function that splits a tensor along a dim, into views."""
 
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         parts = func(torch.empty(input.shape, device="meta"), *args, **kwargs)
@@ -250,7 +250,7 @@ for _name in ("split", "split_with_sizes", "chunk"):
 
 @implements(torch.unbind, torch.Tensor.unbind)
 def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Every index of a dim, each a view; of a dim that is cut, copies, made when another one is cut instead."""
+    """Return every index of a dim, each a view; for a sharded dim copies, after another dim is sharded instead."""
     dim = one_dim(input.dim(), dim)
     layout = input._layout if isinstance(input, ShardedTensor) else None
     if isinstance(layout, MeshLayout) and layout.shape and layout.dims[dim] is not None:

@@ -1,9 +1,9 @@
-"""Index tensors: whether they are in range, which a rank holds; gather, scatter, ``x[i, :, j]``, index_put, nonzero.
+"""Index tensors: range checks, the indices that a rank holds; gather, scatter, ``x[i, :, j]``, index_put, nonzero.
 
-Read, ``b from, b at -> b at``: where the dim that is read is cut, each rank reads what it holds and the results are
-summed, or, where the result is larger than the source, the source is redistributed. Written,
-``b into, b !at, b !at -> b into``: every rank sees all that is written and writes what falls on its part; the rest goes
-into one slice more, which is thrown away. Nothing is reduced, and each kind of write is torch's own.
+Reads, ``b from, b at -> b at``: if the indexed dim is sharded, each rank reads the elements that it holds and the
+results are summed; if the result is larger than the source, the source is redistributed. Writes,
+``b into, b !at, b !at -> b into``: every rank has all values and writes those in its part; it writes the others to an
+extra slice, which is dropped. Nothing is reduced, and torch's own function does each kind of write.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def check_ids(
 ) -> None:
     """Raise ``fault(id)`` on every rank when an id other than `ignore` is not in ``[low, high)``, before data moves.
 
-    Ids that every rank has are looked at where they are. Of ids that are dealt out the ranks tell each other the
-    extremes, in one reduction of two numbers: a rank that raised alone would leave the others waiting. On CUDA nothing
-    is waited for: as torch's kernels, it is an assert on the device.
+    Each rank checks replicated ids by itself. For sharded ids the ranks exchange the smallest and the largest, in one
+    reduction of two numbers: a rank that raised alone would leave the others waiting. On CUDA the host does not wait:
+    the check is an assert on the device, like that of torch's kernels.
     """
     ids = reduced(ids) if isinstance(ids, ShardedTensor) else ids  # partial sums are no ids
     local = ids._local if isinstance(ids, ShardedTensor) else ids
@@ -48,9 +48,9 @@ def check_ids(
 def out_of_range(
     local: torch.Tensor, low: int, high: int, ignore: int | None = None, *, waits: bool = False
 ) -> list[int]:
-    """The least and the largest of this rank's ids that are out of range.
+    """Return the smallest and the largest of this rank's ids, as far as they are out of range.
 
-    On CUDA none: an assert on the device, unless it `waits` for the card to tell.
+    On CUDA return none and assert on the device, unless the host `waits` for the result.
     """
     local = local.detach()
     if local.is_meta or not local.numel():
@@ -67,7 +67,7 @@ def out_of_range(
 
 
 def widest(outside: list[int], group: Group) -> list[int]:
-    """The least and the largest of all ranks' outside (collective)."""
+    """Return the smallest and the largest of all ranks' `outside` (collective)."""
     nothing = torch.iinfo(torch.int64)
     ends = [-outside[0], outside[-1]] if outside else [nothing.min, nothing.min]
     ends = group.all_reduce(torch.tensor(ends, dtype=torch.int64), "max").tolist()
@@ -75,7 +75,7 @@ def widest(outside: list[int], group: Group) -> list[int]:
 
 
 def held(ids: torch.Tensor, layout: MeshLayout, rank: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where ids along `dim` lie in the local tensor of `rank`, 0 for those elsewhere; and which ones lie there."""
+    """Return the places of ids along `dim` in the local tensor of `rank`, 0 for others, and a mask of those there."""
     count = layout.local_shape(rank)[dim]
     if layout.is_blocked(dim):
         where = torch.full((layout.shape[dim],), -1, device=ids.device)
@@ -88,7 +88,7 @@ def held(ids: torch.Tensor, layout: MeshLayout, rank: int, dim: int) -> tuple[to
 
 
 def places(layout: MeshLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
-    """The global indices along `dim` of the elements that `rank` holds, in local order."""
+    """Return the global indices along `dim` of the elements that `rank` holds, in local order."""
     boxes = layout.boxes(rank)
     if not boxes:
         return torch.arange(0, device=device)
@@ -101,7 +101,7 @@ Indices = Sequence[torch.Tensor | None]
 
 
 def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
-    """The error of an index that is too large or too small, as torch says it."""
+    """Return torch's error for an index that is too large or too small."""
     return lambda index: IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
 
 
@@ -110,11 +110,11 @@ def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
 
 @joins("read", blocks=True)
 def read(cut: Cut) -> torch.Tensor:
-    """What ``gather`` and ``index_select`` read along the cut dim: zeros for what other ranks hold, then the sum."""
+    """Read as ``gather`` and ``index_select`` along the sharded dim: zeros for what other ranks hold, then the sum."""
     (local, at), (source, index), d = cut.locals, cut.layouts, cut.dims[0]
     is_gather = cut.name == "gather"
     if math.prod(index.shape) > (math.prod(source.shape) if is_gather else source.shape[d]):
-        return NotImplemented  # to sum the result costs more than to move the source
+        return NotImplemented  # summing the result costs more than redistributing the source
     here, mine = held(at, source, cut.group.rank, d)
     if local.shape[d]:
         mine = mine if is_gather else mine.view(-1, *(1,) * (local.dim() - 1 - d))
@@ -126,13 +126,13 @@ def read(cut: Cut) -> torch.Tensor:
 
 
 def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros of a rank that holds nothing of what is read."""
+    """Return zeros, for a rank that holds none of the elements that are read."""
     return in_graph(local.new_zeros(tuple(shape)), (local,))
 
 
 @joins("write", blocks=True)
 def write(cut: Cut) -> torch.Tensor:
-    """What an operation writes along the cut dim, as far as this rank holds it."""
+    """Write along the sharded dim the elements that this rank holds."""
     local, at, *values = cut.locals
     d = cut.dims[0]
     count = local.shape[d]
@@ -141,13 +141,13 @@ def write(cut: Cut) -> torch.Tensor:
 
 
 def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
-    """A copy with one slice more along a dim, for what other ranks write."""
+    """Return a copy with one more slice along a dim, for the elements that other ranks hold."""
     shape = [1 if k == d else n for k, n in enumerate(local.shape)]
     return torch.cat([local, local.new_ones(shape)], d)
 
 
 def _checked(name: str) -> Callable[..., torch.Tensor]:
-    """The handler of an operation along one dim, which first looks whether all indices are in range, on all ranks."""
+    """Return the handler of an operation along one dim; it first checks, on all ranks, that indices are in range."""
     func = getattr(torch, name)
     sharded = by_rule(func, name)
 
@@ -178,7 +178,7 @@ def _checked(name: str) -> Callable[..., torch.Tensor]:
 
 
 def _narrowed(x: Any, index: torch.Tensor, dims: Sequence[int] | None = None) -> Any:
-    """The first elements of a tensor, as many as the index has along `dims`, or all dims; other values as they are."""
+    """Return the first elements of a tensor, as many as the index has along `dims`, or all dims; others unchanged."""
     if isinstance(x, torch.Tensor) and x.dim() == index.dim():
         for k in range(x.dim()) if dims is None else dims:
             x = x.narrow(k, 0, index.shape[k]) if index.shape[k] < x.shape[k] else x
@@ -195,7 +195,7 @@ gather index_select scatter scatter_add scatter_reduce index_add index_copy inde
 
 
 def _integers(x: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:
-    """Integer indices counted from the front, one for each dim, or None; a mask becomes the places where it is true.
+    """Return non-negative integer indices, one for each dim, or None; a mask becomes the indices where it is true.
 
     Raises:
         IndexError: one is out of range, on every rank.
@@ -218,7 +218,7 @@ def _integers(x: torch.Tensor, indices: Indices) -> list[torch.Tensor | None]:
 def _local_places(
     places: list[Any], layout: MeshLayout, rank: int, device: torch.device
 ) -> tuple[list[int], torch.Tensor]:
-    """The cut dims that `places` index, which become those of the local tensor; and which elements are there."""
+    """Make `places` local and return the sharded dims that they index, and a mask of the elements on this rank."""
     cut = [k for k, place in enumerate(places) if isinstance(place, torch.Tensor) and layout.dims[k] is not None]
     mine = torch.ones((), dtype=torch.bool, device=device)
     for k in cut:
@@ -228,9 +228,9 @@ def _local_places(
 
 
 def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
-    """``x[indices]`` for tensors, and None for dims that stay whole, one entry a dim (fewer: the first dims).
+    """Return ``x[indices]`` for tensors, and None for dims that stay whole, one entry a dim (fewer: the first dims).
 
-    Global shapes ``x y r, i, j i -> j i r``. Negative indices count from the end; a mask is that of as many dims.
+    Global shapes ``x y r, i, j i -> j i r``. Negative indices count from the end; a mask indexes all of its dims.
     """
     indices = _integers(x, indices)
     tensors = [index for index in indices if index is not None]
@@ -262,7 +262,7 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
 
 @implements(torch.index_put, torch.Tensor.index_put)
 def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-    """`input` with `values` where `indices` say: ``x y r, !i, !i, i r -> x y r``; a mask is that of as many dims."""
+    """Return `input` with `values` at `indices`: ``x y r, !i, !i, i r -> x y r``; a mask indexes all of its dims."""
     given = list(indices)
     if any(t is not None and t.dtype == torch.uint8 for t in given):
         return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
@@ -307,7 +307,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
 
 @implements(torch.masked_select, torch.Tensor.masked_select)
 def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -> torch.Tensor:
-    """The elements where `mask` is true, one dim, equal on every rank."""
+    """Return the elements where `mask` is true, in one dim, equal on every rank."""
     if out is not None:
         return write_out(lambda f, a, k: masked_select(*a), torch.masked_select, (input, mask), {"out": out})
     shape = torch.broadcast_shapes(input.shape, mask.shape)
@@ -320,7 +320,7 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor, *, out: Any = None) -
 
 @implements(torch.nonzero, torch.Tensor.nonzero)
 def nonzero(input: torch.Tensor, *, out: Any = None, as_tuple: bool = False) -> Any:
-    """Where `input` is not zero, ``(found, dims)``, equal on every rank; one boolean for each element is gathered."""
+    """Return where `input` is not zero, ``(found, dims)``, equal on every rank; gathers a boolean for each element."""
     if out is not None:
         return write_out(lambda f, a, k: nonzero(*a), torch.nonzero, (input,), {"out": out})
     is_set = (input != 0).detach()

@@ -1,7 +1,7 @@
-"""Operations in place, but for elementwise ones: the operand keeps its layout, the others are redistributed to it.
+"""In-place operations other than elementwise ones: the operand keeps its layout, the others are redistributed to it.
 
-A write goes into the local tensor, so views of a ShardedTensor that are views of its local see it. ``transpose_`` and
-its kin turn the local tensor and the layout; nothing moves.
+A write goes into the local tensor, so views of a ShardedTensor that are views of its local tensor change too.
+``transpose_`` and the like permute the local tensor and the layout and send nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced
 
 @implements(torch.Tensor.copy_)
 def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Take the values of `src`: each rank its part of a plain tensor, or of a sharded one laid out anew (collective).
+    """Copy the values of `src`: each rank copies its part of a plain tensor, or of a redistributed one (collective).
 
     Raises:
         RuntimeError: `src` does not broadcast to the global shape.
@@ -51,11 +51,11 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if src.shape != input.shape:
         src = (src.full_tensor() if isinstance(src, ShardedTensor) else src).expand(input.shape)
     local = local_as(reduced(src) if isinstance(src, ShardedTensor) else src, whole, group)
-    if layout.partial and local.requires_grad:  # what each partial sum asks of the value adds up
+    if layout.partial and local.requires_grad:  # the value's gradients from all partial sums add up
         local = collectives.sum_gradient(local, along(group, layout, layout.partial_axes))
     if layout.holds_full_value(group.rank):
         local = apart(local, input._local)
-    else:  # zeros that stay in the graph, for its backward is collective
+    else:  # zeros in the graph, because backward is collective
         local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
     input._local.copy_(local, non_blocking)
     return input
@@ -63,7 +63,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
 
 @implements(torch.Tensor.fill_, torch.fill_)
 def fill_(input: torch.Tensor, value: Any) -> Any:
-    """Set every element to one value; of a sum, the first rank brings it."""
+    """Set every element to one value; of a partial sum, the first rank holds the value and the others 0."""
     if not isinstance(input, ShardedTensor):
         return fall_back(torch.Tensor.fill_, (input, value), {})
     if written_through(input, lambda row: row.fill_(value)):
@@ -87,10 +87,10 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
 
 
 def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a method that writes into its tensor what `new` returns."""
+    """Return the handler of a method that writes into its tensor what `new` returns."""
 
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if any(x is input for x in (*args, *kwargs.values())):  # what is read while it is written is torch's secret
+        if any(x is input for x in (*args, *kwargs.values())):  # undefined in torch: an input aliases the output
             return fall_back(method, (input, *args), kwargs)
         if written_through(input, lambda row: method(row, *args, **kwargs)):
             return input
@@ -100,7 +100,7 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
             refuse_leaf(input)
         tensors = [x for x in (input, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        out = new(input.clone() if follows else input, *args, **kwargs)  # backward may need what is written over
+        out = new(input.clone() if follows else input, *args, **kwargs)  # backward may need the overwritten values
         if out.shape != input.shape:
             raise RuntimeError(f"{name_of(method)}: output with shape {list(input.shape)} cannot be {list(out.shape)}")
         return input.copy_(out)
@@ -112,7 +112,7 @@ COMPOSED = """
 scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put cumsum cumprod
 addmm addmv addbmm baddbmm addr tril triu
 """
-"""Methods whose form in place is the other form and a copy of its result."""
+"""Methods whose in-place form computes the other form and copies its result."""
 
 for _name in COMPOSED.split():
     _func = getattr(torch.Tensor, f"{_name}_")
@@ -123,7 +123,7 @@ for _name in COMPOSED.split():
 
 
 def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., ShardedTensor]:
-    """The handler of `func`, which does in place what `new` does in a view; the layout's dims change places too."""
+    """Return the handler of `func`, the in-place form of the view `new`; it permutes the layout's dims too."""
 
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         refuse_lost_write(input, func.__name__)
@@ -133,7 +133,7 @@ def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
         if isinstance(layout, MeshLayout):
             func(input._local, *args, **kwargs)
             input._layout = permuted(layout, order)
-        else:  # boxes and ranges have no other order of dims
+        else:  # the layout of boxes and ranges cannot be permuted
             warn_of_gather(func, input.numel() * input.element_size())
             input._local = new(input.full_tensor(), *args, **kwargs)
             input._layout = replicated(tuple(input._local.shape), input._group.ranks)

@@ -3,8 +3,8 @@
 ``scaled_dot_product_attention``: batches and heads may be sharded, sequences and features may not. Grouped queries keep
 sharded heads where a rank's query heads belong to its key heads. Dropout gathers, so that the mask is the dense one.
 
-Norms: statistics are those of all elements, whichever rank has them. Over a sharded batch the mean and the variance are
-reduced over the ranks, as synchronized batch norm does; the running ones are what one process would have.
+Norms: statistics cover the elements of all ranks. Over a sharded batch the ranks reduce the mean and the variance, as
+synchronized batch norm does; the running statistics are those of a single process.
 
 Convolutions, ``n i !h !w, o i !k !l, + o -> n o h' w'``: where the input channels are sharded the products are summed,
 and the bias is added after. Grouped convolutions have rows of their own.
@@ -38,7 +38,7 @@ ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_va
 
 
 def own_body(func: Any) -> Callable[..., Any]:
-    """A copy of a Python function of torch that does not ask its operands for a handler."""
+    """Return a copy of a Python function of torch that does not look for a handler of its operands."""
     names = {**func.__globals__, **dict.fromkeys(ASKS, lambda *_: False)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention of query ``(..., h, l, e)``, key ``(..., h, s, e)`` and value ``(..., h, s, f)``."""
+    """Compute attention of query ``(..., h, l, e)``, key ``(..., h, s, e)`` and value ``(..., h, s, f)``."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     operands = (query, key, value, attn_mask)
     if dropout_p or len({x.dim() for x in operands[:3]}) > 1 or query.dim() < 3:
@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
 
 
 def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """How to do a call on local tensors alone; grouped queries and dropout go the long way."""
+    """Return the `LocalCall` for a call; None for grouped queries and dropout, which take the general path."""
     if len(args) != 3 or kwargs.get("dropout_p") or kwargs.get("enable_gqa"):
         return None
     if args[0].dim() < 3 or len({x.dim() for x in args}) > 1:
@@ -103,7 +103,7 @@ HANDLERS[attend] = remembered(attend, _locally, scaled_dot_product_attention, "s
 
 @joins("moments", blocks=True)
 def moments(cut: Cut) -> torch.Tensor:
-    """layer_norm: the mean, then the mean square of what is left, of all elements; each one all-reduce."""
+    """Compute layer_norm: the mean, then the mean square of the differences, of all elements; each one all-reduce."""
     x = _wide(cut.locals[0])
     eps = cut.options.get("eps", 1e-5)
     away = x - _mean(x, cut)
@@ -112,7 +112,7 @@ def moments(cut: Cut) -> torch.Tensor:
 
 @joins("mean_square", blocks=True)
 def mean_square(cut: Cut) -> torch.Tensor:
-    """rms_norm: one all-reduce."""
+    """Compute rms_norm: one all-reduce."""
     x = _wide(cut.locals[0])
     eps = cut.options.get("eps")
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -124,7 +124,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The mean over the dims worked on, in all ranks, for use by each rank's part of the work."""
+    """Return the mean over the reduced dims of all ranks; backward sums its gradient over the ranks."""
     total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.subgroup)
     return collectives.sum_gradient(total / cut.count, cut.subgroup)
 
@@ -139,7 +139,7 @@ def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
 # -- over channels -----------------------------------------------------------------------------------------------------
 
 
-@joins("statistics")  # so that the table can name it; the handler does not go by the row
+@joins("statistics")  # so that the table can name it; the handler does not use the row
 @implements(F.batch_norm, torch.batch_norm)
 def batch_norm(
     input: torch.Tensor,
@@ -152,7 +152,7 @@ def batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = False,
 ) -> torch.Tensor:
-    """Normalize every channel of ``(n, c, ...)`` over all else, by the batch (`training`) or the running statistics."""
+    """Normalize each channel of ``(n, c, ...)`` over all else, by the batch (`training`) or the running statistics."""
     dims = (0, *range(2, input.dim()))
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
@@ -178,7 +178,7 @@ def _follow(running: torch.Tensor | None, new: torch.Tensor, momentum: float) ->
 
 
 def _column(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value for each channel, to meet ``(n, c, ...)``."""
+    """Return one value for each channel, in a shape that broadcasts with ``(n, c, ...)``."""
     return x[(slice(None), *(None,) * (like.dim() - 2))]
 
 
@@ -195,7 +195,7 @@ def group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``F.group_norm``, which looks at the size of the whole batch first."""
+    """Run ``F.group_norm``, which checks the size of the whole batch first."""
     F.group_norm(torch.empty(input.shape, device="meta"), num_groups)  # torch's errors
     return torch.group_norm(input, num_groups, weight, bias, eps)
 
@@ -220,7 +220,7 @@ for _name in (f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 
 
 @implements(F.pad)
 def pad(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> torch.Tensor:
-    """Fill up, or cut off, the ends of the last dims; those must be whole."""
+    """Pad, or crop, the ends of the last dims; those must be whole."""
     pads = list(pad)
     F.pad(torch.empty(input.shape, device="meta"), pads, mode, value)  # torch's errors
     dims = [input.dim() - 1 - i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]

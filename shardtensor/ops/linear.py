@@ -1,17 +1,17 @@
 """Products with sharded weights, fused with their collectives, and ``F.linear`` on them: ``b k, n k, n -> b n``.
 
-Column-parallel (n is sharded): a replicated input meets sharded work, so its gradient is summed over the ranks, beside
-the weight's gradient; the gradient of a replicated bias is known only in slices, and both travel in one all-reduce.
-Row-parallel (k is sharded): the products are partial and summed at once; the bias is added after, once. If the
-activations between layers are sharded along a dim (a *stream*, sequence parallelism), its slices are gathered before,
-and the gradient is reduce-scattered.
+Column-parallel (n is sharded): each rank multiplies a replicated input, so the input's gradient is summed over the
+ranks, while the weight's gradient is computed; each rank has a slice of the gradient of a replicated bias, and one
+all-reduce sums both. Row-parallel (k is sharded): the products are partial and summed at once; the bias is added after,
+once. If the activations between layers are sharded along a dim (a *stream*, sequence parallelism), the slices of the
+input are gathered before, and its gradient is reduce-scattered.
 
-Several products may read one input and share its collective. A product of torch's own returns both of its gradients at
-once, so that the input's, summed over the products, is complete only when all of the weights' are. So `share` gives
-each product a *stand-in* of the input, through which the product's gradient comes back: one node of the graph has them
-all, and runs the collective beside the weights' gradients. Not under torch.compile, which orders the work itself; it
-hides the same collective with ``torch.compile(module, options={"reorder_for_compute_comm_overlap": True,
-"reorder_for_compute_comm_overlap_passes": ["sink_waits"]})``.
+Several products may read one input and share its collective. A product of torch's returns both of its gradients at
+once, so the input's, summed over the products, is complete only when all of the weights' are. So `share` returns a
+*stand-in* of the input for each product, through which backward returns the product's gradient: one node of the graph
+gets them all, and runs the collective beside the weights' gradients. Under torch.compile, which orders the work itself,
+products are ordinary ones; ``torch.compile(module, options={"reorder_for_compute_comm_overlap": True,
+"reorder_for_compute_comm_overlap_passes": ["sink_waits"]})`` hides the same collective.
 
 References:
     Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
@@ -50,36 +50,36 @@ def cast(
 
 
 BESIDE_BYTES = 16 << 20
-"""From this size on an all-reduce runs beside the next product; below, starting it costs the host more."""
+"""From this size on an all-reduce overlaps with the next product; below it, starting it costs the host more."""
 
 
 def is_large(x: torch.Tensor) -> bool:
-    """Whether a sum of `x` is worth a stream, or on the CPU a thread, of its own."""
+    """Return whether a sum of `x` is worth a separate stream, or on the CPU a thread."""
     return x.nbytes >= BESIDE_BYTES
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``(..., k)`` as ``(rows, k)``."""
+    """Return ``(..., k)`` as ``(rows, k)``."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight ``(n, k)``: grad ``(..., n)``, x ``(..., k)``."""
+    """Return the gradient of a weight ``(n, k)``: grad ``(..., n)``, x ``(..., k)``."""
     return as_rows(grad).t() @ as_rows(x)
 
 
 class ColumnLinear(torch.autograd.Function):
     """A product's columns on this rank: x ``(..., k)``, weight ``(n_local, k)``.
 
-    The bias is the whole ``(n,)``, of which this rank uses the slice from `start` on and whose gradient is summed with
-    the input's; or, where `start` is None, this rank's part ``(n_local,)``.
+    The bias is replicated, ``(n,)``: this rank uses the slice from `start` on, and its gradient is summed with the
+    input's; or, if `start` is None, it is this rank's part ``(n_local,)``.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int | None
     ) -> torch.Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]  # of a frozen weight the input is not kept, nor watched
+        wants_x, wants_weight = ctx.needs_input_grad[:2]  # the input of a frozen weight is not saved
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         ctx.group, ctx.start, ctx.shape = group, start, x.shape
         ctx.n = 0 if bias is None or start is None else bias.numel()
@@ -91,7 +91,7 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at least cost
+        if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at the least cost
             grad_x = grad @ weight
             pending = ctx.group.all_reduce_async(grad_x) if is_large(grad_x) else None
             grad_weight = of_weight(grad, x) if wants_weight else None  # beside the all-reduce
@@ -105,11 +105,11 @@ class ColumnLinear(torch.autograd.Function):
         n = ctx.n if wants_bias else 0
         if not (wants_x or n):
             return None, grad.t() @ flat_x if wants_weight else None, own_bias, None, None
-        if torch.is_grad_enabled():  # gradients of gradients are wanted: the same sums, recorded
+        if torch.is_grad_enabled():  # for gradients of gradients: the same sums, recorded
             terms = [(grad @ weight).reshape(-1)] if wants_x else []
             terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - here))] if n else []
             total = collectives.all_reduce(torch.cat(terms), ctx.group)
-            # the input is a copy that meets this rank's rows
+            # the input is replicated, and each rank multiplies it by its rows
             grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
         else:
             total = grad.new_empty(rows * k * wants_x + n)
@@ -157,7 +157,7 @@ class Shared(NamedTuple):
     """The products that share an input.
 
     Attributes:
-        version: of the input when it was shared; after a write its products are ordinary ones.
+        version: of the input when it was shared; after a write, products with it are ordinary ones.
         stand_ins: of the products, with their weights.
     """
 
@@ -170,7 +170,7 @@ def share(
 ) -> torch.Tensor:
     """Return the input of products that share its collective: `x`, or all slices of a stream; its gradient is summed.
 
-    `shared_linear` of the result and of one of the weights shares the collective; all other operations on it have the
+    `shared_linear` of the result and one of the weights shares the collective; all other operations on it get the
     right gradient, too. All ranks of the group call this, and run backward.
 
     Args:
@@ -188,16 +188,16 @@ def gathered_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimSizes
 ) -> torch.Tensor:
     """Gather the slices of a stream and multiply; the gradient's reduce-scatter runs beside the weight's gradient."""
-    if not weight.requires_grad:  # nothing to run beside it, and the input need not be kept
+    if not weight.requires_grad:  # nothing to overlap with, and the input need not be saved
         return F.linear(along_dim.all_gather(x, stream, group, sum_gradient=True), weight, bias)
     full, stand_in = _share(x, group, stream, weight)
     return _linear(stand_in, full, weight, bias)
 
 
 def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``F.linear``; where `x` is shared by products with this very weight, one of them.
+    """Run ``F.linear``; if `x` is shared by a product with this same weight, as that product.
 
-    An input that was changed or cast, or is another, and a weight that was, make an ordinary product.
+    If the input or the weight was changed or cast, or is another one, it is an ordinary product.
     """
     shared: Shared | None = getattr(x, "shared_by", None)
     if shared is not None and not torch.compiler.is_compiling() and x._version == shared.version:
@@ -222,19 +222,19 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         group, stream, none = ctx.group, ctx.stream, [None] * len(grads)
-        if all(grad is None for grad in grads):  # no product took part, or gradients of gradients are wanted
+        if all(grad is None for grad in grads):  # no product took part, or create_graph=True
             if grad_x is None:
                 return None, None, None, *none
             if stream is None:
                 return collectives.all_reduce(grad_x, group), None, None, *none
             return along_dim.reduce_scatter(grad_x, stream, group), None, None, *none
         x, *weights = ctx.saved_tensors
-        total: Any = None  # partial, in memory of its own
+        total: Any = None  # partial, in new memory
         for grad, weight in zip(grads, weights, strict=True):
             if grad is not None:
                 total = as_rows(grad) @ weight if total is None else total.addmm_(as_rows(grad), weight)
         total = total.view(x.shape)
-        if grad_x is not None:  # of other uses
+        if grad_x is not None:  # from other uses
             total += grad_x
         started = (
             group.all_reduce_async(total) if stream is None else along_dim.PendingReduceScatter(total, stream, group)
@@ -244,7 +244,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The product itself; in backward it hands its gradient on to where all of them meet."""
+    """The product itself; backward passes its gradient through the stand-in to `_Share`."""
 
     @staticmethod
     def forward(
@@ -258,7 +258,7 @@ class _Linear(torch.autograd.Function):
         grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[3] else None
         if not torch.is_grad_enabled():
             return grad, None, None, grad_bias
-        x, weight = ctx.saved_tensors  # gradients of gradients are wanted: an ordinary product, which records its own
+        x, weight = ctx.saved_tensors  # create_graph=True: an ordinary product, which autograd records
         return None, grad @ weight, of_weight(grad, x), grad_bias
 
 
@@ -281,7 +281,7 @@ def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
 
 
 def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this is a plain input and a weight that is sharded along its rows, each rank one interval of them."""
+    """Return whether the input is plain and the weight sharded along its rows, one interval for each rank."""
     if isinstance(x, ShardedTensor) or not isinstance(weight, ShardedTensor):
         return False
     layout = weight._layout
@@ -313,7 +313,7 @@ def _column_parallel(x: torch.Tensor, weight: ShardedTensor) -> LocalCall:
 
 
 def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LocalCall | None:
-    """Partial products, summed; then a plain bias is added, if every rank has the full sum."""
+    """Return the `LocalCall` that sums partial products and then adds a plain bias, if every rank has the full sum."""
     layout = x._layout
     assert isinstance(layout, MeshLayout)
     cut = layout.dims[-1]

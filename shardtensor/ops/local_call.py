@@ -1,9 +1,9 @@
-"""Calls that only have to be made on local tensors, told by their form: decided once, then done in a few microseconds.
+"""Dispatch cache: calls that run on local tensors are decided once for each form, then made in a few microseconds.
 
-The form of a call is the function, its row in the table, the layouts of its sharded operands (by identity: they are
-interned), the shapes of its plain ones, and its other arguments. Where a rule says for a form that every operand is as
-it must be and that nothing is left to join, the call is the same function of the local tensors, wrapped. That is kept
-with the group, so that it goes when the group goes.
+The form of a call, its cache key, is the function, its row in the table, the layouts of its sharded operands (by
+identity: they are interned), the shapes of its plain ones, and its other arguments. If by its rule every operand has
+the layout it needs and nothing is left to reduce, the call is the same function of the local tensors, wrapped. The
+group holds the cache, so the cache is freed with the group.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from shardtensor.tensor.move import along, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 MOST = 4096
-"""Forms kept for one group; when there are more, all are forgotten."""
+"""Forms cached for one group; when there are more, the cache is cleared."""
 
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
 SHARDED: set[type] = {ShardedTensor}
-"""Classes of tensors that are done as ShardedTensors are."""
+"""Classes of tensors that are handled like ShardedTensors."""
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
 
 
 class LocalCall(NamedTuple):
-    """How a call of one form is done.
+    """How a call of one form is made on local tensors.
 
     Attributes:
-        call: the function of the arguments of the call with local tensors in place of sharded ones.
-        layout: of the result, or of each result; None where every rank has the whole, which is a plain tensor.
-        sums: arguments (a position or a name) that are copies and meet cut values, and the ranks along which their
-            gradients are summed; None stands for the group itself.
-        moves: arguments that are redistributed first, from one layout to another; None under `strict`, and where
-            operands differ in dtype, by which the cheapest moves are chosen.
+        call: the function; it gets the arguments of the call with local tensors in place of sharded ones.
+        layout: of the result, or of each result; None if every rank has the whole, which is a plain tensor.
+        sums: arguments (a position or a name) that are replicated and meet sharded values, and the ranks along which
+            their gradients are summed; None stands for the group itself.
+        moves: arguments that are redistributed first, from one layout to another; not used under `strict`, nor if
+            operands differ in dtype, which decides the cheapest moves.
         is_view: the result is a view of the first argument.
-        sized: tells the layout from the first result, where sizes of whole dims are known only then.
+        sized: returns the layout for the first result, if only that has the sizes of whole dims.
     """
 
     call: Callable[..., Any]
@@ -65,12 +65,12 @@ Decide = Callable[[tuple[Any, ...], dict[str, Any]], LocalCall | None]
 
 
 def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """The handler of `func` that does calls as `decide` says, which is asked once for each form; others by `handler`.
+    """Return a handler of `func` that caches the result of `decide` for each form; `handler` does the other calls.
 
     Args:
-        decide: of the arguments of a call, how to do it locally, for all calls of its form; None where it is not local.
+        decide: returns for the arguments of a call the `LocalCall` of all calls of its form; None if it is not local.
         handler: does any call.
-        name: of the row that both go by.
+        name: of the row that both use.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -123,12 +123,12 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
         if found is None:
             if len(known) >= MOST:
                 known.clear()
-            # The layouts are kept, so that no other gets the identity of one that is gone.
+            # The layouts are kept, so that no other layout gets the id of a freed one.
             found = known[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
         if found[0] is None:
             return handler(*args, **kwargs)
         function, layout, sums, moves, is_view, sized = found[0]
-        if is_view and args[0]._copied is not None:  # a view of a copy is one
+        if is_view and args[0]._copied is not None:  # a view of a copy is a copy
             return handler(*args, **kwargs)
         if moves:
             if is_strict() or len({x.dtype for x in (*given, *named.values()) if isinstance(x, torch.Tensor)}) > 1:
@@ -162,17 +162,16 @@ def local_by(
     places: Sequence[int | str | None],
     rule: Rule | None = None,
 ) -> LocalCall | None:
-    """How to do a call on operands of the layouts of `recipe`, redistributed where they have others.
+    """Return the `LocalCall` for operands in the layouts of `recipe`; it redistributes operands in other layouts.
 
-    Partial sums are summed by the call itself; None where they are joined in another way.
+    The call itself reduces partial sums; None if the output is partial in another way.
 
     Args:
         call: gets the arguments of the call with local tensors.
-        places: of the operands among the arguments: a position or a name; None for one inside of a list.
+        places: of the operands among the arguments: a position or a name; None for one inside a list.
         rule: of the call, if a rank whose part is empty computes with one element more.
 
-    What this returns follows from layouts alone, so that all ranks do a call in the same way, also those whose part is
-    empty.
+        The result depends on layouts alone, so all ranks make a call in the same way, also those whose part is empty.
     """
     if recipe is None or any(op != "sum" for _, op in recipe.output.partial):
         return None
@@ -190,7 +189,7 @@ def local_by(
         if isinstance(x, ShardedTensor):
             if x._layout != need.layout:
                 if place is None or not isinstance(x._layout, MeshLayout):
-                    return None  # what lies in boxes or ranges may have a way of its own
+                    return None  # boxes and ranges may have a handler of their own
                 moves.append((place, x._layout, need.layout))
         elif need.layout.cut_dims:
             return None
@@ -207,7 +206,7 @@ def local_by(
 
 
 def summed(call: Callable[..., Any], subgroup: Group) -> Callable[..., torch.Tensor]:
-    """`call`, and then the sum of what it gives each rank of `subgroup`."""
+    """Return a function that makes `call` and then sums its result over `subgroup`."""
 
     def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
         return collectives.all_reduce(call(*args, **kwargs), subgroup)
@@ -218,7 +217,7 @@ def summed(call: Callable[..., Any], subgroup: Group) -> Callable[..., torch.Ten
 def on_nothing(
     call: Callable[..., Any], rule: Rule | None, layouts: Sequence[MeshLayout], places: Sequence[int | str | None]
 ) -> Callable[..., Any]:
-    """`call` on a rank whose part, or result, is empty: done as on the others, and in the graph of its operands."""
+    """Return `call` for a rank whose part, or result, is empty: it runs the same nodes, in its operands' graph."""
 
     def call_on_nothing(*args: Any, **kwargs: Any) -> Any:
         if rule is None:
@@ -236,9 +235,9 @@ def on_nothing(
 
 
 def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | None]:
-    """An argument with local tensors in place of sharded ones, and the group; `_UNKNOWN` where it is of another kind.
+    """Return an argument with local tensors in place of sharded ones, and the group; `_UNKNOWN` for other kinds.
 
-    What it is like goes to `form`.
+    Appends the argument's part of the cache key to `form`.
     """
     kind = type(x)
     if kind in SHARDED:

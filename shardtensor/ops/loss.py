@@ -1,4 +1,4 @@
-"""Softmax and losses; where classes are cut they are never gathered.
+"""Softmax and losses; sharded classes are never gathered.
 
 softmax: the ranks all-reduce the maximum and the sum. cross_entropy, ``n !c, n -> n`` if c is not sharded: else they
 all-reduce the maximum, and then the sums of exponentials and the target's logit: two all-reduces of the size of the
@@ -29,7 +29,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
-    """`local` less the maximum over `dim` in all ranks, which has no gradient: one all-reduce."""
+    """Return `local` minus the maximum over `dim` of all ranks, which has no gradient: one all-reduce."""
     with torch.no_grad():
         top = subgroup.all_reduce(local_extreme(local, (dim,), True), "max")
     return local - top
@@ -37,7 +37,7 @@ def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
 
 @joins("exponentials")
 def exponentials(cut: Cut) -> torch.Tensor:
-    """softmax, log_softmax or softmin over a cut dim."""
+    """Compute softmax, log_softmax or softmin over a sharded dim."""
     (local,), (d,) = cut.locals, cut.dims
     dtype = cut.options.get("dtype")
     if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
@@ -49,7 +49,7 @@ def exponentials(cut: Cut) -> torch.Tensor:
     wide = _shifted(-wide if cut.name == "softmin" else wide, d, cut.subgroup)
     powers = wide.exp()
     total = collectives.all_reduce(powers.sum(d, keepdim=True), cut.subgroup)
-    total = collectives.sum_gradient(total, cut.subgroup)  # for use by each rank's part of the work
+    total = collectives.sum_gradient(total, cut.subgroup)  # each rank uses it for its shard
     return (wide - total.log() if cut.name == "log_softmax" else powers / total).to(local.dtype)
 
 
@@ -67,7 +67,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross entropy of logits ``(n, c, ...)`` (or ``(c,)``) with class indices ``(n, ...)`` or probabilities."""
+    """Compute cross entropy of logits ``(n, c, ...)`` or ``(c,)`` with class indices ``(n, ...)`` or probabilities."""
     reduction = _legacy(size_average, reduce, reduction)
     dim = 0 if input.dim() == 1 else 1
     if target.is_floating_point():
@@ -94,7 +94,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """The negative log likelihood of class indices ``(n, ...)`` under log probabilities ``(n, c, ...)``."""
+    """Return the negative log likelihood of class indices ``(n, ...)`` under log probabilities ``(n, c, ...)``."""
     return _indexed("nll_loss", input, target, weight, ignore_index, _legacy(size_average, reduce, reduction), 0.0)
 
 
@@ -189,7 +189,7 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The losses, their sum, or the mean in which each weighs its share: one all-reduce."""
+    """Return the losses, their sum, or the mean weighted by their shares: one all-reduce."""
     if reduction == "none":
         return losses
     wide = torch.float32 if losses.dtype in HALF else losses.dtype
@@ -198,7 +198,7 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
     if isinstance(losses, ShardedTensor):
         layout, group = losses._layout, losses._group
         joined = collectives.all_reduce(torch.stack(sums), along(group, layout, layout.sharding_axes))
-        sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # nobody may write into views of unbind
+        sums = [joined.select(0, i).clone() for i in (0, 1)[: len(sums)]]  # torch forbids writes to views of unbind
     return (sums[0] / sums[1] if reduction == "mean" else sums[0]).to(losses.dtype)
 
 
@@ -206,7 +206,7 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
 
 
 def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """The reduction that torch's two older arguments mean."""
+    """Return the reduction that torch's two older arguments mean."""
     if size_average is None and reduce is None:
         return reduction
     return "none" if reduce is False else "sum" if size_average is False else "mean"

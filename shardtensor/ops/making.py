@@ -1,15 +1,15 @@
 """New values: random numbers, tensors like a sharded one, and torch.nn.init, with the numbers of the dense call.
 
-Random numbers are bit for bit what the dense call draws, with the generator left where it leaves it. Each rank draws
-its own part, in bounded scratch wherever torch's sampler can be cut into pieces. The ranks may come with different
-generator states; the group's first rank's is the one that counts, for the default generator as for one passed as
-``generator=``. What is not here (``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of sharded
-probabilities, ``alpha_dropout``) is gathered, with the same promise.
+Random numbers are bit for bit those of the dense call, and the generator ends in the same state. Each rank draws its
+own part, in bounded scratch wherever torch's sampler can be split into pieces. If ranks have different generator
+states, that of the group's first rank is used, for the default generator as for one passed as ``generator=``. Other
+functions (``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of sharded probabilities, ``alpha_dropout``)
+gather, with the same guarantee.
 
-Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` ask a tensor's
-class to do their work. Their own body is run here on a proxy that does not ask again, so that every rank computes
-torch's bound from the global shape. The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body
-on the ShardedTensor as it is and need the operations in it, `torch.eye` into a given tensor among them.
+Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` call a tensor's
+override. The handler runs their own body on a proxy without the override, so that every rank computes torch's bound
+from the global shape. The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body on the
+ShardedTensor and need the operations in it, for example `torch.eye` into a given tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw_like(
     device: Any = None,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
-    """Return this rank's local tensor of what `sample` draws into ``empty_like(whole x)``. Collective."""
+    """Return this rank's part of what `sample` draws into an ``empty_like`` of the whole `x`. Collective."""
     layout = x._layout.reduced()
     keeps_order = memory_format == torch.preserve_format
     return draw(
@@ -55,7 +55,7 @@ def draw_like(
 
 
 def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a method that overwrites a tensor with random numbers."""
+    """Return the handler of a method that overwrites a tensor with random numbers."""
 
     def handler(x: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
         if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
@@ -75,13 +75,13 @@ for name in IN_PLACE:
 
 
 def refuse_leaf(x: ShardedTensor) -> None:
-    """Raise what torch raises when autograd follows a leaf that is to be overwritten, before anything is drawn."""
+    """Raise torch's error for writing to a leaf that requires grad, before anything is drawn."""
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
-    """Overwrite `x` with this rank's local `values` of the whole; where `x` is a sum, one partial sum takes them."""
+    """Overwrite `x` with this rank's local `values`; if `x` is a sum, one partial sum gets them, the others zeros."""
     x._local.copy_(values if x._layout.holds_full_value(x._group.rank) else torch.zeros_like(values))
     return x
 
@@ -90,7 +90,7 @@ def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
 
 
 def _makes_like(sampler: Callable[..., Sample]) -> Callable[..., Any]:
-    """The handler of a function such as ``rand_like``; `sampler` takes its numbers and returns what fills a tensor."""
+    """Return the handler of a function like ``rand_like``; `sampler` takes its numbers and returns a `Sample`."""
 
     def handler(
         x: ShardedTensor,
@@ -155,14 +155,14 @@ def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace
 
 @implements(torch.dropout)
 def drop(input: ShardedTensor, p: float, train: bool) -> Any:
-    """As torch.dropout; its gradient is that of the dense mask."""
+    """Run torch.dropout; its gradient is that of the dense mask."""
     torch.dropout(torch.empty(0), p, train)
     if not train or p == 0 or input.numel() == 0:
         return input
     x = reduced(input)
     if p == 1:
         out = x._local * torch.zeros((), dtype=x.dtype, device=x.device)
-    elif x.is_cuda:  # one kernel there, with a mask and a rounding of its own
+    elif x.is_cuda:  # on CUDA it is one kernel with another mask and rounding
         kept = draw_like(x, _fused_mask(p, x.dtype), dtype=torch.bool)
         out = _Masked.apply(x._local, kept, 1 / (1 - p))
     else:
@@ -172,7 +172,7 @@ def drop(input: ShardedTensor, p: float, train: bool) -> Any:
 
 @implements(torch.dropout_)
 def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
-    """As torch.dropout_: in place."""
+    """Run torch.dropout_, in place."""
     torch.dropout(torch.empty(0), p, train)
     if not train or p == 0 or input.numel() == 0:
         return input
@@ -186,7 +186,7 @@ def drop_(input: ShardedTensor, p: float, train: bool) -> ShardedTensor:
 
 
 class _Masked(torch.autograd.Function):
-    """CUDA's fused ``x * kept * scale``; the gradient goes the same way, rounded once as dense dropout rounds it."""
+    """CUDA's fused ``x * kept * scale``; backward is the same kernel, which rounds once, like dense dropout."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _noise(p: float) -> Sample:
 
 
 def _fused_mask(p: float, dtype: torch.dtype) -> Sample:
-    """The mask of CUDA's fused kernel, which depends on the dtype and the memory order of what is dropped."""
+    """Return the mask of CUDA's fused kernel, which depends on the dtype and the memory order of the input."""
 
     def sample(t: torch.Tensor, generator: torch.Generator | None) -> None:
         t.copy_(torch.native_dropout(torch.zeros_like(t, dtype=dtype), p, True)[1])
@@ -232,7 +232,7 @@ for _like in ("zeros_like", "ones_like", "empty_like", "full_like"):
 
 
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of ``new_zeros`` and its kin: of the shape of `input`, a tensor has its layout; others are plain."""
+    """Return the handler of ``new_zeros`` etc.: a tensor of `input`'s shape gets its layout; others are plain."""
 
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         size = kwargs.pop("size", None)
@@ -251,7 +251,7 @@ for _func in (torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_em
 
 @implements(torch.Tensor.new_tensor)
 def new_tensor(input: ShardedTensor, data: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor of `data`, of the dtype and device of `input`."""
+    """Return a plain tensor of `data`, of the dtype and device of `input`."""
     data = data.full_tensor() if isinstance(data, ShardedTensor) else data
     return input._local.new_tensor(data, **kwargs)
 
@@ -263,7 +263,7 @@ ASKS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
 
 
 class _StandIn:
-    """Has what a ShardedTensor has, but for what Python and torch ask of a class."""
+    """A proxy with the attributes of a ShardedTensor, except those with a double underscore."""
 
     def __init__(self, tensor: ShardedTensor) -> None:
         self._tensor = tensor

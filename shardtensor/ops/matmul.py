@@ -1,6 +1,6 @@
 """Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
 
-Where the contracted letter is cut, the local products are partial sums and are summed at once (one all-reduce).
+If the contracted dim is sharded, the local products are partial sums and are summed at once (one all-reduce).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardtensor.tensor.fallback import fall_back
 
 @implements(torch.Tensor.__rmatmul__)
 def rmatmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``other @ input``."""
+    """Return ``other @ input``."""
     return torch.matmul(other, input)
 
 
 def _plus(func: Any, inner: Any) -> None:
-    """``beta * input + alpha * inner(a, b)``; the sum over ranks comes before `input` is added, once."""
+    """Register ``beta * input + alpha * inner(a, b)``, which sums over ranks before it adds `input`, once."""
     name = func.__name__
     together = by_rule(func, name)
 
@@ -44,7 +44,7 @@ def _plus(func: Any, inner: Any) -> None:
         product = inner(a, b)
         if alpha != 1:
             product = product * alpha
-        if beta == 0:  # what `input` holds, nan too, does not count; it is in the graph all the same
+        if beta == 0:  # values of `input`, even nan, do not count, but it stays in the graph
             gone = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
             return product + as_cast(gone, product) if input.requires_grad else product
         input = as_cast(input, product)
@@ -59,7 +59,7 @@ _plus(torch.addr, torch.outer)
 
 
 def einsum(*args: Any) -> torch.Tensor:
-    """``torch.einsum(equation, *operands)``: its letters are the rule. The form without an equation gathers."""
+    """Run ``torch.einsum(equation, *operands)``: the equation is the rule. The form without an equation gathers."""
     equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -81,7 +81,7 @@ def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall 
 
 
 def _summing(equation: str, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The local equation. Under autocast its dtype is that of the whole one: torch chooses it by the sizes of dims."""
+    """Return the local equation. Under autocast it has the global one's dtype: torch chooses by the sizes of dims."""
     kinds = tuple((tuple(min(n, 2) for n in x.shape), x.dtype) for x in operands)
     device = operands[0].device.type
 
@@ -97,7 +97,7 @@ def _summing(equation: str, operands: Sequence[torch.Tensor]) -> Callable[..., t
 
 @cache
 def _dtype_under_autocast(equation: str, kinds: tuple[tuple[Any, torch.dtype], ...], low: torch.dtype) -> torch.dtype:
-    """The dtype of an equation of operands of these sizes and dtypes: torch's own answer for zeros."""
+    """Return the dtype of an equation of operands of these sizes and dtypes: that of torch's result for zeros."""
     with torch.no_grad(), torch.autocast("cpu", low):
         zeros = (torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in kinds)
         return torch.einsum(equation, *zeros).dtype
@@ -108,7 +108,7 @@ implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))
 
 @implements(torch.tensordot)
 def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Contract dims of `a` with dims of `b`: as many last and first ones, or two lists."""
+    """Contract dims of `a` with dims of `b`: the last with the first `dims` ones, or two lists of dims."""
     pairs = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
     left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
     if out is not None or isinstance(dims, torch.Tensor) or a.dim() + b.dim() > 52:
@@ -126,7 +126,7 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
 
 @implements(torch.cross, torch.Tensor.cross)
 def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """``linalg.cross`` over `dim`, or over the first dim of size 3."""
+    """Run ``linalg.cross`` over `dim`, or over the first dim of size 3."""
     if dim is None:
         dim = next((d for d, n in enumerate(input.shape) if n == 3), None)
         if dim is None:

@@ -1,7 +1,7 @@
 """Elementwise operations, with broadcasting, and the same in place: ``d0 d1, d1, d0 1 -> d0 d1``.
 
-An operand that is whole along a dim that another one has cut is sliced there. Operands of one layout, whatever it is,
-and Python numbers are worked on where they lie.
+An operand that is whole along a dim that another one shards is sliced there. Operands of one layout, whatever it is,
+and Python numbers need no redistribution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBERS = frozenset((int, float, bool, complex))
 
 
 def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The handler of an elementwise function of any operands, by the row of `name`."""
+    """Return the handler of an elementwise function of any operands, by the row of `name`."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], ShardedTensor):
@@ -51,7 +51,7 @@ def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The local result where nothing has to be sliced or moved, in a few microseconds; None for all other calls."""
+    """Return the local result if nothing must be sliced or moved, in a few microseconds; None for all other calls."""
     if kwargs:
         if len(args) > 1 or kwargs.get("inplace") or any(isinstance(v, torch.Tensor) for v in kwargs.values()):
             return None
@@ -78,7 +78,7 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 @lru_cache(maxsize=4096)
 def _meets_whole(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The axes along which a plain operand of `shape` is a partial sum when used as it is; None where it is sliced."""
+    """Return the axes along which the gradient of an unsliced plain operand is a partial sum; None if it is sliced."""
     skip = len(layout.shape) - len(shape)
     if skip < 0:
         return None
@@ -111,7 +111,7 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any], rule: Rule) -> Any:
-    """Return ``compute(*locals)`` of operands that broadcast, None when their layouts cannot be met."""
+    """Return ``compute(*locals)`` of operands that broadcast, None if their layouts cannot be combined."""
     listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, MeshLayout)]
     if not listed or any(
         isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and not x._layout.is_replicated
@@ -127,12 +127,12 @@ def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., An
 
 
 def _fills(x: torch.Tensor, operands: list[torch.Tensor]) -> bool:
-    """Whether the result has the shape of `x`; one element beside none gives none."""
+    """Return whether the result has the shape of `x`; one element broadcast with none gives none."""
     return x.shape == torch.broadcast_shapes(*(other.shape for other in operands))
 
 
 def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
-    """Return the local tensor of `x`, broadcast to `base`, where `base` has its boxes; scalars stay scalars."""
+    """Return the local tensor of `x`, broadcast to `base`, in the boxes of `base`; scalars stay scalars."""
     layout, group = base._layout.reduced(), base._group
     if isinstance(x, ShardedTensor):
         if x._layout == layout:
@@ -148,7 +148,7 @@ def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
 
 
 def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
-    """The rule of operands of these shapes; where they do not broadcast, the error that torch gives."""
+    """Return the rule of operands of these shapes; raise torch's error if they do not broadcast."""
     rule = rule_of(name, shapes)
     if rule is None:
         total = torch.empty(()).expand(shapes[0])
@@ -162,7 +162,7 @@ def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
 
 
 def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of an elementwise function that writes into its first operand."""
+    """Return the handler of an elementwise function that writes into its first operand."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         return write(func, args, kwargs)
@@ -171,7 +171,7 @@ def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do `func`, elementwise, in place on its first operand."""
+    """Run `func`, elementwise, in place on its first operand."""
     x = args[0]
     if not isinstance(x, ShardedTensor):
         return fall_back(func, args, kwargs)
@@ -206,7 +206,7 @@ def _write(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kw
 
 
 def refuse_expanded(x: ShardedTensor) -> None:
-    """Torch's error for writing what `expand` made, on ranks too where the part of `x` is empty and torch writes."""
+    """Raise torch's error for writing to an expanded tensor, also on ranks where `x` is empty and torch writes."""
     steps = x._local.stride()
     if 0 in steps and any(n > 1 and not step for n, step in zip(x._layout.shape, steps, strict=False)):
         raise RuntimeError(
@@ -216,9 +216,9 @@ def refuse_expanded(x: ShardedTensor) -> None:
 
 
 def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """`local`, copied where it shows the memory of the local tensor `written` in another way.
+    """Return `local`, cloned if it is another view of the memory of the local tensor `written`.
 
-    Torch refuses to write what it reads elsewhere, but only where it can tell, and that depends on a part's shape.
+    Torch refuses to write to memory that it also reads, but only where it detects it, which depends on the shape.
     """
     if local is written or not (local._is_view() or written._is_view()):
         return local
@@ -228,7 +228,7 @@ def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
 
 
 def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
-    """The local tensor of `other` that meets the local tensor of `x`."""
+    """Return the local tensor of `other` that broadcasts with the local tensor of `x`."""
     if isinstance(other, ShardedTensor):
         other = reduced(other)
         if other._layout == x._layout:
@@ -244,10 +244,10 @@ def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into what `input` is a copy of; False where it is none, or no copy of indexed or transposed values.
+    """Write into the source of `input`; return False if `input` is no copy of indexed or transposed values.
 
     ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
-    the values are read again, changed and written back. All ranks of the group call it.
+    this reads the values again, changes them and writes them back. All ranks of the group call it.
     """
     copied = input._copied if isinstance(input, ShardedTensor) else None
     if copied is None or copied.again is None:
@@ -257,7 +257,7 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
     change(changed)
     write(changed)
     assert isinstance(input, ShardedTensor)
-    local = local_as(changed, input._layout, input._group)  # the written copy goes on to show what it wrote
+    local = local_as(changed, input._layout, input._group)  # the copy now has the values it wrote
     input._copied = copied._replace(local=local, version=version_of(copied.source))
     return True
 
@@ -275,7 +275,7 @@ for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ils
 
 
 def _where(func: Any) -> Any:
-    """The handler of ``where``, which with one argument is ``nonzero``."""
+    """Return the handler of ``where``, which with one argument is ``nonzero``."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:

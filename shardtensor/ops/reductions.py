@@ -1,8 +1,8 @@
-"""Reductions over cut dims, by their rows: what the ranks send each other, and how their results become one.
+"""Reductions over sharded dims: the ``@name`` functions of their rows, which reduce over ranks.
 
-Where the dims are whole the row is all there is. Half-precision partial sums are summed in float32 and rounded once.
-The ranks' extremes are gathered (one value for each element of the result and rank), because backends' max and min drop
-NaN. Gradients are torch's: amax and the full max share it among all ties, max over a dim gives it to the first.
+Whole dims need only the row. Half-precision partial sums are summed in float32 and rounded once. The ranks' extremes
+are gathered (one value for each element of the result and rank), because backends' max and min drop NaN. Gradients are
+torch's: amax and the full max divide the gradient among all ties, max over a dim gives it to the first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardtensor.tensor.fallback import fall_back
 
 @joins("total", blocks=True, always=True)
 def total(cut: Cut) -> torch.Tensor:
-    """``sum`` and ``nansum``: one all-reduce of the result."""
+    """Compute ``sum`` and ``nansum``: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
     want = dtype or local.dtype
     add = torch.nansum if cut.name == "nansum" else torch.sum
@@ -37,7 +37,7 @@ def total(cut: Cut) -> torch.Tensor:
 
 @joins("mean", blocks=True, always=True)
 def mean(cut: Cut) -> torch.Tensor:
-    """The mean of all elements, not of the ranks' means: one all-reduce of the result."""
+    """Return the mean of all elements, not of the ranks' means: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
     want = dtype or local.dtype
     if not (want.is_floating_point or want.is_complex):
@@ -48,7 +48,7 @@ def mean(cut: Cut) -> torch.Tensor:
 
 @joins("product", blocks=True, always=True)
 def product(cut: Cut) -> torch.Tensor:
-    """The product: the ranks' products are gathered and multiplied, so that gradients at zeros come out right."""
+    """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
     one = len(cut.dims) == 1
     found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
@@ -57,7 +57,7 @@ def product(cut: Cut) -> torch.Tensor:
 
 @joins("truth", blocks=True, always=True)
 def truth(cut: Cut) -> torch.Tensor:
-    """``any`` and ``all``: bools add up as the one and multiply as the other; bytes have their maximum and minimum."""
+    """Compute ``any`` and ``all``: the sum and the product of bools, the maximum and the minimum of bytes."""
     found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
     of_bools, of_bytes = ("sum", "max") if cut.name == "any" else ("prod", "min")
     return cut.subgroup.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
@@ -65,7 +65,7 @@ def truth(cut: Cut) -> torch.Tensor:
 
 @joins("exponents", blocks=True)
 def exponents(cut: Cut) -> torch.Tensor:
-    """``logsumexp``: the maximum and the sum are reduced, as in softmax."""
+    """Compute ``logsumexp``: the ranks reduce the maximum and the sum, as in softmax."""
     local = cut.locals[0]
     if local.is_complex():
         return NotImplemented
@@ -79,7 +79,7 @@ def exponents(cut: Cut) -> torch.Tensor:
 
 
 def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """A result that has the reduced dims, without them unless the call keeps them."""
+    """Drop the reduced dims of a result, unless the call keeps them."""
     return found if cut.keepdim else found.squeeze(cut.dims)
 
 
@@ -88,7 +88,7 @@ def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 @joins("two_passes", blocks=True, always=True)
 def two_passes(cut: Cut) -> Any:
-    """The variance, the standard deviation, and either with the mean: two all-reduces of the result."""
+    """Compute variance or standard deviation, perhaps with the mean: two all-reduces of the result."""
     local = cut.locals[0]
     if not (local.is_floating_point() or local.is_complex()):
         return cut.compute(local)  # torch's error
@@ -130,7 +130,7 @@ class Extreme(torch.autograd.Function):
 
 @joins("extreme", blocks=True)
 def extreme(cut: Cut) -> torch.Tensor:
-    """``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
+    """Compute ``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
     if not cut.count:
         torch.amax(torch.empty(cut.layouts[0].shape, device="meta"), cut.dims)  # torch's error
         return NotImplemented
@@ -139,12 +139,12 @@ def extreme(cut: Cut) -> torch.Tensor:
 
 @joins("first_of_all", blocks=True)
 def first_of_all(cut: Cut) -> Any:
-    """``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
+    """Compute ``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
     largest, wants_place = cut.name.endswith("max"), cut.name.startswith("arg")
     if cut.options.get("dim") is None:
         return NotImplemented if wants_place else extreme(cut)
     if cut.layouts[0].is_replicated:
-        return NotImplemented  # boxes and ranges, of which the places are not told here
+        return NotImplemented  # boxes and ranges: the global indices are not known here
     (d,), layout, local = cut.dims, cut.layouts[0], cut.locals[0]
     local = local.detach() if wants_place else local
     if not cut.count:
@@ -153,7 +153,7 @@ def first_of_all(cut: Cut) -> Any:
     if local.shape[d]:
         values, indices = (torch.max if largest else torch.min)(local, d, keepdim=True)
         indices = here[indices]
-    else:  # an empty part loses to every other; the sum of nothing keeps it in the graph
+    else:  # an empty part loses to every other; the empty sum keeps it in the graph
         values = local.sum(d, keepdim=True, dtype=local.dtype) + lowest(local.dtype, largest)
         values = values.to(local.dtype)
         indices = torch.full(values.shape, torch.iinfo(torch.int64).max, device=values.device)
@@ -168,7 +168,7 @@ def first_of_all(cut: Cut) -> Any:
 
 
 def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> torch.Tensor:
-    """The indices of the best of each rank's `values`, and more than any index for the others."""
+    """Return the indices of the ranks' best `values`, and the largest integer for the others."""
     best = values.amax(0) if largest else values.amin(0)
     is_best = (values == best) | (values.isnan() & best.isnan())
     return torch.where(is_best, indices, torch.iinfo(torch.int64).max)
@@ -179,11 +179,11 @@ def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> t
 
 @joins("norms", blocks=True, always=True)
 def norms(cut: Cut) -> torch.Tensor:
-    """Vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
+    """Compute vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
     ord = 2 if ord is None or ord == "fro" else ord
     if (ord < 0 or math.isinf(ord)) and not cut.count:
-        return cut.compute(*cut.locals)  # torch's error: nothing has no extreme
+        return cut.compute(*cut.locals)  # torch's error for the extreme of an empty tensor
     local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
     if math.isinf(ord):
         return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.subgroup), cut)
@@ -191,7 +191,7 @@ def norms(cut: Cut) -> torch.Tensor:
         ones = torch.linalg.vector_norm(local.unsqueeze(-1), 0, -1)
         return collectives.all_reduce(ones.sum(cut.dims, cut.keepdim), cut.subgroup)
     wide = torch.float32 if local.dtype in HALF else None
-    if ord < 0 and any(local.shape[d] == 0 for d in cut.dims):  # which torch refuses; infinity adds nothing
+    if ord < 0 and any(local.shape[d] == 0 for d in cut.dims):  # torch refuses these; infinity adds zero
         found = local.abs().sum(cut.dims, cut.keepdim, dtype=wide) + math.inf
     else:
         found = torch.linalg.vector_norm(local, ord, cut.dims, cut.keepdim, dtype=wide)
@@ -206,12 +206,12 @@ def norms(cut: Cut) -> torch.Tensor:
 
 
 def gathered(t: torch.Tensor, subgroup: Group) -> torch.Tensor:
-    """The equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
+    """Return the equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
     return collectives.all_gather(t.contiguous(), [t.numel()] * subgroup.size, subgroup).view(subgroup.size, *t.shape)
 
 
 def lowest(dtype: torch.dtype, largest: bool) -> Any:
-    """What leaves a maximum (or a minimum) as it is."""
+    """Return the neutral element of a maximum (or a minimum)."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -220,7 +220,7 @@ def lowest(dtype: torch.dtype, largest: bool) -> Any:
 
 
 def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torch.Tensor:
-    """The maximum (minimum) over `dims`, which stay with size 1, also of a part that is empty there."""
+    """Return the maximum (minimum) over `dims`, which stay with size 1, also of an empty part."""
     if any(t.shape[d] == 0 for d in dims):
         shape = [1 if d in dims else n for d, n in enumerate(t.shape)]
         return t.new_full(shape, lowest(t.dtype, largest))
@@ -231,7 +231,7 @@ def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torc
 
 
 def _either(func: Any, name: str) -> Any:
-    """The handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
+    """Return the handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
     reduce = by_rule(func, name)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def _either(func: Any, name: str) -> Any:
 
 
 def _vector(func: Any) -> Any:
-    """The handler of ``norm`` for vector norms and the Frobenius norm; other norms of matrices gather."""
+    """Return the handler of ``norm`` for vector norms and the Frobenius norm; other norms of matrices gather."""
     by_row = by_rule(func, "norm")
 
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`register_op`: an operation of one's own, or one of torch's that has no row, by one line that says its rule."""
+"""`register_op` registers an operation of the user's, or one of torch's without a row, by a one-line rule."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def register_op(func: Function, rule: str, /, joins: str = "", call: str = "") -
 def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
     """Give an operation a row in the rule table, so that it works on ShardedTensors, forward and backward.
 
-    Called with a function, or used as a decorator. The operation then gets the local tensors of its operands, brought
-    to where the rule lets it compute; autograd goes through it. All ranks call it together. A row that is there
-    already is replaced.
+    Called with a function, or used as a decorator. The operation then gets the local tensors of its operands,
+    redistributed as the rule requires; autograd records it. All ranks call it together. An existing row is
+    replaced.
 
     Args:
         func: of torch (``torch.special.ndtr``, a custom op ``torch.ops.my.fused``) or of your own, of plain tensors.
         rule: a letter for each dim of each operand and of the output: ``... k, n k -> ... n``.
-            `shardtensor.rules.pattern` has all the words.
-        joins: for letters that the output lacks, what joins the ranks' results: ``k sum``.
-        call: the arguments, where they are not just the operands: ``input, weight, eps=``.
+            `shardtensor.rules.pattern` documents the notation.
+        joins: for letters that the output lacks, what reduces the ranks' results: ``k sum``.
+        call: the arguments, if there are others than the operands: ``input, weight, eps=``.
 
     Returns:
-        The function to call: `func` itself where torch asks ShardedTensors about it, else one that does.
+        The function to call: `func` itself if torch dispatches it to ShardedTensors, else a wrapper that does.
 
     Raises:
-        SpecError: the rule cannot be read; the fault is shown where it stands.
+        SpecError: the rule cannot be read; the message points to the fault.
         RuleError: the rule has another number of operands than the function takes.
 
     Example:
@@ -78,7 +78,7 @@ def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
 
 
 def _check_operands(name: str, func: Function, row: Row) -> None:
-    """Refuse a rule of more operands than the function has parameters, or a call that names another number."""
+    """Raise RuleError if the rule has more operands than the function has parameters, or another number than `call`."""
     assert row.pattern is not None
     count = len(row.pattern.sides)
     if len(row.call.operands) != count:
@@ -103,7 +103,7 @@ def _check_operands(name: str, func: Function, row: Row) -> None:
 
 
 def _telling(handler: Function, name: str, row: Row) -> Function:
-    """The handler, which first says so when a call brings more tensors than the rule has operands."""
+    """Return the handler with a check that raises if a call has more tensors than the rule has operands."""
     assert row.pattern is not None
     pattern = row.pattern
 

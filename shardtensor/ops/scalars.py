@@ -1,4 +1,4 @@
-"""Python values of sharded tensors: always the global value, equal on every rank, so every rank must ask."""
+"""Python values of sharded tensors: always the global value, equal on every rank; all ranks must call these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _name in "item __float__ __int__ __index__ __complex__".split():
 
 
 def truth(input: ShardedTensor) -> bool:
-    """The truth of the one element."""
+    """Return the truth of the one element."""
     if input.numel() != 1:
         kind = "more than one value" if input.numel() else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {kind} is ambiguous")
@@ -38,13 +38,13 @@ for _func in (torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_n
 
 @implements(torch.Tensor.tolist)
 def tolist(input: ShardedTensor) -> Any:
-    """The whole tensor as nested lists, on every rank."""
+    """Return the whole tensor as nested lists, on every rank."""
     return input.full_tensor().tolist()
 
 
 @implements(torch.Tensor.__iter__)
 def iterate(input: ShardedTensor) -> Iterator[torch.Tensor]:
-    """The first dim, one index at a time."""
+    """Iterate over the first dim."""
     if not input.dim():
         raise TypeError("iteration over a 0-d tensor")
     return iter(input.unbind(0))
@@ -52,7 +52,7 @@ def iterate(input: ShardedTensor) -> Iterator[torch.Tensor]:
 
 @implements(torch.Tensor.__contains__)
 def contains(input: ShardedTensor, element: Any) -> bool:
-    """Whether any element equals `element`."""
+    """Return whether any element equals `element`."""
     if not isinstance(element, torch.Tensor | int | float | complex | bool):
         return torch.empty(0).__contains__(element)  # torch's error
     return bool((input == element).any())
@@ -60,7 +60,7 @@ def contains(input: ShardedTensor, element: Any) -> bool:
 
 @implements(torch.Tensor.__format__)
 def format_(input: ShardedTensor, format_spec: str) -> str:
-    """The one value formatted, for a tensor without dims; else what ``repr`` says, which sends nothing."""
+    """Format the one value of a tensor without dims; else return its ``repr``, which sends nothing."""
     if not input.dim():
         return format(input.full_tensor().item(), format_spec)
     return object.__format__(input, format_spec) if format_spec else repr(input)
@@ -68,9 +68,9 @@ def format_(input: ShardedTensor, format_spec: str) -> str:
 
 @implements(torch.equal, torch.Tensor.equal)
 def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and elements, whatever their layouts; the same answer on every rank.
+    """Return whether two tensors have the same shape and elements, in any layouts; the same answer on every rank.
 
-    Ranks outside of the group of both take no part in the answer, and get True.
+    Ranks outside the group of both take no part and get True.
     """
     if input.shape != other.shape:
         return False
@@ -85,12 +85,12 @@ def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
 def allclose(
     input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Whether all elements are close; the same answer on every rank, and True on ranks outside as of `equal`."""
+    """Return whether all elements are close; the same answer on every rank, and True on ranks outside (see `equal`)."""
     if _are_elsewhere(input, other):
         return True
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
 def _are_elsewhere(input: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are sharded over groups that this rank is not a member of."""
+    """Return whether both are sharded over groups that this rank is not a member of."""
     return all(isinstance(x, ShardedTensor) and x._group.index < 0 for x in (input, other))

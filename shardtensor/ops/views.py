@@ -1,8 +1,8 @@
-"""Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is seen in the other.
+"""Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is visible in the other.
 
-Where elements would have to move, a view gathers (the safety net) and the result is a *copy* (`tensor.copied`): it
-refuses to be written into in place, because the dense program would have written into the source. Repeats are made
-of ``cat``, ``reshape`` and ``expand``, which have rows.
+If elements must be sent, a view gathers (the fallback) and the result is a *copy* (`tensor.copied`): in-place writes
+to it raise, because the dense program would write into the source. Repeats use ``cat``, ``reshape`` and ``expand``,
+which have rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, reduced, v
 
 
 def view(x: ShardedTensor, local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A view of `x`, over a view of its local tensor; plain when every rank has the whole."""
+    """Return a view of `x`, over a view of its local tensor; plain if every rank has the whole."""
     if layout.is_whole_on_all(x._group.size) and x._copied is None:
         return local
     return view_of(x, local, layout)
 
 
 def local_view(call: Callable[..., Any], x: ShardedTensor, layout: Layout) -> LocalCall:
-    """A call that views the local tensor of `x`, whatever `x` of its layout."""
+    """Return the `LocalCall` that views the local tensor, for any `x` of this layout."""
     return LocalCall(call, None if layout.is_whole_on_all(x._group.size) else layout, is_view=True)
 
 
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do a view of the first argument by the safety net, and mark the results as copies."""
+    """Run a view of the first argument by the fallback, and mark the results as copies."""
     if not isinstance(args[0], ShardedTensor):
         return fall_back(func, args, kwargs)
 
@@ -48,7 +48,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def to_view(x: ShardedTensor) -> ShardedTensor:
-    """`x`, to take a view of; where it has to be reduced first, what is made of that is a copy."""
+    """Return `x`, for a view of it; a partial `x` is reduced first and marked as a copy."""
     return copy_of(reduced(x), x, "a view of a tensor that is still to be reduced") if x._layout.partial else x
 
 
@@ -57,7 +57,7 @@ def to_view(x: ShardedTensor) -> ShardedTensor:
 
 @lru_cache(maxsize=4096)
 def order_of(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Where `func` takes each dim from, read off the strides of a tensor without data; its errors are torch's."""
+    """Return the source of each dim of `func`, read from the strides of a meta tensor; errors are torch's."""
     probe = torch.empty_strided((2,) * ndim, tuple(range(1, ndim + 1)), device="meta")
     return tuple(
         stride - 1 for stride in func(probe, *(list(a) if isinstance(a, tuple) else a for a in arguments)).stride()
@@ -106,13 +106,13 @@ for _name in "T mT H mH".split():
 
 
 def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[Any, ...]) -> torch.Tensor:
-    """A view of `x` of another global shape, which has as many elements; `func` with `args` where it must gather."""
+    """Return a view of `x` of another global shape with as many elements; run `func` with `args` if it must gather."""
     x = to_view(x)
     if tuple(x.shape) == shape:
         return view(x, x._local.view_as(x._local), x._layout)
     if isinstance(x._layout, MeshLayout):
         if 0 in x._layout.shape and len(x._layout.ranks) == x._group.size:
-            return x._local.reshape(shape)  # nothing is held anywhere
+            return x._local.reshape(shape)  # no rank holds an element
         layout = reshaped(x._layout, shape)
         if layout is not None:
             return view(x, x._local.reshape(layout.local_shape(x._group.rank)), layout)
@@ -121,7 +121,7 @@ def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[An
 
 @lru_cache(maxsize=4096)
 def _target(func: Any, shape: tuple[int, ...], arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape that `func` gives a contiguous tensor of `shape`; its errors are torch's."""
+    """Return the shape that `func` gives a contiguous tensor of `shape`; errors are torch's."""
     probe = torch.empty(shape, device="meta")
     return tuple(func(probe, *(list(a) if isinstance(a, tuple) else a for a in arguments)).shape)
 
@@ -168,7 +168,7 @@ for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
 def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A view of `input` of the shape of `other`."""
+    """Return a view of `input` of the shape of `other`."""
     return input.reshape(other.shape)
 
 
@@ -190,7 +190,7 @@ def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool =
 
 @implements(torch.Tensor.expand_as)
 def expand_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`input` expanded to the shape of `other`."""
+    """Return `input` expanded to the shape of `other`."""
     return input.expand(other.shape)
 
 
@@ -207,13 +207,13 @@ for _func in (torch.clone, torch.Tensor.clone):
 
 @implements(torch.detach, torch.Tensor.detach)
 def detach(input: ShardedTensor) -> ShardedTensor:
-    """The same memory, without the graph."""
+    """Return a tensor on the same memory, without the graph."""
     return view_of(input, input._local.detach(), input._layout, input._spec)
 
 
 @implements(torch.Tensor.contiguous)
 def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> ShardedTensor:
-    """Itself where the local tensor is contiguous, else a copy."""
+    """Return the same object if the local tensor is contiguous, else a copy."""
     local = input._local.contiguous(memory_format=memory_format)
     return input if local is input._local else wrap(local, input._layout, input._spec, input._group)
 
@@ -253,14 +253,14 @@ def _counts(times: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 @implements(torch.tile, torch.Tensor.tile)
 def tile(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """``repeat``, for which dims in front may be left out."""
+    """Run ``repeat``; leading dims may be left out."""
     counts = _counts(times, kwargs)
     return repeat(input, (1,) * (input.dim() - len(counts)) + counts)
 
 
 @implements(torch.Tensor.repeat)
 def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """Repeat dims, new ones in front; a dim that is cut is laid end to end with itself."""
+    """Repeat dims, with new ones in front; a sharded dim is concatenated with itself."""
     counts = _counts(times, kwargs)
     torch.empty(input.shape, device="meta").repeat(counts)  # torch's errors
     if not isinstance(input, ShardedTensor):
@@ -288,7 +288,7 @@ def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
 def repeat_interleave(
     input: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> torch.Tensor:
-    """Repeat every index of a dim: by one number where it lies, by a vector as it is picked."""
+    """Repeat every index of a dim: by one number without communication, by a vector with ``index_select``."""
     if dim is None:
         input, dim = input.reshape(-1), 0
     d = one_dim(input.dim(), dim)
@@ -303,20 +303,20 @@ def repeat_interleave(
         return fall_back(torch.repeat_interleave, (input, repeats, dim), {"output_size": output_size})
     shape = list(input.shape)
     shape.insert(d + 1, repeats)
-    # A copy, as torch's: what is made of one element, or of none, would be a view.
+    # A copy, as in torch: the result for one element, or none, would be a view.
     repeated = input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)
     return repeated if repeats else input.narrow(d, 0, 0).clone()
 
 
 @implements(torch.atleast_1d)
 def atleast_1d(*tensors: Any) -> Any:
-    """Tensors of one dim or more."""
+    """Return tensors of at least one dim."""
     return _each(tensors, lambda x: x if x.dim() else x.reshape(1))
 
 
 @implements(torch.atleast_2d)
 def atleast_2d(*tensors: Any) -> Any:
-    """Tensors of two dims or more."""
+    """Return tensors of at least two dims."""
     return _each(tensors, lambda x: x if x.dim() > 1 else x.reshape(1, -1) if x.dim() else x.reshape(1, 1))
 
 
@@ -328,20 +328,20 @@ def _each(tensors: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tenso
 
 @implements(torch.hstack)
 def hstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Laid end to end along the second dim, vectors along the first."""
+    """Concatenate along the second dim, vectors along the first."""
     parts = atleast_1d(*tensors) if len(tensors) > 1 else (atleast_1d(tensors[0]),)
     return torch.cat(parts, 0 if parts[0].dim() == 1 else 1, out=out)
 
 
 @implements(torch.vstack)
 def vstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Rows laid below each other."""
+    """Concatenate rows along the first dim."""
     return torch.cat([atleast_2d(x) for x in tensors], 0, out=out)
 
 
 @implements(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> tuple[torch.Tensor, ...]:
-    """All of one shape."""
+    """Expand all tensors to one shape."""
     tensors = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return tuple(x.expand(shape) for x in tensors)

@@ -1,4 +1,4 @@
-"""Cross entropy of plain local logits whose classes are sharded over ranks, as a column-parallel head leaves them.
+"""Cross entropy of plain local logits whose classes are sharded over ranks, as a column-parallel head returns them.
 
 The logits are never gathered. Forward all-reduces the maximum of each row and then, in one all-reduce, all sums: of the
 exponentials, of the target's logit (on the one rank that holds it), and of all logits if labels are smoothed. Backward
@@ -40,10 +40,10 @@ class Classes:
     Attributes:
         count: of all classes.
         start, held: the first class that this rank has, and how many.
-        padded: how many columns its logits have where the padding of the cut is in them.
-        group: the ranks that the classes are cut over.
-        data: the ranks that have other targets, whose count a mean divides by; None where there are none.
-        text: the cut, for messages.
+        padded: how many columns its logits have if they include the padding of the shard.
+        group: the ranks that the classes are sharded over.
+        data: the ranks that have other targets, whose count a mean divides by; None if there are none.
+        text: the spec, for messages.
     """
 
     count: int
@@ -74,7 +74,7 @@ class Classes:
 def classes_of(
     num_classes: int, spec: ShardingSpec | str, group: Group, data_axes: str | tuple[str, ...] = ()
 ) -> Classes:
-    """Bind the cut of the last dim of `spec`. Sends nothing (the first use of some axes together makes their group)."""
+    """Bind the last dim of `spec`. Sends nothing (the first use of some axes together makes their group)."""
     cut = _last_cut(as_spec(spec))
     mesh = mesh_of(group)
     start, held, padded = _columns(cut, num_classes, mesh, group.rank)
@@ -118,7 +118,7 @@ def _last_cut(spec: ShardingSpec) -> Cut:
 
 @lru_cache(maxsize=1024)
 def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, int, int]:
-    """The first class of a rank, how many it has, and how many columns with the padding of the cut."""
+    """Return the first class of a rank, how many it has, and how many columns with the padding of the shard."""
     if num_classes < 1:
         raise LayoutError(f"num_classes={num_classes}: there is at least one class")
     layout = bind(Spec(cut), (num_classes,), mesh)
@@ -130,13 +130,13 @@ def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, in
 
 
 _TURN = 1 << 23
-"""Exponentials are made and added up so many elements at a time: 32 MiB, not another copy of the logits."""
+"""Exponentials are computed and summed in chunks of so many elements: 32 MiB, not another copy of the logits."""
 
 
 class RowSums(Function):
-    """For each row ``x`` of the logits, with ``top`` its maximum over all ranks: ``log(sum(exp(x - top)))``, the
-    target's ``x - top`` and, if labels are smoothed, the sum of all ``x - top``, weighed by column. Nothing of the size
-    of the logits is kept but they; losses are made of these four in autograd, so that large logits cost no digits.
+    """Returns for each row ``x`` of the logits ``top``, its maximum over all ranks, ``log(sum(exp(x - top)))``, the
+    target's ``x - top`` and, if labels are smoothed, the sum of all ``x - top``, weighted by column. It saves no other
+    tensor of the size of the logits; autograd computes losses from these four, so that large logits lose no digits.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ class _Once(Function):
 
 
 def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: Classes) -> torch.Tensor:
-    """``exp(x - top) * rate``, and what is even; at the target all of it is summed before it is rounded."""
+    """Return ``exp(x - top) * rate`` plus `even`; at the target all terms are summed before they are rounded."""
     logits, top, total_exp, d_at, at, mine, columns = saved
     rate, even = grads[0] / total_exp, grads[2] if len(grads) > 2 else None
     x = _rows(logits, classes)
@@ -209,14 +209,14 @@ def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: 
 
 
 def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
-    """One row for each target, without the columns of padding."""
+    """Return one row for each target, without the columns of padding."""
     width = logits.shape[-1]
     x = logits.reshape(math.prod(logits.shape[:-1]), width)
     return x[:, : classes.held] if width > classes.held else x
 
 
 def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, subgroup: Group) -> torch.Tensor:
-    """Return the largest logit of each row. On the CPU all ranks raise a fault of one, which has no finite maximum."""
+    """Return each row's largest logit. On the CPU all ranks raise a fault of one, which sends an infinite maximum."""
     is_told = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
     if fault is not None and not is_told:
         raise fault
@@ -231,7 +231,7 @@ def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, s
 
 
 def _summed(x: torch.Tensor, top: torch.Tensor, columns: torch.Tensor | None, is_smoothed: bool) -> list[torch.Tensor]:
-    """For each row this rank's sum of exponentials and, if asked, of logits, weighted by column; both less `top`."""
+    """Return each row's sum of exponentials and, if smoothed, of logits, weighted by column; both minus `top`."""
     turns = []
     for rows in _turns(x):
         d = x[rows] - top[rows].unsqueeze(1)
@@ -241,7 +241,7 @@ def _summed(x: torch.Tensor, top: torch.Tensor, columns: torch.Tensor | None, is
 
 
 def _turns(x: torch.Tensor) -> list[slice]:
-    """The rows, so many at a time that temporary copies stay small; all, where a compiler fuses them."""
+    """Return chunks of rows, so that temporary copies stay small; all rows if a compiler fuses them."""
     step = max(1, _TURN // max(1, x.shape[1]))
     if torch.compiler.is_compiling() or x.shape[0] <= step:
         return [slice(None)]
@@ -251,41 +251,41 @@ def _turns(x: torch.Tensor) -> list[slice]:
 class ParallelCrossEntropy(nn.Module):
     """The cross entropy of the whole logits, behind a column-parallel head: two all-reduces of the size of the losses.
 
-    All ranks of the group make it. All ranks that the classes are cut over call it, with the same targets; each with
-    its columns of the logits. Value and gradient are those of ``F.cross_entropy`` of the whole logits, the classes
-    last. Nothing is waited for on CUDA, so the call can be part of a CUDA graph. It can be differentiated once.
+    All ranks of the group make it. All ranks that the classes are sharded over call it, with the same targets; each
+    with its columns of the logits. Value and gradient are those of ``F.cross_entropy`` of the whole logits, the classes
+    last. On CUDA the host does not wait, so the call can be part of a CUDA graph. It can be differentiated once.
     Compiled, with ``fullgraph=True`` too, it is one graph.
 
     Args:
         num_classes: the true number of classes, without padding.
-        spec: how the logits are cut, as in the ``out`` of the head: ``"[..., tp]"``, ``"[..., tp pad(64)]"``,
+        spec: how the logits are sharded, as in the ``out`` of the head: ``"[..., tp]"``, ``"[..., tp pad(64)]"``,
             ``"[..., tp balanced]"``; some ranks may have none.
         weight: of each class, ``(num_classes,)``, equal on all ranks.
         process_group: a process group, a DeviceMesh that has the axes, or None for the default group.
         data_axes: axes of that mesh along which targets differ. A mean then divides by the mean number (or weight) of
-            live targets over these axes, for one more all-reduce of a number: the mean of all ranks' losses, which is
-            what averaging their gradients belongs to, is the mean over all targets, however many each rank has. All
-            ranks along them call it then, too.
-        ignore_index: targets of this value count for nothing.
+            live targets over these axes, with one more all-reduce of a number: so the mean of all ranks' losses,
+            to which averaged gradients belong, is the mean over all targets, however many each rank has. Then all
+            ranks along these axes call it, too.
+        ignore_index: targets of this value are ignored.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no live target is nan, as in torch.
         label_smoothing: from 0 to 1; that share of each target is spread over all classes.
-        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each live target, weighed as the target is.
+        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each live target, weighted like the target.
 
     Called with:
         logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``. The local tensor may or may not
-            have the columns that a cut with ``pad(n)`` adds: they count for nothing and their gradient is 0.
+            have the columns that ``pad(n)`` adds: they are ignored and their gradient is 0.
         target: class indices of all classes, ``(...)``, equal on all ranks.
 
     Returns:
-        the loss, equal on all ranks that the classes are cut over: a number, or ``(...)`` for ``"none"``. Sums are made
-        in float32, or float64 for such logits, and so is the loss; the gradient has the dtype of the logits.
+        the loss, equal on all ranks that the classes are sharded over: a number, or ``(...)`` for ``"none"``. Sums and
+        the loss are float32, or float64 for such logits; the gradient has the dtype of the logits.
 
     Raises:
         IndexError: a target is out of bounds; on all ranks. On CUDA an assert on the device instead, as torch's, unless
             ``SHARDTENSOR_CHECK=collectives`` is set.
-        LayoutError: (a ValueError) the logits, targets or weights do not fit the classes. Where only some ranks have
-            such logits all raise it on the CPU; elsewhere, and compiled, those ranks alone.
-        RuleError: (a RuntimeError) ShardedTensors, probabilities as targets, weights that want a gradient.
+        LayoutError: (a ValueError) the logits, targets or weights do not fit the classes. If only some ranks have such
+            logits, all raise it on the CPU; elsewhere, and compiled, only those ranks.
+        RuleError: (a RuntimeError) ShardedTensors, probabilities as targets, weights that require a gradient.
 
     Example:
         >>> loss = ParallelCrossEntropy(50257, "[..., tp pad(64)]", label_smoothing=0.1, z_loss=1e-4)
@@ -334,7 +334,7 @@ class ParallelCrossEntropy(nn.Module):
         share = live.to(wide) if w is None else w[torch.where(live, ids, 0)] * live
         columns = w[classes.start : classes.start + classes.held] if smoothing and w is not None else None
         top, base, d_target, *evens = RowSums.apply(logits, ids, columns, classes, bool(smoothing))
-        losses = base - d_target  # of rows that are not live anything, until the end
+        losses = base - d_target  # rows that are not live have any value, until the end
         if w is not None:
             losses = losses * share
         if smoothing:
@@ -350,7 +350,7 @@ class ParallelCrossEntropy(nn.Module):
         return losses.sum() / (total if classes.data is None else classes.data.all_reduce(total, "avg"))
 
     def _refuse_out_of_range(self, target: torch.Tensor) -> None:
-        """Raise where a target is out of bounds, on all ranks; off the CPU it is an assert on the device."""
+        """Raise IndexError on all ranks if a target is out of bounds; off the CPU assert on the device."""
         classes, ignored = self.classes, self.ignore_index
         if torch.compiler.is_compiling():
             is_live = (target >= 0) & (target < classes.count) | (target == ignored)
@@ -370,7 +370,7 @@ class ParallelCrossEntropy(nn.Module):
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, classes: Classes) -> None:
-    """Refuse what does not fit and is equal on all ranks, so that all of them raise."""
+    """Raise for arguments that do not fit and are equal on all ranks, so that all of them raise."""
     if isinstance(logits, ShardedTensor) or isinstance(target, ShardedTensor):
         raise RuleError(
             "parallel cross entropy takes plain local tensors",

@@ -1,8 +1,8 @@
-"""Data parallelism: ranks compute the gradients of other parts of a batch and average them, during backward.
+"""Data parallelism: ranks compute the gradients of different parts of a batch and average them during backward.
 
-The loss of a step is the mean over the data ranks of what each computes. So what a rank's backward gives is divided
-by their number and summed over those that hold copies of the parameter: an average, where all do. A parameter that is
-cut along a data axis, as experts are, has its gradient from all of that axis already, so there it is divided only.
+The loss of a step is the mean of the data ranks' losses. So a rank's gradient is divided by their number and summed
+over the ranks that hold replicas of the parameter: an average, if all do. The gradient of a parameter that is sharded
+along a data axis, like experts, already comes from that whole axis, so there it is only divided.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ def data_parallel(
 
     Each rank calls the module on its own part of the batch, and backward from the mean loss of that part. When
     backward returns, every gradient is the one of the mean over all data ranks: what the dense module has for the whole
-    batch, where the parts are of one size. Parameters may be plain, or sharded over the other axes of the mesh. One
-    that is cut along a data axis (experts, to which tokens are sent) has its gradient divided by the size of that axis,
-    and summed over none of it.
+    batch, where the parts are of one size. Parameters may be plain, or sharded over the other axes of the mesh. The
+    gradient of one that is sharded along a data axis (experts, to which tokens are sent) is divided by the size of that
+    axis and not summed over it.
 
-    Gradients travel in buckets, each as soon as backward has filled it. A parameter without a gradient on some ranks
-    counts as zero there; one without a gradient on all ranks keeps None; only a rank whose backward reaches no
-    parameter at all lets the others wait. Gradients that hooks of ``backward`` see are
-    not averaged yet, nor are those of ``torch.autograd.grad``; averages have no graph (``create_graph=True``).
-    Buffers are not averaged. Parameters that are replaced (``to_empty``, ``load_state_dict(assign=True)``, sharding
-    after this call) are noticed in the next forward of `module`, if it is not compiled. A copy of the module
-    (``deepcopy``, pickle) is not data parallel.
+    Ranks send gradients in buckets, each as soon as backward has filled it. A parameter without a gradient on some
+    ranks counts as zero there; one without a gradient on all ranks keeps None; only a rank whose backward reaches no
+    parameter at all makes the others wait. Hooks of ``backward`` get gradients before they are averaged, and
+    ``torch.autograd.grad`` returns such; averages have no graph (``create_graph=True``). Buffers are not averaged. The
+    next forward of `module`, if it is not compiled, detects replaced parameters (``to_empty``,
+    ``load_state_dict(assign=True)``, sharding after this call). A copy of the module (``deepcopy``, pickle) is not data
+    parallel.
 
     Args:
         module: its names, shapes, dtypes and layouts are equal on all ranks.
         axes: one axis, or several (``"rep*dp"`` or a sequence).
         process_group: a DeviceMesh that has these axes, or a process group, which is one axis; None for the default
             group. All its ranks call this.
-        bucket_mib: what a bucket holds at least.
-        init_sync: take parameters and buffers from the first data rank now, so that they are equal; parameters that
-            are put in place later, too.
+        bucket_mib: the least size of a full bucket.
+        init_sync: copy parameters and buffers from the first data rank now, so that they are equal; also parameters
+            that are set later.
 
     Raises:
-        LayoutError: (a ValueError) no such axis; a parameter of a torch layer is cut along a data axis; a
+        LayoutError: (a ValueError) no such axis; a parameter of a torch layer is sharded along a data axis; a
             parameter's gradients are averaged already.
-        DisagreementError: (a ValueError) ranks brought other parameters. Nothing has moved.
+        DisagreementError: (a ValueError) ranks pass different parameters. Nothing was sent.
         RuleError: (a RuntimeError) a layer makes sparse gradients.
 
     References:
@@ -98,13 +98,13 @@ def data_parallel(
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Let backward add up gradients without averaging them; the next backward outside averages their sum.
+    """Make backward accumulate gradients without averaging them; the next backward outside averages their sum.
 
     Args:
         module: as `data_parallel` returned it.
 
     Raises:
-        RuleError: it is not data parallel itself; a part or a wrapper of it is, perhaps.
+        RuleError: it is not data parallel itself; perhaps a submodule or a wrapper of it is.
 
     Example:
         >>> model = data_parallel(nn.Linear(1, 1))
@@ -130,14 +130,14 @@ def reduce_gradients(
     *,
     bucket_mib: float = 25.0,
 ) -> None:
-    """Average gradients over the data axes of a mesh now: `data_parallel` without hooks. Once a step, before clipping.
+    """Average gradients over the data axes of a mesh now, without hooks. Call it once a step, before clipping.
 
     All ranks of the mesh call it, with the same parameters in the same order. A gradient that some ranks lack counts as
     zero there; one that all lack stays None.
 
     Args:
         parameters: a module, or parameters, sharded and plain.
-        axes, process_group, bucket_mib: as of `data_parallel`.
+        axes, process_group, bucket_mib: as in `data_parallel`.
 
     Example:
         >>> p = nn.Parameter(torch.zeros(1))
@@ -164,7 +164,7 @@ def reduce_gradients(
 class Reducer:
     """Starts buckets while backward fills them, and finishes them when it ends; the module's hook around forward.
 
-    The module owns it; hooks on leaves refer to it weakly, for Python's collector does not see through them.
+    The module owns it; hooks on leaves refer to it weakly, because Python's collector does not see through them.
     """
 
     def __init__(self, axes: str | Sequence[str], process_group: Any, bucket_bytes: float, init_sync: bool) -> None:
@@ -234,7 +234,7 @@ class Reducer:
         if self.buckets:
             hook = partial(_if_alive, weakref.ref(self), Reducer.arrived, index)
             self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(hook))
-        if gradient.share != 1.0:  # before it is added to what is there: that has been divided
+        if gradient.share != 1.0:  # before accumulation: the accumulated gradient is scaled already
             with torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(leaf).node
             self._nodes.append(node)
@@ -242,7 +242,7 @@ class Reducer:
 
     @torch.no_grad()
     def _take_first_copies(self, named: Iterable[tuple[str, torch.Tensor]], known: set[int]) -> None:
-        """Overwrite tensors that are new with what the first data rank that holds a copy has."""
+        """Overwrite new tensors with the values of the first data rank that holds a replica."""
         for name, tensor in named:
             local = local_of(tensor)
             group, _ = self.axes.copies(name, tensor)
@@ -256,7 +256,7 @@ class Reducer:
         self._leaf_handles, self._nodes = [], []
 
     def remove(self) -> None:
-        """Leave the module as it was before."""
+        """Remove all hooks from the module and its leaves."""
         self._take_off_leaves()
         for handle in self.handles:
             handle.remove()
@@ -264,9 +264,9 @@ class Reducer:
     # -- around forward ---------------------------------------------------------------------------------------------
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
-        """Before the module's forward: hook its leaves anew if they are others. After it: watch what it returns.
+        """Before the module's forward: hook its leaves again if they changed. After it: hook its outputs.
 
-        Leaves may be met first inside of a smaller backward, of a reentrant checkpoint, which ends before the whole.
+        Backward may reach leaves first in the nested backward of a reentrant checkpoint, which ends before the outer.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -275,13 +275,13 @@ class Reducer:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     value.register_hook(partial(_if_alive, weakref.ref(self), Reducer.begin))
         elif torch._C._current_graph_task_id() < 0:
-            if self._tasks:  # the last backward was broken off by an error
+            if self._tasks:  # an error stopped the last backward
                 self._start_round()
             if not self._is_current():
                 self.build(module)
 
     def _is_current(self) -> bool:
-        """Whether the module still holds the leaves that are hooked; half a microsecond a parameter."""
+        """Return whether the module still holds the leaves that are hooked; half a microsecond a parameter."""
         return all(
             len(place) == len(held) and all(map(is_, place.values(), held)) for place, held in self._structure
         ) and all(
@@ -299,7 +299,7 @@ class Reducer:
             bucket.reset()
 
     def begin(self) -> None:
-        """Have `_end` called when the backward that runs ends."""
+        """Make the running backward call `_end` when it ends."""
         task = torch._C._current_graph_task_id()
         if self.is_on and task not in self._tasks:
             self._tasks.add(task)
@@ -332,7 +332,7 @@ class Reducer:
 
     def _end(self, task: int) -> None:
         self._tasks.discard(task)
-        if self._tasks or not any(self._is_here):  # a backward around this one; or no gradient was accumulated
+        if self._tasks or not any(self._is_here):  # an outer backward still runs, or no gradient was accumulated
             return
         try:
             while self._next < len(self.buckets):
@@ -350,12 +350,12 @@ class Nobody:
 
 
 def reducer_of(module: nn.Module) -> Reducer | None:
-    """The reducer of a module that is data parallel."""
+    """Return the reducer of a data-parallel module, else None."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Reducer)), None)
 
 
 def _if_alive(find: weakref.ref[Reducer], method: Callable[..., None], *args: Any) -> None:
-    """A hook on a tensor, which is the last argument."""
+    """Call `method` if its reducer is alive; drop the last argument, the tensor of the hook."""
     reducer = find()
     if reducer is not None:
         method(reducer, *args[:-1])

@@ -1,8 +1,8 @@
-"""Mixture of experts, the experts dealt over ranks: `MoE`, with `GatedExperts` or an `ExpertList`.
+"""Mixture of experts, with experts sharded over ranks: `MoE`, with `GatedExperts` or an `ExpertList`.
 
-A router chooses `top_k` experts for every token; tokens travel to the ranks that hold them and come back. Each rank
-brings tokens of its own (the ranks that share the experts are data ranks, too), as many as it has, and gets the dense
-answer for them.
+A router chooses `top_k` experts for every token; the ranks send tokens to the ranks of their experts and the results
+back. Each rank passes its own tokens (the ranks that share the experts are data ranks, too), any number of them, and
+gets the dense result for them.
 
     >>> import copy, torch, shardtensor as st
     >>> from torch import nn
@@ -15,15 +15,15 @@ answer for them.
     >>> x = torch.randn(2, 5, 16)
     >>> torch.testing.assert_close(moe(x), dense(x))
 
-Gradients. Let the loss be the mean over the data ranks. What reaches an expert's weights has come through the exchange
-and is the sum over all ranks that share the experts: reduce it over the other data axes only. The router sees this
-rank's tokens alone: its gradient is summed over all data axes, like that of any replicated parameter. Along ``tp`` both
-are right as they are. `GatedExperts` does what its axes need by itself: tokens and weights go in, and results come out,
-as copies along ``tp``.
+Gradients. Let the loss be the mean over the data ranks. The gradient of an expert's weights comes through the exchange
+and is the sum over all ranks that share the experts: reduce it over the other data axes only. The router gets only this
+rank's tokens: its gradient is summed over all data axes, like that of any replicated parameter. Along ``tp`` both need
+no reduction. `GatedExperts` runs the collectives of its axes itself: tokens, weights and results are replicated along
+``tp``.
 
-`torch.compile` leaves the experts' forward out of its graph, for the sizes are data: what stands around it compiles,
-counts do not recompile it, and ``fullgraph=True`` is refused. The modules of an `ExpertList` may be compiled by
-themselves.
+`torch.compile` leaves the experts' forward out of its graph, because the sizes are data: the code around it compiles,
+other counts do not recompile it, and ``fullgraph=True`` raises. The modules of an `ExpertList` may be compiled
+separately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNCOMPILED = "how many rows an expert gets is data: a graph for each count would
 
 
 def chosen(scores: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token and their weights by a router's scores (n, experts): (n, top_k) both."""
+    """Return the experts of each token and their weights, from a router's scores (n, experts); both are (n, top_k)."""
     chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     weights, experts = chances.topk(top_k, -1)
     if normalize:
@@ -67,10 +67,10 @@ class MoE(nn.Module):
 
     Args:
         gate: from (n, d) to scores of (n, number of experts); the same on every rank.
-        experts: called with tokens (n, d), the numbers of their experts (n, k) and their weights (n, k); gives (n, d).
-            A `GatedExperts`, an `ExpertList`, or a module of one's own around `dispatch_tokens`.
+        experts: called with tokens (n, d), numbers of their experts (n, k) and their weights (n, k); returns (n, d).
+            A `GatedExperts`, an `ExpertList`, or the user's own module around `dispatch_tokens`.
         top_k: experts of each token.
-        normalize: let the weights of each token add up to one.
+        normalize: make the weights of each token add up to one.
 
     Shapes: (..., d), this rank's own tokens, to the same.
 
@@ -87,7 +87,7 @@ class MoE(nn.Module):
         self.normalize = normalize
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of each token and their weights, (n, top_k) both; override it for another way to choose."""
+        """Return the experts of each token and their weights, both (n, top_k); override it to choose differently."""
         return chosen(self.gate(tokens), self.top_k, self.normalize)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,8 +102,8 @@ class MoE(nn.Module):
 class GatedExperts(nn.Module):
     """Experts ``down(activation(gate(x)) * up(x))`` without biases, in one stacked tensor for each projection.
 
-    Born dense; what their specs say decides where the experts live. Names and shapes are those of newer Hugging Face
-    checkpoints, and so is the call.
+    They start dense; the specs decide which ranks hold the experts. Names, shapes and the call are those of newer
+    Hugging Face checkpoints.
 
     Args:
         num_experts: of all ranks together.
@@ -112,9 +112,9 @@ class GatedExperts(nn.Module):
         activation: of the gate, elementwise.
 
     Attributes:
-        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Cut ``[ep, -, -]``, over one axis or several;
-            inside of the experts, too, ``[ep, tp blocks(2), -]``. What does not divide takes ``balanced`` or sizes.
-        down_proj: (num_experts, embed, hidden). Cut alike: ``[ep, -, -]`` or ``[ep, -, tp]``.
+        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Shard it ``[ep, -, -]``, over one axis or
+            several, or inside the experts too, ``[ep, tp blocks(2), -]``. Uneven shards need ``balanced`` or sizes.
+        down_proj: (num_experts, embed, hidden). Shard it alike: ``[ep, -, -]`` or ``[ep, -, tp]``.
 
     Example:
         >>> experts = GatedExperts(4, embed=3, hidden=5)
@@ -146,9 +146,9 @@ class GatedExperts(nn.Module):
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Give each token the weighted sum of what its experts make of it.
+        """Return for each token the weighted sum of its experts' results.
 
-        All ranks over which the experts are dealt call it, each with tokens of its own; along ``tp`` with equal ones.
+        All ranks over which the experts are sharded call it, each with its own tokens; along ``tp`` with equal ones.
 
         Args:
             tokens: (n, embed); n differs from rank to rank.
@@ -185,7 +185,7 @@ def stacked(sent: DispatchedTokens, gate_up: torch.Tensor, down: torch.Tensor, a
     if _takes_grouped(sent.tokens, gate_up, down):
         both = F.grouped_mm(sent.tokens, gate_up.transpose(1, 2), offs=sent.ends)
         return F.grouped_mm(gated(both), down.transpose(1, 2), offs=sent.ends)
-    if not sent.counts:  # no expert here: no rows, but by way of the parameters, so that they get gradients
+    if not sent.counts:  # no expert, no rows: but in the graph of the parameters, so that they get gradients
         return sent.tokens + gate_up.sum() + down.sum()
     parts = zip(sent.tokens.split(sent.counts), gate_up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.linear(gated(F.linear(x, a)), b) for x, a, b in parts])
@@ -205,7 +205,7 @@ def combined(sent: DispatchedTokens, experts: Iterable[tuple[int, nn.Module]], w
 
 
 def _takes_grouped(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether torch multiplies all experts at once: rows there, bfloat16 on cuda, rows of whole 16 bytes."""
+    """Return whether torch multiplies all experts at once: bfloat16 on cuda, not empty, rows of whole 16 bytes."""
     if not (x.is_cuda and len(x) and x.dtype == gate_up.dtype == down.dtype == torch.bfloat16):
         return False
     return gate_up.shape[0] > 1 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0 and down.shape[2] > 0
@@ -214,18 +214,18 @@ def _takes_grouped(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -
 class ExpertList(nn.Module):
     """Experts that are modules, each whole on one rank.
 
-    The experts of this rank stand under their number among all, so that names are those of a dense ``ModuleList``:
-    rank 1 of 4 with eight experts has ``experts.2`` and ``experts.3``. What an expert does inside, splitting its work
-    over ``tp`` for one, is its own affair. Every expert is called, also with no rows at all, so that its parameters
-    get zeros for gradients and its collectives, if any, meet.
+    The experts of this rank are named by their global number, so that names are those of a dense ``ModuleList``:
+    rank 1 of 4 with eight experts has ``experts.2`` and ``experts.3``. An expert may do anything inside, for example
+    shard its work over ``tp``. Every expert is called, even with no rows, so that its parameters get zeros for
+    gradients and its collectives, if any, match on all ranks.
 
-    The parameters are plain tensors that other ranks do not have. A norm over the gradients of all ranks' parameters,
-    as `clip_grad_norm_` takes it, does not see those of others: clip experts by themselves, or take `GatedExperts`.
+    The parameters are plain tensors that other ranks do not have. A gradient norm that `clip_grad_norm_` computes does
+    not include those of other ranks: clip experts separately, or use `GatedExperts`.
 
     Args:
-        num_experts: of all ranks together; dealt in order, as evenly as can be.
-        make: gives the expert of a number; called for this rank's alone. ``dense.__getitem__`` of a ``ModuleList``
-            takes its modules. An expert maps (m, d) to (m, d).
+        num_experts: of all ranks together; distributed in order, as evenly as possible.
+        make: returns the expert of a number; called for this rank's only. ``dense.__getitem__`` of a ``ModuleList``
+            uses its modules. An expert maps (m, d) to (m, d).
         process_group: the ranks that hold the experts; of a DeviceMesh with several axes those along `axis`. None is
             the default group.
         axis: name of an axis.
@@ -249,7 +249,7 @@ class ExpertList(nn.Module):
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As of `GatedExperts`."""
+        """Do the same as `GatedExperts.forward`."""
         fault = find_fault(tokens, experts, weights)
         if fault is None:
             (tokens,) = _cast(tokens)
@@ -274,7 +274,7 @@ class _ExpertGroup:
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast as autocast does for a product, before rows are sent, so that fewer bytes are."""
+    """Cast as autocast does for a product, before rows are sent, to send fewer bytes."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

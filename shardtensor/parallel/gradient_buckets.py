@@ -1,4 +1,4 @@
-"""The gradients of parameters, each with the ranks that it is averaged with, in buckets: each is one all-reduce."""
+"""Gradients of parameters, in buckets of those that are averaged over the same ranks: each is one all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 @attrs.frozen(eq=False)
 class DataAxes:
-    """The axes along which ranks are given other parts of the batch.
+    """The axes along which ranks get different parts of the batch.
 
     Attributes:
         names: of the axes.
@@ -55,9 +55,9 @@ class DataAxes:
         return cls(names, whole, data, tuple(mesh.ranks_along(whole.rank, (mesh.names.index(n),)) for n in names))
 
     def copies(self, name: str, tensor: torch.Tensor) -> tuple[Group, float]:
-        """Return the data ranks that hold copies of what this rank holds of a tensor, and their share of all of them.
+        """Return the data ranks that hold replicas of this rank's part of a tensor, and their share of all data ranks.
 
-        A plain tensor, and a sharded one of a group that holds no other data rank, is copied on all: share 1.
+        A plain tensor, or a sharded one of a group without other data ranks, is replicated on all: share 1.
         """
         if not isinstance(tensor, ShardedTensor):
             return self.data, 1.0
@@ -77,7 +77,7 @@ class DataAxes:
         partials = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
         held = [piece for piece in pieces if piece is not None]
         if len(inside) == len(ranks):
-            if len(held) == 1 or len(set(held)) == len(ranks):  # one of them holds it all, or each another piece
+            if len(held) == 1 or len(set(held)) == len(ranks):  # one holds it all, or each has a different shard
                 return True
             if len(set(pieces)) == 1 and len(partials) == 1:
                 return False
@@ -98,9 +98,9 @@ class Gradient:
 
     Attributes:
         name: of the parameter.
-        param: what people see, a ShardedTensor or a plain tensor.
-        leaf: this rank's part of it, whose ``grad`` autograd fills.
-        group: the ranks that hold copies of `leaf`.
+        param: the user's tensor, a ShardedTensor or a plain one.
+        leaf: its local tensor, whose ``grad`` autograd sets.
+        group: the ranks that hold replicas of `leaf`.
         share: their share of all data ranks.
         dtype: in which it is sent, which is the one that autograd will give it.
     """
@@ -119,7 +119,7 @@ class Gradient:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """Parameters, and sharded leaves that are plain attributes, with the module that holds them."""
+    """Yield parameters, and sharded leaves that are plain attributes, with the module that holds them."""
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name, param in owner._parameters.items():
@@ -131,7 +131,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Ten
 
 
 def gradients_of(named: Iterable[tuple[str, Any, torch.Tensor]], axes: DataAxes) -> list[Gradient]:
-    """What backward can give to tensors, each leaf once; `named` as of `named_tensors`."""
+    """Return the gradients that backward can compute, each leaf once; `named` as in `named_tensors`."""
     found: dict[int, Gradient] = {}
     for name, owner, param in named:
         leaf = local_of(param)
@@ -159,21 +159,21 @@ def _sparse_error(name: str) -> RuleError:
 
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that the wire is busy early."""
+"""The first bucket is small, so that communication starts early."""
 
 
 class GradientBucket:
     """Gradients of one kind that are sent together.
 
-    They stay where autograd puts them: they are copied into a flat buffer, and the averages back. Every rank of the
-    group must learn of a gradient that no rank has, for it stays None, as in the dense program; and one that only
-    others have becomes this rank's as well. So the last bucket of a kind ends with one flag for each gradient of the
-    kind: whether this rank has it. The flags are read only where one is missing.
+    They stay where autograd puts them: `start` copies them into a flat buffer, and `finish` copies the averages back.
+    A gradient that no rank has stays None, as in the dense program; one that only other ranks have is set on this rank
+    as well. So the last bucket of a kind ends with one flag for each gradient of the kind: whether this rank has it. A
+    rank reads the flags only if it lacks a gradient.
 
     Attributes:
         gradients: in the order they are packed.
         flagged: the gradients of the whole kind in the kind's last bucket, else none.
-        waiting: how many of them backward has yet to give.
+        waiting: how many of them backward has not computed yet.
         pending: the all-reduce, once it is started.
     """
 
@@ -186,14 +186,14 @@ class GradientBucket:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was sent, and wait for all gradients anew."""
+        """Drop the sent gradients, and wait for all gradients again."""
         self.waiting = len(self.gradients)
         self.pending: Any = None
         self.grads: list[Any] = []
 
     @torch.no_grad()
     def start(self) -> None:
-        """Send what this rank has; zeros for what it lacks. All ranks of the group start their buckets in one order."""
+        """Start the all-reduce of the gradients, zeros for missing ones. All ranks start buckets in the same order."""
         self.grads = [gradient.leaf.grad for gradient in self.gradients]
         for gradient, grad in zip(self.gradients, self.grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
@@ -210,7 +210,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self, is_used: dict[Gradient, bool]) -> None:
-        """Make the averages the gradients; `is_used` says of those this rank lacks whether another rank has them."""
+        """Set the averages as gradients; `is_used` is whether another rank has a gradient that this rank lacks."""
         assert self._buffer is not None, "it was started"
         *views, _ = self._buffer.params
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -225,15 +225,15 @@ class GradientBucket:
         self._buffer.free()
 
     def flags(self) -> dict[Gradient, bool]:
-        """Return of the flagged gradients whether any rank has them. The host waits."""
+        """Return for each flagged gradient whether any rank has it. The host waits."""
         assert self._buffer is not None, "it was started"
         return dict(zip(self.flagged, self._buffer.params[-1].ne(0).tolist(), strict=True))
 
 
 def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[GradientBucket]:
-    """Deal gradients to buckets, in the order in which all ranks send them: the last parameters first.
+    """Assign gradients to buckets, in the order in which all ranks send them: the last parameters first.
 
-    Each kind fills buckets of its own. Gradients that no other rank has a copy of need none.
+    Each kind has its own buckets. Gradients without a replica on another rank need none.
     """
     kinds: dict[Any, list[Gradient]] = {}
     open_: dict[Any, list[Gradient]] = {}
@@ -255,7 +255,7 @@ def make_buckets(gradients: Iterable[Gradient], bucket_bytes: float) -> list[Gra
 
 
 def finish(buckets: Sequence[GradientBucket]) -> None:
-    """Wait for buckets that were all started, and make the averages the gradients."""
+    """Wait for buckets that were all started, and set the averages as gradients."""
     for bucket in buckets:
         bucket.pending.wait()
     lacking = {b.gradients[0].kind for b in buckets if any(grad is None for grad in b.grads)}

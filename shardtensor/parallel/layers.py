@@ -1,8 +1,8 @@
-"""torch's layers on plain local values: what `shard_module` turns a module into where a plan states its flows.
+"""torch's layers on plain local values: the classes that `shard_module` gives to modules whose flows a plan states.
 
-Each is a subclass of the layer it stands for, so that names, `state_dict` and `isinstance` stay as they were; only the
-forward is another. It reads the local tensors of its parameters afresh on each call, and calls torch's own functions
-and the one collective that it needs; what to call was settled when the module was sharded, and stands in ``flow``.
+Each is a subclass of the layer it replaces, so names, `state_dict` and `isinstance` stay as they were; only the forward
+differs. It reads the local tensors of its parameters on each call, and calls torch's own functions and the one
+collective that it needs; `shard_module` decided what to call and stored it in ``flow``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Step:
         subgroup: the group.
         run: of a local tensor. All ranks of the group call it.
         sizes: the sizes along the dim that is sharded.
-        sums: of a gather for work that is split over the group, whose gradient is summed.
+        sums: of a gather: its gradient is summed, because the work is split over the group.
     """
 
     kind: str
@@ -52,7 +52,7 @@ Move = tuple[Step, ...]
 
 
 def step_of(kind: str, subgroup: Group, sizes: DimSizes | None = None, sums: bool = False) -> Step:
-    """The step of a kind."""
+    """Return the step of a kind."""
     if kind in ("sum_gradient", "sum"):
         function: Any = collectives.sum_gradient if kind == "sum_gradient" else collectives.all_reduce_fresh
         return Step(kind, subgroup, partial(function, group=subgroup))
@@ -72,13 +72,13 @@ def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
 
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""Of input, weight and bias: a product fused with its collective, or None where step by step costs the host less."""
+"""Of input, weight and bias: a product fused with its collective, or None if single steps cost the host less."""
 
 
 def _column_product(
     subgroup: Group, start: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The input's gradient is summed beside the weight's; `start` as of `LayerFlow`."""
+    """Multiply; backward sums the input's gradient beside the weight's. `start` as in `LayerFlow`."""
     if x.requires_grad or start is not None:  # else there is nothing to sum in backward
         return column_linear(x, weight, bias, subgroup, start)
     return None
@@ -87,7 +87,7 @@ def _column_product(
 def _stream_product(
     subgroup: Group, sizes: DimSizes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The slices of the input are gathered; its gradient is reduce-scattered beside the weight's gradient."""
+    """Gather the slices of the input and multiply; backward reduce-scatters beside the weight's gradient."""
     if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
         return gathered_linear(x, weight, bias, subgroup, sizes)
     return None
@@ -121,9 +121,9 @@ class LayerFlow:
 
     @property
     def shares(self) -> bool:
-        """Whether the product may share its input's sum: its input comes as it is, and its gradient is a partial sum.
+        """Whether the product may share its input's sum: it needs no redistribution and has a partial gradient.
 
-        Not where its weight's gradient is summed, too, which would come before the input's.
+        Not if its weight's gradient is summed, too: that sum would come before the input's.
         """
         return not (self.enter or self.adds_bias_last or self.sums is not None or self.is_transposed)
 
@@ -144,7 +144,7 @@ def fused(flow: LayerFlow) -> LayerFlow:
 
 
 def local(module: Any, name: str) -> torch.Tensor | None:
-    """The local tensor of a parameter, as it is now; None where the module has none of this name."""
+    """Return the current local tensor of a parameter; None if the module's parameter is None."""
     param = module._parameters[name]
     if param is None:
         return None
@@ -160,7 +160,7 @@ def local(module: Any, name: str) -> torch.Tensor | None:
 
 
 def refuse_sharded(module: object, x: Any) -> None:
-    """Refuse a ShardedTensor where a layer takes plain local values: autograd would not follow it into the product."""
+    """Raise RuleError for a ShardedTensor where a layer takes plain local values: autograd would not record its use."""
     if isinstance(x, ShardedTensor):
         raise RuleError(
             f"{type(module).__name__}: a ShardedTensor came where the plan says that plain local values pass",
@@ -176,7 +176,7 @@ class Flowing:
     """The base of the layers below.
 
     Attributes:
-        flow: how the layer does its work.
+        flow: how the layer computes.
         flow_cut: names of the parameters that were sharded.
         flow_of: the class that the module had.
     """
@@ -209,7 +209,7 @@ class LinearFlow(Flowing):
         y = moved(shared_linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         if not flow.adds_bias_last or bias is None:
             return y
-        if not flow.adds_bias:  # zeros, by way of the bias: its gradient is summed by all
+        if not flow.adds_bias:  # zeros in the graph of the bias: all ranks sum its gradient
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool), 0)
         return y + bias
 
@@ -219,7 +219,7 @@ class ParallelLinear(LinearFlow, nn.Linear):
 
 
 class ParallelEmbedding(Flowing, nn.Embedding):
-    """`nn.Embedding` with its rows (vocabulary) or columns cut."""
+    """`nn.Embedding` whose weight is sharded along its rows (vocabulary) or columns."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         refuse_sharded(self, input)
@@ -236,7 +236,7 @@ class ParallelEmbedding(Flowing, nn.Embedding):
 
 
 class _OwnForward:
-    """A forward that a subclass of an embedding has written: it has to call that of its base, which is parallel."""
+    """The own forward of an embedding's subclass: it must call the forward of its base, which is parallel."""
 
     is_met: bool
 
@@ -298,7 +298,7 @@ _ONE_MORE_OBJECT = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def _refuse_out_of_range(ids: torch.Tensor, count: int, subgroup: Group | None) -> None:
-    """Refuse ids outside the vocabulary, which no rank has; `subgroup`: the ranks that have ids of their own."""
+    """Raise IndexError for ids outside the vocabulary; `subgroup` has the ranks with different ids."""
     if torch.compiler.is_compiling():
         torch._assert_async(((ids >= 0) & (ids < count)).all(), "index out of range in self")
         return
@@ -325,10 +325,10 @@ _LAYERS: dict[type[nn.Module], type[Flowing]] = {
 
 
 def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
-    """The parallel layer that stands for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
+    """Return the parallel layer for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
 
-    A subclass may have a forward of its own, so that only the very class counts; norms of other classes keep theirs,
-    and so do embeddings, whose own forward (one that scales, say) calls the parallel one in place of torch's.
+    A subclass may override forward, so the class must match exactly; norms and embeddings of other classes keep their
+    own forward, and that of an embedding (one that scales, for example) calls the parallel one in place of torch's.
     """
     if cls not in _LAYERS and not issubclass(cls, Flowing):
         kind = kind_named(cls.__name__)
@@ -342,7 +342,7 @@ def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
 
 
 def _reduced(layer: Any, protocol: int) -> tuple[Any, ...]:
-    """What pickle and copy take of a layer whose class no module has under its name."""
+    """Return what pickle and copy use for a layer whose class cannot be imported by name."""
     return _blank, (layer.flow_of,), layer.__dict__
 
 

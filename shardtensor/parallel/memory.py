@@ -1,4 +1,4 @@
-"""Other contents for the tensor objects of a module, and real memory for those on the meta device, also by a load."""
+"""Replace the contents of a module's tensor objects, and allocate those on the meta device, also during a load."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Home = tuple[nn.Module, str]
 
 
 def become(tensor: torch.Tensor, wrapper: torch.Tensor) -> None:
-    """Turn the object `tensor` into `wrapper`, for all who hold it; it keeps what users set on it.
+    """Turn the object `tensor` into `wrapper`, wherever it is held; it keeps what users set on it.
 
     That is its attributes, its ``grad_dtype`` and, from a plain tensor, its hooks.
 
     `wrapper` must not be used afterwards: it is then the old `tensor`.
 
     Raises:
-        RuleError: the object cannot be changed: a live autograd graph or a weak reference holds on to it.
+        RuleError: the object cannot be changed: a live autograd graph or a weak reference refers to it.
     """
     vars(wrapper).update(attributes_of(tensor))
     if isinstance(tensor, nn.Parameter):
@@ -50,7 +50,7 @@ def become(tensor: torch.Tensor, wrapper: torch.Tensor) -> None:
 
 
 def cannot_change(name: str, tensor: torch.Tensor, error: RuntimeError) -> RuleError:
-    """The refusal to shard a tensor of which torch says that something else needs it as it is."""
+    """Return the error for a tensor that torch refuses to swap because something else refers to it."""
     return RuleError(
         f"{name} cannot be sharded now: something holds on to its old self",
         {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(tensor))},
@@ -75,10 +75,10 @@ def _empty_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
-    """Put `twin` in the place of `tensor` in the modules that own it; return what they have now.
+    """Replace `tensor` by `twin` in the modules that own it; return the tensor that they hold now.
 
-    The object stays, so names, ties and optimizers do. One with weak references (an LSTM keeps some) cannot be changed:
-    then its modules get the twin itself, as from ``Module.to_empty``.
+    The object stays, so names, ties and optimizers stay. One with weak references (an LSTM keeps some) cannot be
+    changed: then its modules get `twin` itself, as from ``Module.to_empty``.
     """
     if not weakref.getweakrefs(tensor):
         become(tensor, twin)
@@ -90,14 +90,14 @@ def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]
 
 
 def load_keeps_layouts(owner: nn.Module, group: Group) -> RemovableHandle | None:
-    """Let a load into the tensors that a module itself owns fill them where they are on the meta device.
+    """Register a hook so that a load fills the meta tensors that a module itself owns.
 
-    A load that copies gives each tensor on the meta device its memory, this rank's part, when its value comes. One that
-    assigns cuts whole values, and moves sharded ones, to the layout that the module's tensor has, so that the module
-    stays sharded; dtype and device are those of the value, as torch has it. Values may be whole or sharded.
+    A load that copies allocates each meta tensor that has a value, as this rank's part. One that assigns shards whole
+    values, and redistributes sharded ones, to the layout of the module's tensor, so that the module stays sharded;
+    dtype and device are those of the value, as in torch. Values may be whole or sharded.
 
     Returns:
-        What takes it off again; None where the module does so already.
+        The handle that removes the hook; None if the module has the hook already.
     """
     hooks = (getattr(wrapped, "hook", None) for wrapped in owner._load_state_dict_pre_hooks.values())
     if any(isinstance(hook, partial) and hook.func is _before_load for hook in hooks):
@@ -118,7 +118,7 @@ def _before_load(
     for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
         value = state_dict.get(prefix + name)
         if tensor is None or not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.is_meta:
-            continue  # the rest is torch's to say
+            continue  # torch handles the rest
         if assigns and isinstance(tensor, ShardedTensor):
             state_dict[prefix + name] = laid_out_as(value, tensor)
         elif tensor.is_meta and not assigns:
@@ -132,9 +132,9 @@ def _device(tensor: torch.Tensor, of_value: torch.device, kind: str | None) -> t
 
 
 def laid_out_as(value: torch.Tensor, tensor: ShardedTensor) -> torch.Tensor:
-    """`value`, whole or sharded, in the layout of `tensor`: itself where it has that, else a copy of this rank's part.
+    """Return `value`, whole or sharded, in the layout of `tensor`: itself if it has that, else a copy of its part.
 
-    Collective where a sharded value has another layout.
+    Collective if a sharded value has another layout.
     """
     if isinstance(value, ShardedTensor) and value._layout == tensor._layout:
         return value

@@ -1,4 +1,4 @@
-"""`shard_parameter`: one parameter of a module, sharded where it stands."""
+"""`shard_parameter` shards one parameter of a module, in place."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def shard_parameter(
     """Shard a parameter in place. The module's own forward then gives the dense output and gradients.
 
     All ranks of the group call it. They first agree on the call in one small exchange; then `src_rank` sends every rank
-    its part, and nothing else moves. The parameter stays the same Python object, so modules that share it, and name
-    tables that hold it, all see it sharded; `requires_grad` stays, a gradient is dropped.
+    its part, and nothing else moves. The parameter stays the same Python object, so it is sharded in all
+    modules and name tables that hold it; `requires_grad` stays, a gradient is dropped.
 
     Args:
         module: owns the parameter, at any depth.
@@ -49,7 +49,7 @@ def shard_parameter(
     Raises:
         MissingParameterError: (an AttributeError) there is no such parameter.
         LayoutError: (a ValueError) the spec does not fit; on every rank alike, with nothing changed.
-        DisagreementError: (a ValueError) ranks brought different specs, shapes or sources; nothing has moved.
+        DisagreementError: (a ValueError) ranks pass different specs, shapes or sources; nothing was sent.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -71,10 +71,10 @@ def shard_parameter(
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec | str, src_rank: int = 0, process_group: Any = None
 ) -> ShardedTensor:
-    """Return a tensor of global shape, as `src_rank` has it, sharded. All ranks of the group call it.
+    """Shard a tensor of global shape with the values of `src_rank`. All ranks of the group call it.
 
-    Unlike `distribute`, which sends nothing and takes each rank's own copy. A user's own spec with a `shard` method
-    does it itself. Arguments and errors as of `shard_parameter`.
+    In contrast, `distribute` sends nothing and uses each rank's own copy. A user's own spec with a `shard` method
+    does the sharding itself. Arguments and errors as in `shard_parameter`.
 
     Example:
         >>> shard_tensor(torch.arange(4.0), "[tp]").full_tensor()
@@ -87,7 +87,7 @@ def shard_tensor(
 
 
 def _shard(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-    """As `shard_tensor`: the method of specs, given to them here because specs know no tensors."""
+    """Call `shard_tensor`: the `shard` method of specs, set here because their modules do not import torch."""
     return shard_tensor(tensor, spec, src_rank, process_group)
 
 
@@ -96,7 +96,7 @@ for _kind in (Spec, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
 
 
 def shards_itself(spec: ShardingSpec) -> bool:
-    """Whether this is a spec of a user's own class with a `shard` method."""
+    """Return whether this is a spec of a user's own class with a `shard` method."""
     return type(spec).shard not in (ShardingSpec.shard, _shard)
 
 
@@ -107,7 +107,7 @@ def _sharded(
     src_rank: int,
     process_group: Any,
 ) -> tuple[ShardedTensor, torch.Tensor]:
-    """Agree on the call, then take this rank's part from the source; returns the wrapper and the dense tensor."""
+    """Agree on the call, then receive this rank's part from the source; return the wrapper and the dense tensor."""
     group = as_group(process_group)
     facts: dict[str, str] = {"src_rank": str(src_rank), "sharding_spec": str(sharding_spec)}
     fault, layout = None, None
@@ -130,7 +130,7 @@ def _sharded(
 
 
 def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
-    """The names of the parameter's dims, where its module type is known, and the parameter."""
+    """Return the names of the parameter's dims (None for unknown module types), and the parameter."""
     path, _, name = param_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -146,7 +146,7 @@ def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, to
 
 
 def checked(found: Any, what: str) -> torch.Tensor:
-    """`found`, when it is a plain contiguous tensor."""
+    """Return `found` if it is a plain contiguous tensor, else raise."""
     if not isinstance(found, torch.Tensor):
         raise LayoutError(f"Expected {what} to be a Tensor, but found {type(found).__name__}", fix="name a parameter")
     if isinstance(found, ShardedTensor):
@@ -172,7 +172,7 @@ def bound(
 
 
 def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
-    """This rank's part of the tensor that `src_rank` has, in bytes of its own on `device`; on meta nothing is sent."""
+    """Scatter the tensor of `src_rank`; return this rank's part, in own memory on `device`. On meta, send nothing."""
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -186,7 +186,7 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
 
 
 def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
-    """The names of a parameter's dims, or None for module types that are not known.
+    """Return the names of a parameter's dims, or None for module types that are not known.
 
     Example:
         >>> dim_names(nn.Linear(2, 3), "weight")
@@ -205,7 +205,7 @@ Hook = Callable[[nn.Module, Any, Any], Any]
 def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
     """Redistribute the ShardedTensor that `module` returns to `spec`; return the module.
 
-    Other results pass as they are. All ranks that call the module take part in the reshard.
+    Other results stay as they are. All ranks that call the module take part in the reshard.
 
     Example:
         >>> import torch, shardtensor as st
@@ -220,14 +220,14 @@ def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """Replace the ShardedTensor that `module` returns by this rank's part, a plain tensor; return the module.
 
-    A chunk of one row has no dim left for the rows, as if the rank had picked its row.
+    A chunk of one row loses the dim of the rows, as if it were indexed by an integer.
     """
     module.register_forward_hook(collecting)
     return module
 
 
 def resharding(spec: ShardingSpec) -> Hook:
-    """The hook of `reshard_output`."""
+    """Return the hook of `reshard_output`."""
     return partial(_resharded, spec)
 
 
@@ -236,7 +236,7 @@ def _resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) ->
 
 
 def collecting(module: nn.Module, args: Any, output: Any) -> torch.Tensor | Any:
-    """The hook of `collect_local_shard`."""
+    """Return this rank's part of a ShardedTensor: the hook of `collect_local_shard`."""
     if not isinstance(output, ShardedTensor):
         return output
     local, spec = output.local_tensor(), output.sharding_spec()

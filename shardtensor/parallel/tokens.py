@@ -1,7 +1,7 @@
-"""`dispatch_tokens`: every token to the ranks that hold its experts, and back.
+"""`dispatch_tokens` sends every token to the ranks that hold its experts, and the results back.
 
-How many rows go where is data, so no layout can say it: the ranks first exchange counts, then rows. The one message of
-counts carries what else the ranks must know of each other before rows move, so that a fault is one error on all.
+The number of rows for each rank is data, so no layout can express it: the ranks first exchange counts, then rows. The
+message of counts also has the facts that ranks compare before rows are sent, so that all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardtensor.layout.pieces import balanced
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Order = tuple[torch.Tensor, torch.Tensor]
-"""Rows in another order: row i of the result is row ``indices[i]``; and the inverse, which leads back."""
+"""A permutation of rows: row i of the result is row ``indices[i]``; and its inverse."""
 
 
 def _sorting(keys: torch.Tensor) -> Order:
-    """The order by key; rows of one key stay as they stand."""
+    """Return the order by key; rows of one key keep their order."""
     indices = keys.argsort(stable=True)
     places = torch.arange(len(indices), device=indices.device)
     return indices, torch.empty_like(indices).scatter_(0, indices, places)
 
 
 class Reorder(Function):
-    """Rows in another order; backward restores the order."""
+    """Permutes rows; backward applies the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Reorder(Function):
 
 
 _FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
-_HEAD = 3  # what stands before the counts: a digest of the facts, the state, the number of ids that no expert has
+_HEAD = 3  # numbers before the counts: a digest of the facts, the state, the number of ids that no expert has
 
 
 def dispatch_tokens(
@@ -61,22 +61,22 @@ def dispatch_tokens(
 
     All ranks of the group call it, each with tokens of its own, any number of them. They first exchange counts, a few
     integers for each rank and expert, and wait for them on the host (on cuda the one point where the host waits for
-    the device); then rows move. Nothing is dropped and nothing padded: an expert gets as many rows as chose it.
+    the device); then rows move. Nothing is dropped and nothing padded: an expert gets all rows that chose it.
 
-    Differentiable. Where gradients are enabled all ranks take part in the backward of both ways, whether or not their
-    own tensors ask for gradients.
+    Differentiable. If gradients are enabled, all ranks take part in the backward of both exchanges, whether or not
+    their own tensors require gradients.
 
     Args:
         tokens: (n, d), of any dtype; n differs from rank to rank and may be zero, d and dtype are equal on all.
         experts: (n, k), integers: the experts of each token, counted over all ranks.
-        num_experts: of all ranks together, dealt to them in order and as evenly as can be, the first ranks getting one
-            more; or how many each rank holds.
+        num_experts: of all ranks together, distributed in order and as evenly as possible, with one more on the first
+            ranks; or how many each rank holds.
         process_group: the ranks that hold the experts: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
-        LayoutError: (a ValueError) tokens, experts or an expert's number are not what they should be.
-        DisagreementError: (a ValueError) ranks brought tokens of another width or dtype. Either is one error on all
-            ranks, and no row has moved.
+        LayoutError: (a ValueError) tokens or experts are invalid, or an expert's number is out of range.
+        DisagreementError: (a ValueError) ranks pass tokens of different widths or dtypes. Either is the same error on
+            all ranks, and no row was sent.
 
     Example:
         >>> sent = dispatch_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)
@@ -105,11 +105,11 @@ def dealt(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
 
 @attrs.frozen(eq=False)
 class DispatchedTokens:
-    """Rows at the rank of their expert, and the way back.
+    """Rows at the rank of their expert; `combine` sends the results back.
 
     Attributes:
-        tokens: (received, d), sorted by this rank's experts; the rows of one expert by the rank they came from, and
-            then as they stood there.
+        tokens: (received, d), sorted by this rank's experts; the rows of one expert by their source rank,
+            and then in their order there.
         counts: rows of each of this rank's experts.
         ends: (experts here,), int32, on the device of the tokens: where the rows of each expert end.
     """
@@ -122,18 +122,18 @@ class DispatchedTokens:
     _received: Sequence[int]  # rows from each
     _shape: torch.Size  # of the ids
     _sorting: Order
-    _landing: Order | None  # from the order in which rows come to that of `tokens`; None where it is the same
+    _landing: Order | None  # from the received order to that of `tokens`; None if they are the same
 
     def combine(self, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Send the experts' outputs back and sum, for each token, what its experts made of it.
+        """Send the experts' outputs back and return the weighted sum of each token's outputs.
 
         All ranks call it, also those that received nothing.
 
         Args:
             outputs: (received, w), in the order of `tokens`; w is equal on all ranks, and may differ from d. They
-                travel in the dtype of the tokens.
-            weights: (n, k), of what each expert of a token is to be multiplied with. The products are made and summed
-                in the wider dtype of the two.
+                are sent in the dtype of the tokens.
+            weights: (n, k), the factor of each expert of a token. Products are computed and summed in the wider dtype
+                of the two.
 
         Returns:
             (n, w), of the dtype of the tokens, in the order in which they were given.
@@ -162,7 +162,7 @@ def dispatch(
     group: Group,
     fault: ShardTensorError | None = None,
 ) -> DispatchedTokens:
-    """As `dispatch_tokens`, where each rank holds as many experts as `held` says; `fault` is one found before."""
+    """Run `dispatch_tokens` with `held` experts on each rank; `fault` is an error found before."""
     fault = fault or find_fault(tokens, experts)
     facts = {}
     if fault is None:
@@ -208,7 +208,7 @@ def dispatch(
 def _even(
     message: torch.Tensor, rows: int, held: tuple[int, ...], group: Group, asks_gradient: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The counts where nothing has values, and a step is only counted: all experts get equally many rows."""
+    """Return counts for meta tensors, when a step is only counted: all experts get equally many rows."""
     each = rows // sum(held)
     head = [0, _ASKS_GRADIENT if asks_gradient else 0, 0]
     padding = [0] * (message.shape[1] - _HEAD)
@@ -222,7 +222,7 @@ def _even(
     return goes, comes
 
 
-# -- what is known before rows move ------------------------------------------------------------------------------------
+# -- checks and counts, before rows ------------------------------------------------------------------------------------
 
 
 def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorError | None:
@@ -255,10 +255,10 @@ def find_fault(tokens: Any, experts: Any, weights: Any = None) -> ShardTensorErr
 def _counted(
     tokens: torch.Tensor, experts: torch.Tensor, held: tuple[int, ...], fault: Any, facts: dict[str, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each token's experts, and what this rank tells the others: a row each, all of one length.
+    """Return the slot of each token's experts, and this rank's message to the others: one row each, of equal length.
 
-    An expert's place is the rank that holds it times the most that any holds, plus its number there; numbers that no
-    expert has come last. So places sort as experts do, and counts by place are what each rank needs to know.
+    An expert's slot is its rank times the largest number of experts on any rank, plus its number there; numbers that
+    no expert has come last. So slots sort like experts, and each rank needs the counts of its slots.
     """
     widest, total, last = max(held), sum(held), max(held) * len(held)
     if fault is not None:

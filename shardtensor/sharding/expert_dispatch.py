@@ -1,4 +1,4 @@
-"""``use dispatch(ep, top_k=2)``: experts that are dealt over ranks get the tokens that chose them."""
+"""``use dispatch(ep, top_k=2)`` sends tokens to their experts, which are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def dispatch_to_experts(
 ) -> Use:
     """Send each token to the ranks along `axis` that hold its experts, and its results back.
 
-    It stands in the block of one of two kinds of modules, and takes the place of its forward:
+    It is for the blocks of two kinds of modules, and replaces their forward:
 
     * experts in two stacked tensors, ``gate_up_proj`` (experts, 2 * hidden, embed) and ``down_proj`` (experts, embed,
-      hidden), called with tokens (n, d), the numbers of their experts (n, k) and weights (n, k). Other axes may cut
-      the experts inside: the plan's ``in`` and ``out`` then say that results are partial sums;
+      hidden), called with tokens (n, d), the numbers of their experts (n, k) and weights (n, k). Other axes may shard
+      the experts inside: the plan's ``in`` and ``out`` then declare the results as partial sums;
     * a block with a router ``gate`` and modules ``experts.0``, ``experts.1``, ..., called with hidden states alone: the
-      ``top_k`` most likely experts of each token are weighed by their chances, which are made to add up to one where
-      `normalize` (if it is not said: as the module's ``norm_topk_prob`` says, and without one they are). It gives a
-      tuple, hidden states and the router's logits, as Hugging Face's blocks do; without `logits` the states alone.
+      ``top_k`` most likely experts of each token are weighted by their probabilities, which are normalized to a sum of
+      one if `normalize` (None: the module's ``norm_topk_prob``, or True without one). It returns a tuple, hidden states
+      and the router's logits, as Hugging Face's blocks do; without `logits` only the states.
 
-    Every expert of a rank is called, also with no rows, so that its collectives meet.
+    Every expert of a rank is called, even with no rows, so that its collectives match on all ranks.
 
     Raises:
-        PlanError: there are no experts; or the module's own forward gives something else, which one run of both on a
-            few tokens and small stand-ins for the experts shows, before anything changes.
+        PlanError: there are no experts; or the module's own forward returns something else. One run of both on a few
+            tokens, with small stand-ins for the experts, checks this before anything changes.
     """
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
@@ -85,14 +85,14 @@ def dispatch_to_experts(
 
 
 def _stacked_forward(activation: Any) -> Forward:
-    """The forward of experts in two stacked tensors."""
+    """Return the forward of experts in two stacked tensors."""
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def forward(
         self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         stacks = [self._parameters[name] for name in _STACKS]
-        subgroup, held, _ = place(*stacks)  # a cut inside of experts is for the plan's `in` and `out`
+        subgroup, held, _ = place(*stacks)  # the plan's `in` and `out` handle shards inside experts
         fault = find_fault(hidden_states, top_k_index, top_k_weights)
         sent = dispatch(hidden_states, top_k_index, held, subgroup, fault)
         gate_up, down = map(local_of, stacks)
@@ -102,7 +102,7 @@ def _stacked_forward(activation: Any) -> Forward:
 
 
 def _listed_forward(subgroup: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Forward:
-    """The forward of a router and `count` experts that are modules, dealt to the ranks of `subgroup`."""
+    """Return the forward of a router and `count` experts that are modules, sharded over the ranks of `subgroup`."""
     held = dealt(count, subgroup.size)
     start = sum(held[: subgroup.index])
     numbers = range(start, start + held[subgroup.index])
@@ -114,7 +114,7 @@ def _listed_forward(subgroup: Group, count: int, top_k: int, normalize: bool, lo
         scores = self.gate(tokens)
         ids, weights = chosen(scores, top_k, normalize)
         weights = weights.to(tokens.dtype)
-        if len(numbers) < count and torch.is_grad_enabled():  # experts of other ranks get gradients, too: of nothing
+        if len(numbers) < count and torch.is_grad_enabled():  # experts of other ranks get (empty) gradients, too
             others = (p for i, expert in enumerate(experts) if i not in numbers for p in expert.parameters())
             weights = weights + torch.cat([local_of(p).reshape(-1) for p in others] + [weights.new_empty(0)]).sum()
         sent = dispatch(tokens, ids, held, subgroup, find_fault(tokens, ids, weights))
@@ -124,13 +124,13 @@ def _listed_forward(subgroup: Group, count: int, top_k: int, normalize: bool, lo
     return forward
 
 
-# -- whether the module's own forward gives the same -----------------------------------------------------------------
+# -- whether the module's own forward does the same -----------------------------------------------------------------
 
 _TOKENS, _WIDTH, _HIDDEN = 6, 4, 3
 
 
 class _Scaled(nn.Module):
-    """Stands for an expert that is a module."""
+    """A stand-in for an expert that is a module."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Scaled(nn.Module):
 
 
 def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """A block like `block`, whose experts are stand-ins and whose router has values of its own; and hidden states."""
+    """Return a block like `block`, with stand-ins for experts and new values in its router; and hidden states."""
     generator = torch.Generator().manual_seed(0)
     twin, experts = _shallow(block), block._modules["experts"]
     gate: Any = twin._modules["gate"]
@@ -157,7 +157,7 @@ def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 
 def _stacked_twin(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Experts like `experts` with two small stacked tensors; and tokens, their experts and the weights of those."""
+    """Return experts like `experts` with two small stacked tensors; and tokens, their experts and weights."""
     generator = torch.Generator().manual_seed(0)
     count = experts.get_parameter(_STACKS[0]).shape[0]
     twin = _shallow(experts)
@@ -172,7 +172,7 @@ def _stacked_twin(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torc
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy of a module with children of its own, but for experts, that may be given other tensors."""
+    """Return a copy of a module, with copied children except experts, whose tensors can be replaced."""
     twin = copy.copy(module)
     vars(twin)["_parameters"] = dict(module._parameters)
     vars(twin)["_modules"] = {n: m if n == "experts" else copy.deepcopy(m) for n, m in module._modules.items()}
@@ -183,9 +183,9 @@ def _shallow(module: nn.Module) -> nn.Module:
 def _refuse_another_forward(
     site: Site, twin: nn.Module, inputs: tuple[torch.Tensor, ...], asked: str, ways: Mapping[str, Forward]
 ) -> None:
-    """Raise unless a module's own forward gives what the dispatch gives that is asked for, in training and evaluation.
+    """Raise unless a module's own forward returns the same as the requested dispatch, in training and evaluation.
 
-    `ways` are the forwards by how a dispatch is written: the fix names the one that gives what the module's own gives.
+    `ways` has the forwards by the text of their dispatch: the fix names the one that agrees with the module's own.
     """
     with torch.no_grad(), torch.device("cpu"):
         for is_training in (True, False):
@@ -214,7 +214,7 @@ def _kind(result: Any) -> str:
 
 
 def _difference(one: Any, other: Any) -> dict[str, str] | None:
-    """None where two results are alike; else how far apart they are, where they are of one kind."""
+    """Return None if two results are equal; else their difference if they are of one kind, or an empty dict."""
     if _kind(one) != _kind(other):
         return {}
     for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):

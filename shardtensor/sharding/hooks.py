@@ -1,6 +1,6 @@
-"""Hooks that a plan names: Python that does to a module what no layout can say; and the library's own.
+"""Hooks of plans: Python functions that change a module in ways that no layout can express; and the library's own.
 
-These are ``use cross_entropy()`` and those of std/hugging_face.shard; `expert_dispatch` has ``use dispatch()``.
+The latter are ``use cross_entropy()`` and those of std/hugging_face.shard; `expert_dispatch` has ``use dispatch()``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Site:
     """Where a hook is used.
 
     Attributes:
-        path, module: of the module in whose block it stands.
+        path, module: of the module whose block has the hook.
         root: the module that is sharded.
         group: all ranks, with the axes of the plan.
-        flows: how values pass modules, and how the parameters of layers lie.
+        flows: the flows of values through modules, and the layouts of layers' parameters.
         modules: by their paths, as the flows have them.
     """
 
@@ -52,24 +52,24 @@ class Site:
     modules: Mapping[str, nn.Module]
 
     def group_along(self, axes: str | Iterable[str]) -> Group:
-        """The ranks along some axes of the plan. All ranks ask for it, and only when the hook is applied."""
+        """Return the group along some axes of the plan. All ranks call it, and only when the hook is applied."""
         return group_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
 
     def refused(
         self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()
     ) -> PlanError:
-        """The error for a hook that cannot be used here."""
+        """Return the error for a hook that cannot be used here."""
         return PlanError(f"{self.path or type(self.root).__name__}: {fault}", facts, fix)
 
 
 @attrs.frozen(eq=False)
 class Use:
-    """What a hook is going to do.
+    """What a hook will do.
 
     Attributes:
-        apply: does it, once the module is sharded; all ranks call it. It may return something with a ``remove()`` that
+        apply: does it, after the module is sharded; all ranks call it. It may return an object with a ``remove()`` that
             undoes it, or several.
-        takes: modules whose results it takes, so that they may leave cut and reach no module that expects them so.
+        takes: modules whose results it takes: these may stay sharded though no other module expects them sharded.
     """
 
     apply: Callable[[], Any]
@@ -77,10 +77,10 @@ class Use:
 
 
 def register_hook(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the hook of a name, for ``use NAME(...)`` in plans.
+    """Register a function as the hook of a name, for ``use NAME(...)`` in plans.
 
     The function is called before anything changes, with a `Site` and the arguments of the plan: numbers, booleans, and
-    axes by name. It may raise PlanError. It returns what is to be done once the module is sharded: a `Use`, or a
+    axes by name. It may raise PlanError. It returns what to do after the module is sharded: a `Use`, or a
     function of no arguments.
 
     Example:
@@ -106,7 +106,7 @@ def register_hook(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def called(hook: Hook, site: Site) -> Use:
-    """Ask a hook what it is going to do; raises PlanError where it cannot be used."""
+    """Call a hook and return what it will do; raise PlanError if it cannot be used."""
     function = _HOOKS.get(hook.name)
     if function is None:
         near = get_close_matches(hook.name, _HOOKS, 1)
@@ -127,7 +127,7 @@ def called(hook: Hook, site: Site) -> Use:
 
 
 class NewForward:
-    """Gives a module another forward, by a class of its own, so that copies have it too; ``remove()`` undoes it."""
+    """Replaces a module's forward, by a new class, so that copies have it too; ``remove()`` undoes it."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.kind = module, type(module)
@@ -147,14 +147,14 @@ UNCOMPILED = (
 
 @register_hook("cross_entropy")
 def cross_entropy(site: Site) -> Use:
-    """Make one ShardedTensor of the logits, of which each rank holds the columns that its head computed.
+    """Wrap the logits in one ShardedTensor; each rank holds the columns that its head computed.
 
-    So whatever computes the loss sees logits of the dense shape, in the model's own forward or outside of it: views,
-    slices and casts of them stay cut, and `F.cross_entropy` and `nn.CrossEntropyLoss` give the dense loss and gradient.
-    They cost two all-reduces of the size of the losses; logits are never gathered (``logits.full_tensor()`` would).
+    So code that computes the loss gets logits of the dense shape, in the model's own forward or outside of it: views,
+    slices and casts stay sharded, and `F.cross_entropy` and `nn.CrossEntropyLoss` return the dense loss and gradient.
+    They cost two all-reduces of the size of the losses and never gather logits (``logits.full_tensor()`` would).
 
-    The head is the layer in whose block the hook stands; else those linear layers below that leave their results cut
-    along the last dim, where no other module takes such.
+    The head is the layer whose block has the hook; else those linear layers below whose results stay sharded along the
+    last dim and go to no other module that takes such.
     """
     here = unwrapped(site.path)
     heads = [path for path in site.flows.takers.logits if path == here or is_inside(path, here)]
@@ -167,7 +167,7 @@ def cross_entropy(site: Site) -> Use:
 
 @attrs.frozen(eq=False)
 class Logits:
-    """A forward hook: makes one tensor of the columns that the ranks of a subgroup have."""
+    """A forward hook: wraps the columns that the ranks of a subgroup have in one ShardedTensor."""
 
     subgroup: Group
     spec: Spec
@@ -193,11 +193,11 @@ def _logits(site: Site, path: str) -> Logits:
 
 @register_hook("hf_sum_rope_gradient")
 def sum_rope_gradient(site: Site, ax: Any, rope: int) -> Any:
-    """Sum the gradient of the last `rope` features of what the module gives, over the ranks along `ax`.
+    """Sum the gradient of the last `rope` features of the module's result, over the ranks along `ax`.
 
-    In latent attention one product makes what is cut into heads later, by a product that sums the gradient of its
-    input itself, and beside it `rope` features that all heads use as they are: of those the gradient is one rank's
-    partial sum. Costs one all_reduce of their size in backward.
+    In latent attention one product computes the input of a product that is sharded by heads and sums the gradient of
+    its input itself, and also `rope` features that all heads use directly: their gradient is one rank's partial sum.
+    Costs one all-reduce of their size in backward.
     """
 
     def apply() -> Any:
@@ -214,7 +214,7 @@ def sum_rope_gradient(site: Site, ax: Any, rope: int) -> Any:
 
 @register_hook("hf_share_of")
 def share_of(site: Site, ax: Any) -> Any:
-    """Divide what enters the module by the number of ranks along `ax`: its result is summed over them further up."""
+    """Divide the module's input by the number of ranks along `ax`: its result is summed over them later."""
 
     def apply() -> Any:
         subgroup: Group = site.group_along(ax)
@@ -229,7 +229,7 @@ def share_of(site: Site, ax: Any) -> Any:
 
 @register_hook("hf_local_params")
 def local_params(site: Site) -> Any:
-    """Let the module's own forward compute with its rank's slices of its own parameters, as plain tensors.
+    """Make the module's own forward compute with its rank's slices of its own parameters, as plain tensors.
 
     For code that multiplies by its parameters itself: stacked experts, the sinks of attention.
     """

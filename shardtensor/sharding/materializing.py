@@ -1,4 +1,4 @@
-"""`materialize`: memory and first values for a module that was built, and sharded, on the meta device."""
+"""`materialize` allocates and initializes a module that was built, and sharded, on the meta device."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 def materialize(module: nn.Module, device: torch.device | str | None = None, init: Init | None = None) -> nn.Module:
-    """Give every tensor of a module that is on the meta device its memory and its first values, and return the module.
+    """Allocate and initialize every meta tensor of a module, and return the module.
 
     Each rank allocates its own parts only. Then the submodules set their values one after another, in the order in
-    which they are built: what a module holds before itself, each module once. What draws random numbers on a sharded
-    tensor draws those of the whole, in small pieces; so with one seed the numbers are those of the module built without
-    shards and reset in this order, bit for bit, and of stock layers those of building them at once. Beside its parts a
-    rank holds at most the largest single tensor for a moment. The generator states of the group's first rank count.
+    which they are built: children before their module, each module once. Random functions on a sharded tensor draw the
+    numbers of the whole, in small pieces; so with one seed the numbers are, bit for bit, those of the module built
+    without shards and reset in this order, and for stock layers those of building them directly. Besides its parts a
+    rank holds at most the largest single tensor for a moment. The generator states of the group's first rank are used.
 
-    Parameters stay the same objects, tied ones stay tied (the last module that sets a tied one gives its values), and
+    Parameters stay the same objects, tied ones stay tied (the last module that sets a tied one decides its values), and
     tensors that have values keep them. If anything fails, the module is on the meta device as before.
 
     Args:
         module: built under ``torch.device("meta")`` and sharded there by `shard_module` or `shard_parameter`; parts of
             it may have values. All ranks of the groups of its sharded tensors call this.
-        device: where the memory shall be. By default where the specs' placements say, else on the device that the
-            group uses.
-        init: gives a submodule its values, in place of its own ``reset_parameters()``; called as ``module.apply`` would
-            call it, but only for modules with meta tensors in or below them: ``model._init_weights``, for example. A
-            tensor that it sets anew, ``m.inv_freq = ...``, is taken for the values of the old one.
+        device: of the memory. By default that of the specs' placements, else the device that the group uses.
+        init: sets the values of a submodule, in place of its own ``reset_parameters()``; called as ``module.apply``
+            would call it, but only for modules with meta tensors in or below them: ``model._init_weights``, for
+            example. If it assigns a new tensor, ``m.inv_freq = ...``, that has the values for the old one.
 
     Raises:
-        PlanError: (a RuntimeError) tensors have nothing that sets their values: no ``reset_parameters`` in their module
-            or above it, or one that leaves them out. Names them all.
+        PlanError: (a RuntimeError) nothing sets the values of some tensors: no ``reset_parameters`` in their module
+            or above it, or one that leaves them out. The error names them all.
         LayoutError: (a ValueError) `device` is the meta device, or one that is not there.
         DisagreementError: (a ValueError) ranks have different modules.
 
@@ -86,7 +85,7 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
 
 
 def _groups(module: nn.Module) -> list[Group]:
-    """The groups of all sharded tensors, in order; ranks that are not in one take no part in it."""
+    """Return the groups of all sharded tensors, in order; ranks that are not in one take no part in it."""
     tensors = (tensor for owner in module.modules() for _, tensor in owned(owner))
     groups = dict.fromkeys(tensor._group for tensor in tensors if isinstance(tensor, ShardedTensor))
     return [group for group in groups if group.index >= 0]
@@ -100,7 +99,7 @@ def _agree(groups: Sequence[Group], call: str, facts: dict[str, str], fault: Sha
 
 
 def _devices(found: Sequence[MetaTensor], device: torch.device | str | None) -> list[torch.device]:
-    """Where each tensor shall be; plain ones are where the first sharded one is."""
+    """Return the device of each tensor; plain ones get that of the first sharded one."""
     for each in found:
         if not isinstance(each.tensor, ShardedTensor) and is_traceable_wrapper_subclass(each.tensor):
             raise LayoutError(
@@ -140,7 +139,7 @@ def _fill(
     device = where[0] if where else torch.device("cpu")
     for group in groups:
         for stream in dict.fromkeys((torch.device("cpu"), *where)):
-            agree_on_state(group, stream, None)  # plain tensors, too, are then drawn alike on every rank
+            agree_on_state(group, stream, None)  # plain tensors are then also drawn alike on every rank
     mine = {id(each.tensor) for each in found}
     with device:
         for owner in owners:
@@ -187,13 +186,13 @@ class MetaTensor:
         def undo() -> None:
             for owner, name in self.homes:
                 setattr(owner, name, old)
-            if self.tensor is old:  # the object has stayed, and the twin is what it was
+            if self.tensor is old:  # the object stayed; `twin` has its old content
                 become(old, twin)
 
         self.undo = undo
 
     def take(self) -> None:
-        """Record whether this has values; copy those of a tensor that was set in its place."""
+        """Record whether this tensor has values; copy those of a tensor that was assigned in its place."""
         found = _bytes(local_of(self.tensor))
         self.is_set = not found.numel() or [*map(int, found.aminmax())] != [_UNSET, _UNSET]
         for owner, name in self.homes:
@@ -207,7 +206,7 @@ class MetaTensor:
 
     def _can_take(self, value: torch.Tensor) -> bool:
         is_alike = (value.shape, value.dtype) == (self.tensor.shape, self.tensor.dtype)
-        return is_alike or isinstance(self.tensor, ShardedTensor)  # which cannot be given up: torch tells its shape
+        return is_alike or isinstance(self.tensor, ShardedTensor)  # it must stay: torch raises for another shape
 
 
 _UNSET = 0xAB
@@ -219,12 +218,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that a module itself owns."""
+    """Return the tensors that a module itself owns."""
     return ((n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None)
 
 
 def on_meta(module: nn.Module) -> list[MetaTensor]:
-    """The tensors on the meta device that a module and those below it own, each once."""
+    """Return the tensors on the meta device that a module and those below it own, each once."""
     found: dict[int, MetaTensor] = {}
     for path, owner in module.named_modules():
         for name, tensor in owned(owner):
@@ -236,10 +235,10 @@ def on_meta(module: nn.Module) -> list[MetaTensor]:
 
 
 Init = Callable[[nn.Module], Any]
-"""A user's function that gives one module its values."""
+"""A user's function that sets the values of one module."""
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""How modules call what gives them their first values; the second is that of ``nn.MultiheadAttention``."""
+"""Names of the methods that initialize modules; the second is that of ``nn.MultiheadAttention``."""
 
 FIXES = (
     "materialize(module, init=function), which is called with each submodule and sets its tensors",
@@ -249,7 +248,7 @@ FIXES = (
 
 
 def built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterable[nn.Module]:
-    """A module and all below it, each once, after what it holds."""
+    """Yield a module and all below it, each once, children first."""
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -260,7 +259,7 @@ def built_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterab
 
 
 def having_resets(module: nn.Module, found: Sequence[MetaTensor]) -> set[nn.Module]:
-    """The modules whose own methods set the tensors: each tensor's nearest one, its module or one above."""
+    """Return the modules whose own methods set the tensors: each tensor's nearest one, its module or one above."""
     modules = dict(module.named_modules())
     paths = {owner: path for path, owner in modules.items()}
     wanted: set[nn.Module] = set()

@@ -1,4 +1,4 @@
-"""What a plan is checked against, from a real module: built on the meta device, it takes no memory."""
+"""The model that a plan is checked against, from a real module: one built on the meta device takes no memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_na
 
 
 def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False) -> Model:
-    """Return the names, shapes and modules of a module, as plans see them.
+    """Return the names, shapes and modules of a module, as plans use them.
 
-    Names are those without what wrappers put into them; tied tensors stand under each of their names. Buffers that are
-    not saved are part of the code and left out.
+    Names omit what wrappers add to them; tied tensors appear under each of their names. Buffers that are not saved are
+    part of the code and left out.
 
     Args:
         module: on any device; ``with torch.device("meta"):`` builds one without memory.
-        source: what messages call it; by default its class.
-        all_buffers: those that are not saved, too.
+        source: its name in messages; by default its class.
+        all_buffers: include those that are not saved.
 
     Example:
         >>> model = model_info(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
@@ -38,7 +38,7 @@ def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False
     modules: dict[str, ModuleInfo] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         path = unwrapped(path)
-        modules[path] = _module(part)  # a wrapper comes before what it wraps, which has the same path and stays
+        modules[path] = _module(part)  # a wrapper comes before its module, which has the same path and replaces it
         for name, tensor, is_buffer in _own(part, all_buffers):
             full = f"{path}.{name}" if path else name
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -50,7 +50,7 @@ def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False
 
 
 def _own(module: nn.Module, all_buffers: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The parameters and buffers of a module itself, and whether each is a buffer."""
+    """Yield the parameters and buffers of a module itself, and whether each is a buffer."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter, False
@@ -74,7 +74,7 @@ def _module(module: nn.Module) -> ModuleInfo:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of a module's class, by which its arithmetic is known: with its package where it is another's."""
+    """Return the name of a module's class, which selects its arithmetic; with its package if only the name is known."""
     cls = type(module)
     kind = kind_named(cls.__name__)
     if isinstance(module, nn.Embedding):
@@ -85,6 +85,6 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _config(module: nn.Module) -> Mapping[str, Any]:
-    """Of a module that keeps its configuration, as those of Hugging Face do."""
+    """Return the configuration of a module that has one, as those of Hugging Face do; else an empty dict."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     return to_dict() if to_dict is not None else {}

@@ -1,6 +1,6 @@
-"""``check --numeric``: one training step on local ranks, every gradient beside the one that a single rank computes.
+"""``check --numeric`` runs one training step on local ranks and compares every gradient with that of a single rank.
 
-What no reading of a plan can find, a sum that is forgotten or done twice, shows here: on the line of the parameter.
+It finds what no static check of a plan can find, a sum that is missing or done twice, at the line of the parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 
 
 Gradient = tuple[torch.Tensor, torch.Tensor | None]
-"""Of one parameter on one rank, flat: what the dense module has there, and what the rank has."""
+"""The flat gradient of one parameter on one rank: the dense module's part there, and the rank's own."""
 
 
 def check_numeric(
@@ -55,19 +55,19 @@ def check_numeric(
     seed: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Finding, ...]:
-    """Run one training step of a module as a plan says, on ranks in this process, and compare every gradient.
+    """Run one training step of a module under a plan, on ranks in this process, and compare every gradient.
 
     Args:
         plan: a `Plan`, or what `load_plan` reads.
-        make: gives the module, small and dense, of the names that the plan knows; or the module and ``step(module,
-            sample) -> loss``, the loss of the samples of that number. Without a step one is made up: `example_step`.
-        config, world, params: as of `load_plan`.
+        make: returns the module, small and dense, with the names in the plan; or the module and ``step(module,
+            sample) -> loss``, the loss of the samples of that number. The default step is `example_step`.
+        config, world, params: as in `load_plan`.
         seed: of the module's values.
         progress: called with (done, total): steps of the dense module and of each rank.
 
     Returns:
-        what the plan has wrong without running, if anything; else an E405 for each parameter whose gradient is another,
-        at the line that says how it lies, those that backward comes to first at the front; nothing when all are right.
+        the errors that are found without running, if any; else an E405 for each parameter whose gradient differs, at
+        the line that gives its layout, in the order of backward; nothing when all are right.
 
     Example:
         >>> rules = {"0": {"weight": "[tp, -]", "bias": "[tp]", "in": "replicate", "out": "[..., tp]"},
@@ -131,7 +131,7 @@ def _one_rank(
 
 
 def _path_in(error: BaseException, module: nn.Module) -> str:
-    """The path of the innermost module whose code was running when an error was raised."""
+    """Return the path of the innermost module whose code was running when an error was raised."""
     paths = {id(part): unwrapped(path) for path, part in module.named_modules()}
     found, trace = "", error.__traceback__
     while trace is not None:
@@ -141,7 +141,7 @@ def _path_in(error: BaseException, module: nn.Module) -> str:
 
 
 def _compared(param: torch.Tensor, want: torch.Tensor) -> Gradient:
-    """This rank's part of a gradient beside the same part of the dense one."""
+    """Return this rank's part of the dense gradient, and the rank's own gradient."""
     if isinstance(param, ShardedTensor):
         rank = param._group.rank
         whole = replicated(tuple(want.shape), param._layout.ranks, param._layout.grid)
@@ -177,7 +177,7 @@ _FIX = (
 
 
 def _fault(ranks: list[Gradient], scale: float) -> str:
-    """What is wrong with a gradient, from its parts on all ranks; empty when nothing is."""
+    """Return what is wrong with a gradient, from its parts on all ranks; empty when nothing is."""
     want = torch.cat([each for each, _ in ranks])
     length = want.norm().item()
     parts = [got for _, got in ranks if got is not None]
@@ -196,7 +196,7 @@ def _fault(ranks: list[Gradient], scale: float) -> str:
 
 
 def _origin_of(resolved: Resolved, path: str, counts_first: bool = True) -> Origin | None:
-    """The place in the plan that says most of a module: in its block, of its tensors, or of what is around it."""
+    """Return the place in the plan for a module: in its block, at its tensors, or at a module around it."""
     passing = resolved.modules.get(path)
     lines: list[Line | None] = [] if path else list(resolved.plan.lines)
     if path and passing is not None:
@@ -210,7 +210,7 @@ def _origin_of(resolved: Resolved, path: str, counts_first: bool = True) -> Orig
 
 
 def _not_run(error: Exception, resolved: Resolved) -> Finding:
-    """What stopped a rank: a refusal of this library's, or the module's own code on parts of values."""
+    """Return the finding for what stopped a rank: an error of this library, or of the module's code on shards."""
     path = vars(error).get("module_path", "")
     fault, *facts = str(error).splitlines() or [""]
     if isinstance(error, ShardTensorError):
@@ -227,11 +227,11 @@ _IMAGES = ("pixel_values", "images", "image")
 
 
 def example_step(module: nn.Module, sample: int, length: int, samples: int = 2) -> torch.Tensor:
-    """Return the loss of a few samples, those of the number `sample`, of `length` tokens; equal on every rank.
+    """Return the loss of a few random samples of `length` tokens, seeded by `sample`; equal on every rank.
 
-    A module with an embedding before other layers gets ids, and they are the labels where its forward takes labels; one
-    that begins with a convolution gets images, any other floats of as many features as its first linear layer takes.
-    The loss is the one that the module gives, else a mean of what it gives, squared and weighed.
+    A module whose first layer is an embedding gets ids, also as labels if its forward takes labels; one that begins
+    with a convolution gets images; any other gets floats with the number of features of its first linear layer. The
+    loss is the one that the module returns, else a weighted mean of its squared results.
 
     Example:
         >>> example_step(nn.Linear(3, 2), 0, 4).shape
@@ -274,6 +274,6 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def _weighed(y: torch.Tensor) -> torch.Tensor:
-    """A mean to which every element adds by another weight, so that no mistake hides in a sum."""
+    """Return a mean of squares with different weights along the last dim, so that no mistake cancels in the sum."""
     weights = torch.linspace(0.5, 1.5, max(y.shape[-1], 1), dtype=y.dtype, device=y.device) if y.dim() else 1.0
     return (y.square() * weights).sum() / max(math.prod(y.shape), 1)

@@ -1,4 +1,4 @@
-"""Hooks that bring values in and out of modules that are no layers: containers, and modules of a user's own."""
+"""Hooks that redistribute inputs and results of modules other than layers: containers, and users' own modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 @attrs.frozen(eq=False)
 class Wrapping:
-    """Makes ShardedTensors of local values, for a module that may do anything with them and with its parameters."""
+    """Wraps local values as ShardedTensors, for a module that may do anything with them and with its parameters."""
 
     spec: Spec
     sizes: tuple[tuple[Group, DimSizes], ...]
@@ -42,13 +42,13 @@ class Wrapping:
 
 @attrs.frozen(eq=False)
 class Entering:
-    """A forward pre-hook: moves the arguments that a plan names.
+    """A forward pre-hook: redistributes the arguments that a plan names.
 
     Attributes:
-        moves: by the name of the argument.
-        places: where each stands when it is given by position.
+        moves: the redistribution of each argument, by its name.
+        places: the position of each argument.
         wraps: by the name of the argument, for modules that work on ShardedTensors.
-        sums: what comes back is a partial sum.
+        sums: the arguments' gradients are partial sums.
     """
 
     moves: Mapping[str, Move]
@@ -69,7 +69,7 @@ class Entering:
         return tuple(args_found), kwargs
 
     def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse another argument that wants a gradient: it may meet cut products, and get one rank's partial sum."""
+        """Raise for another argument that requires a gradient: sharded products may give it one rank's partial sum."""
         named = {name: args[place] for name, place in self.places.items() if place < len(args)} | kwargs
         for name, x in named.items():
             if isinstance(x, torch.Tensor) and x.requires_grad and name not in self.moves:
@@ -90,7 +90,7 @@ class Entering:
         return moved(x, move)
 
     def _shared(self, module: nn.Module, x: torch.Tensor, move: Move) -> torch.Tensor:
-        """`moved`, with the last sum started before the weights' gradients of children that may read `x`."""
+        """Redistribute `x`; backward starts the last sum before the weights' gradients of children that read `x`."""
         children = [child for child in module._modules.values() if isinstance(child, LinearFlow) and child.flow.shares]
         found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
@@ -104,7 +104,7 @@ class Entering:
 
 @attrs.frozen(eq=False)
 class Result:
-    """One of a module's results: how it is moved and, where the module works on ShardedTensors, how it gives it."""
+    """One of a module's results: its redistribution and, if the module works on ShardedTensors, its layout before."""
 
     move: Move
     takes_from: Spec | None = None
@@ -127,7 +127,7 @@ class Result:
 
 @attrs.frozen(eq=False)
 class Leaving:
-    """A forward hook: moves what a module returns.
+    """A forward hook: redistributes what a module returns.
 
     Attributes:
         results: by position, or by the name of a field, as the plan names them; empty for the first.
@@ -141,7 +141,7 @@ class Leaving:
         return output
 
     def _with(self, module: nn.Module, name: str, result: Result, output: Any) -> Any:
-        """The output with one of its results moved; results that it does not have this time are passed over."""
+        """Return the output with one of its results redistributed; skip a result that it does not have this time."""
         if isinstance(output, dict):
             names = list(output)
         elif dataclasses.is_dataclass(output):
@@ -178,5 +178,5 @@ class Leaving:
 
 
 def arguments(module: nn.Module) -> dict[str, int]:
-    """The names of a module's arguments and where they stand."""
+    """Return the names of a module's arguments and their positions."""
     return {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}

@@ -1,4 +1,4 @@
-"""What `shard_module` can be told: torch's `ShardingPlan`, and the two classes people derive from beside it."""
+"""Inputs of `shard_module`: torch's `ShardingPlan`, and the two classes that users derive from."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from shardtensor.spec.nodes import ShardingSpec
 
 
 class Sharder(abc.ABC):
-    """Shards a module in a way of its own: a plan names it where it else names a spec."""
+    """Shards a module in a user-defined way: a plan has it in place of a spec."""
 
     @abc.abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Return what takes the place of `module` in its parent: a module, perhaps the same one.
+        """Return the module that replaces `module` in its parent, perhaps the same one.
 
-        One that cannot be called, where `module` can, is no replacement: then `module` stays, as `shard` has left it.
+        If it cannot be called and `module` can, it does not replace `module`, which stays as `shard` has left it.
         """
 
 
 @with_dataclass_fields()
 @attrs.define
 class ShardingPlan:
-    """How to shard a module, as ``torch.distributed._shard.sharding_plan`` says it.
+    """How to shard a module, in the form of ``torch.distributed._shard.sharding_plan``.
 
     Attributes:
         plan: pattern of parameter names -> spec or its text; or pattern of submodules -> `Sharder`.
-        output_plan: pattern of submodules -> the layout in which they shall give their result.
-        return_local_tensor: patterns of submodules that shall give this rank's part of their result, as plain tensors;
-            after what `output_plan` says. ``""`` is the module itself, here and in `output_plan`.
+        output_plan: pattern of submodules -> the layout of their result.
+        return_local_tensor: patterns of submodules that return this rank's part of their result, as plain tensors;
+            after `output_plan`. ``""`` is the module itself, here and in `output_plan`.
     """
 
     plan: Mapping[str, ShardingSpec | str | Sharder]

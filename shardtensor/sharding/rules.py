@@ -1,4 +1,4 @@
-"""Rules of a part of a module, a dict or torch's `ShardingPlan`, as a `Plan` that leaves the rest as it is."""
+"""Read rules of a part of a module, a dict or torch's `ShardingPlan`, as a `Plan` that leaves the rest as it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 @attrs.frozen
 class Opaque:
-    """A spec that names devices, or of a user's own class: it is bound where torch is, not by the plan."""
+    """A spec that names devices, or of a user's own class: code with torch binds it, not the plan."""
 
     spec: ShardingSpec
 
@@ -47,7 +47,7 @@ class Rules:
 
     Attributes:
         plan: its lines, for the axes of the group; an `Opaque` where a spec cannot be bound without torch.
-        model: the module's tensors, those that its rules name and that are no parameters or buffers too.
+        model: the module's tensors, also those in rules that are neither parameters nor buffers.
         opaque: from the name of a tensor to its spec.
         sharders, outputs, local_outputs: by the paths of modules.
     """
@@ -96,7 +96,7 @@ def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group
 
 
 def _value(line: Line) -> Spec | Opaque | Sharder:
-    """What a rule says of tensors."""
+    """Return the value of a rule for tensors."""
     if isinstance(line.value, Sharder):
         return line.value
     spec = _spec(line.value, f"Only `ShardingSpec` and `Sharder` are supported to shard `{line.pattern}`")
@@ -113,7 +113,7 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
 
 
 def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
-    """The model with the plain tensors that rules name."""
+    """Return the model with the plain tensors that rules name added."""
     tree, more = NameTree(model.by_name, model.paths), []
     for line in said:
         is_rule = line.kind == "tensor" and not line.is_optional and not isinstance(line.value, Sharder)
@@ -128,7 +128,7 @@ def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> M
 def _modules(
     module: nn.Module, model: Model, tree: NameTree, pattern: str, sharder: Sharder | None = None
 ) -> tuple[str, ...]:
-    """The paths of the modules that a pattern stands for."""
+    """Return the paths of the modules that a pattern matches."""
     if sharder is not None and not pattern:
         raise PlanError(
             "path must not be empty for custom sharder!",
@@ -146,7 +146,7 @@ def _modules(
 
 
 def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharders: Mapping[str, Sharder]) -> None:
-    """Raise where a rule matches nothing, or what something else decides."""
+    """Raise if a rule matches nothing, or matches what something else decides."""
     if line.kind != "tensor":
         found = tree.modules(line.pattern) if line.is_optional else _modules(module, model, tree, line.pattern)
         for path in found if line.kind in ("in", "out") else ():
@@ -175,7 +175,7 @@ def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharder
 
 
 def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
-    """The mesh of a group; where it has none and values pass, of one axis by the name that the rules have for it."""
+    """Return the mesh of a group; if it has none and rules have flows, one axis with the name in the rules."""
     flows = axes_of_flows(said)
     if group.mesh is not None or not flows:
         return mesh_of(group)
@@ -190,13 +190,13 @@ def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
 
 
 def axes_of_flows(said: Iterable[Line]) -> set[str]:
-    """The axes that flows name."""
+    """Return the axes that flows name."""
     flows = [line.value for line in said if isinstance(line.value, Flow)]
     return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.partials)}
 
 
 def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any]) -> Resolved:
-    """Resolved rules with the tensors that no rule names: whole, or in the layout that they have."""
+    """Return resolved rules with the tensors that no rule names added: replicated, or in their current layout."""
     mesh = resolved.plan.axes.mesh
     known = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}
@@ -207,7 +207,7 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
         info = resolved.model.by_name[unwrapped(name)]
         spec: ShardingSpec = Replicate()
         layout: Layout = replicated(info.shape, mesh.ranks, mesh.sizes)
-        if id(tensor) in known:  # under whatever name it was sharded: it may be tied
+        if id(tensor) in known:  # under any name, because it may be tied
             spec, layout = known[id(tensor)].spec, known[id(tensor)].layout
         elif isinstance(tensor, ShardedTensor):
             spec, layout = tensor.sharding_spec(), tensor._layout
@@ -216,7 +216,7 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
     for path, part in module.named_modules(remove_duplicate=False):
         names.setdefault(id(part), []).append(unwrapped(path))
     modules = dict(resolved.modules)
-    for path, passing in resolved.modules.items():  # flows hold under each name of a module
+    for path, passing in resolved.modules.items():  # flows apply under each name of a module
         for name in names[id(module.get_submodule(path))]:
             modules.setdefault(name, attrs.evolve(passing, uses=(), locals={}))
     return attrs.evolve(resolved, tensors=placed, modules=modules)

@@ -1,4 +1,4 @@
-"""What is to be done to each module with flows: the class that it gets, or the hooks that move its values."""
+"""The change of each module with flows: the class that it gets, or the hooks that redistribute its values."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, ar
 from shardtensor.spec.nodes import Spec
 
 Sizes = Mapping[Axes, tuple[int, ...]]
-"""The sizes of the last dim of a value, by the axes over which it is cut, where a weight tells them."""
+"""The sizes of the last dim of a value, by the axes that shard it, if a weight determines them."""
 
 
 class Binder:
     """Turns changes along named axes into steps along groups of ranks.
 
-    A dry one makes no group, which ranks do together: it serves for checks before they have agreed.
+    A dry one makes no group, because ranks make groups together: it is for checks before they have agreed.
     """
 
     def __init__(self, group: Group, is_dry: bool = False) -> None:
         self.group, self.is_dry = group, is_dry
 
     def group_along(self, axes: Iterable[str]) -> Group | None:
-        """The ranks along some axes; None for no axis."""
+        """Return the group along some axes; None for no axis."""
         axes = tuple(axes)
         if not axes:
             return None
@@ -45,7 +45,7 @@ class Binder:
         return group_along(self.group, axes, PlanError)
 
     def move(self, steps: Iterable[Change], sizes: Sizes | None = None) -> Move:
-        """The steps along the groups."""
+        """Return the steps along the groups."""
         found = (self._step(step, sizes or {}) for step in steps)
         return tuple(step for step in found if step.subgroup.size > 1 or self.is_dry)
 
@@ -53,7 +53,7 @@ class Binder:
         subgroup = self.group_along(step.axes)
         assert subgroup is not None
         cut = step.cut
-        if cut is None:  # what is summed stays of one shape
+        if cut is None:  # a sum keeps its shape
             return step_of(step.kind, subgroup)
         mesh = self.group.mesh
         if mesh is not None and tuple(name for name in mesh.names if name in step.axes) != step.axes:
@@ -70,7 +70,7 @@ class Binder:
 
 
 def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
-    """What a layer of a known class does; `rank` is this one, as the mesh of the plan counts."""
+    """Return the flow of a layer of a known class; `rank` is this rank's number in the mesh of the plan."""
     if layer.kind.name == "embedding":
         return _embedding(module, layer, work, binder, rank)
     if layer.kind.name == "linear":
@@ -115,7 +115,7 @@ def _embedding(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank:
 
 
 def _start(layer: Layer, dim: str, rank: int) -> int:
-    """Where a rank's range of a dim of the weight starts."""
+    """Return where a rank's range of a dim of the weight starts."""
     layout, d = _cut(layer, dim)
     return layout.start(rank, d)
 
@@ -126,7 +126,7 @@ def _sizes(layer: Layer, dim: str) -> Sizes:
 
 
 def dim_sizes_of(layer: Layer, dim: str) -> tuple[int, ...]:
-    """The size of each piece of a weight's dim, without padding."""
+    """Return the size of each piece of a weight's dim, without padding."""
     layout, d = _cut(layer, dim)
     cut = layout.dims[d]
     assert cut is not None
@@ -141,10 +141,10 @@ def _cut(layer: Layer, dim: str) -> tuple[MeshLayout, int]:
 
 @attrs.frozen(eq=False)
 class Settled:
-    """What is to be done to one module.
+    """The change of one module.
 
     Attributes:
-        path: as the plan calls it.
+        path: its path in the plan.
         cut: names of its parameters that are sharded.
     """
 
@@ -172,7 +172,7 @@ class Settled:
 
 
 def unsettle(module: Any) -> None:
-    """Give a layer its own class back."""
+    """Restore a layer's own class."""
     if isinstance(module, Flowing):
         module.__class__ = module.flow_of  # type: ignore[assignment]
         del module.flow, module.flow_cut, module.flow_of
@@ -185,7 +185,7 @@ def settle(
     binder: Binder,
     lone: Collection[str] = (),
 ) -> list[Settled]:
-    """Find what each module with a flow does, and each of `lone`, layers without one that work on plain values."""
+    """Return the change of each module with a flow, and of each of `lone`: layers without one that use plain values."""
     stated = flows.modules.stated
     found: list[Settled] = []
     met: dict[int, str] = {}
@@ -213,7 +213,7 @@ def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str]
         work = flows.works.get(path) or layer_work(known, flows.modules.nearest_in(path) is not None)
         rank = flows.modules.axes.mesh.ranks[binder.group.index]
         return Settled(path, module, _layer_flow(module, known, work, binder, rank), sharded)
-    if sharded and not stated.passing.uses:  # a hook may let it work on plain slices of its parameters
+    if sharded and not stated.passing.uses:  # a hook may make it work on plain slices of its parameters
         stated = _of_sharded(stated)
     return _container(path, module, stated, flows.meetings.partials.get(path, ()), binder, bool(sharded))
 
@@ -253,7 +253,7 @@ def _container(
 
 
 def _of_sharded(stated: Stated) -> Stated:
-    """The flows of a module that works on ShardedTensors: it gives sums where a layer would leave partial sums."""
+    """Return the flows of a module that works on ShardedTensors: it returns sums where a layer returns partial sums."""
 
     def summed(flow: Flow) -> Flow:
         before = flow.before

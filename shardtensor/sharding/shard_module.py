@@ -1,4 +1,4 @@
-"""`shard_module`: the tensors of a module sharded by rules, all or none; `unshard_module` undoes it."""
+"""`shard_module` shards the tensors of a module by rules, all or none; `unshard_module` undoes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shard_module(
     src_rank: int = 0,
     process_group: Any = None,
 ) -> nn.Module:
-    """Shard the tensors of a module in place, by rules, and return it. Its forward then gives the dense results.
+    """Shard the tensors of a module in place, by rules, and return it. Its forward then returns the dense results.
 
     Every rank raises the errors of the plan before anything changes. The ranks then compare all of it in one small
     exchange, `src_rank` sends every rank its shards, and only then does the module change. Parameters stay the same
@@ -45,19 +45,19 @@ def shard_module(
         module: of dense parameters, equal on all ranks in names, shapes and dtypes. One on the meta device stays there,
             and nothing is sent: `materialize` then gives it memory and first values, ``load_state_dict`` those of a
             checkpoint.
-        plan: a `Plan`, as ``load_plan`` reads it from a file and `Plan.from_rules` makes it: how each tensor lies on a
-            mesh over all ranks, and all else it says: what it stores is fully sharded, gradients are averaged over its
-            data axes, hooks are set. Tensors that it keeps whole stay plain ones.
+        plan: a `Plan`, as ``load_plan`` reads it from a file and `Plan.from_rules` makes it. It gives each tensor's
+            layout on a mesh over all ranks, and more: stored parameters are fully sharded, gradients are averaged over
+            its data axes, hooks are set. Tensors that it keeps whole stay plain ones.
             Or the path or the name of a plan file, such as ``"llama"``, which is read for ``module.config``.
-            Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule alone: a pattern of names
-            to a spec, its text, or a `Sharder`. ``*`` stands for one segment of a name, ``**`` for any number,
-            ``{a,b}`` for one of those. The pattern of a module stands for all tensors below it, and may stand before a
+            Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule unchanged: from a pattern
+            of names to a spec, its text, or a `Sharder`. ``*`` stands for one segment of a name, ``**`` for any number,
+            ``{a,b}`` for one of those. The pattern of a module stands for all tensors below it, and may also map to a
             dict of rules for what is below. In such a dict ``"in"``, ``"in NAME"`` (an argument), ``"out"`` and
-            ``"out NAME"`` (a result) say how values enter and leave the module: ``"[-, tp, ...] -> replicate"``;
-            ``"local NAME"`` which attribute becomes the rank's share, ``"use"`` a hook (see `register_hook`). Modules
-            with flows take and give plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding` and
-            `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's are,
-            but modules without a rule may return values in any layout that rules expect of them.
+            ``"out NAME"`` (a result) redistribute values that enter or leave: ``"[-, tp, ...] -> replicate"``;
+            ``"local NAME"`` names an attribute that becomes the rank's share, ``"use"`` a hook (see `register_hook`).
+            Modules with flows take and return plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding`
+            and `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's
+            are, but modules without a rule may return values in any layout that rules expect of them.
         src_rank: group rank whose values are taken.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
             ranks call this. A `Plan` makes its mesh over them by itself.
@@ -114,16 +114,16 @@ def shard_module(
 
 
 def _config(module: nn.Module) -> Any:
-    """The configuration that a module keeps, as those of Hugging Face do; None where it keeps none."""
+    """Return the configuration that a module keeps, as those of Hugging Face do; None if it keeps none."""
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
-    """Give every rank the whole of each sharded tensor of a module, in place, and return the module.
+    """Gather each sharded tensor of a module on every rank, in place, and return the module.
 
-    Gradients come along; flows, hooks, counts and what a plan stored are undone. What a `Sharder` put in place stays.
-    Parameters stay the same Python objects. All ranks call it.
+    Gradients are gathered too; flows, hooks, counts and full sharding by a plan are undone. What a `Sharder` put in
+    place stays. Parameters stay the same Python objects. All ranks call it.
 
     Example:
         >>> linear = shard_module(nn.Linear(4, 2), {"weight": "[-, tp]"})
@@ -157,7 +157,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
 
 
 _HANDLES = "_sharding_hooks"
-"""Where a module keeps the handles of the hooks that a plan gave it."""
+"""The attribute in which a module keeps the handles of the hooks of its plan."""
 
 
 def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
@@ -175,13 +175,13 @@ def _replace(module: nn.Module, path: str, sharder: Sharder) -> None:
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds what has a dotted name, and the last part of it."""
+    """Return the module that owns a dotted name, and the last part of the name."""
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
 
 
 def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) -> ShardedTensor:
-    """This rank's part of a tensor, as the source has it."""
+    """Return the wrapper over this rank's part of a tensor, with the source's values."""
     tensor, spec, layout = target.tensor, target.spec, target.layout
     if layout is None:
         return spec.shard(tensor, src_rank=src_rank, process_group=process_group)
@@ -190,7 +190,7 @@ def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) ->
 
 
 def _become_all(tensors: list[Any], others: list[Any]) -> None:
-    """Turn each tensor into the other of its place; where one cannot be, turn those before it back."""
+    """Turn each tensor into the other at its position; if one fails, turn those before it back."""
     done: list[tuple[Any, Any, Any]] = []
     try:
         for tensor, other in zip(tensors, others, strict=True):
@@ -217,7 +217,7 @@ def _hook(module: nn.Module, found: Work) -> None:
 
 
 def _fill_on_load(module: nn.Module, group: Group) -> None:
-    """Let ``load_state_dict`` give memory to what is on the meta device."""
+    """Make ``load_state_dict`` allocate the tensors on the meta device."""
     for owner in module.modules():
         tensors = [*owner._parameters.values(), *owner._buffers.values()]
         if any(tensor is not None and tensor.is_meta for tensor in tensors):

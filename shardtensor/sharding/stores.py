@@ -25,7 +25,7 @@ _DATA_PARALLEL = "_sharding_data_parallel"
 
 @attrs.frozen(eq=False)
 class Keeping:
-    """How parameters are kept, and whose gradients are added up.
+    """Which parameters are fully sharded, and over which axes gradients are averaged.
 
     Attributes:
         data: the axes along which samples differ.
@@ -39,7 +39,7 @@ class Keeping:
 
     @classmethod
     def of(cls, module: nn.Module, resolved: Resolved) -> Keeping:
-        """What a plan keeps of a module; raises PlanError where a unit is never called."""
+        """Return what a plan stores of a module; raise PlanError if a unit is never called."""
         axes, owners = resolved.plan.axes, _by_path(module)
         units = gather_units(resolved)[::-1]
         for unit in units:
@@ -52,7 +52,7 @@ class Keeping:
         return cls(tuple(axis for axis in axes.mesh.names if axis in axes.leaves(axes.data)), axes.mesh, units)
 
     def apply(self, module: nn.Module, group: Group) -> None:
-        """Cut what is stored, and average the gradients of the rest. Collective."""
+        """Fully shard the stored parameters, and average the gradients of the rest. Collective."""
         owners, sizes = _by_path(module), dict(self.mesh.axes)
         named = {unwrapped(name): param for name, param in module.named_parameters(remove_duplicate=False)}
         stored = {id(named[name]) for unit in self.units for names in unit.names for name in names}
@@ -81,12 +81,12 @@ def _by_path(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own."""
+    """Return whether a module has a forward of its own."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def keep_as_before(module: nn.Module) -> None:
-    """Undo what `Keeping` did."""
+    """Undo `Keeping.apply`."""
     for owner in module.modules():
         if vars(owner).pop(_DATA_PARALLEL, False) and (reducer := reducer_of(owner)) is not None:
             reducer.remove()
@@ -94,7 +94,7 @@ def keep_as_before(module: nn.Module) -> None:
 
 
 def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str, count: int) -> Group:
-    """The data ranks, those along `axes` as one axis, which is cut, and the rest of `data` before it, which repeats."""
+    """Return the data ranks: those along `axes` as one axis, which shards; before it, replicas along the others."""
     rest = tuple(axis for axis in data if axis not in axes)
     subgroup = group_along(group, (*rest, *axes))
     if subgroup.size == 1:
@@ -107,7 +107,7 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str,
 
 
 def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:
-    """The outermost modules that are called and whose parameters are all wanted."""
+    """Return the outermost modules that are called and whose parameters are all wanted."""
     params: list[torch.Tensor] = list(module.parameters())
     if not params or not any(id(param) in wanted for param in params):
         return []

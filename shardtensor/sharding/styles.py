@@ -1,7 +1,7 @@
-"""The usual ways to lay out a layer, as blocks of rules: its tensors and its flows, said once.
+"""The usual parallel styles of a layer, as blocks of rules for its tensors and its flows.
 
 Dims are named (out, in, vocab, embed), so that a style is right for `nn.Linear` and for GPT-2's `Conv1D`. Each is a
-dict that could be written out; `shard_module` takes them where it takes a spec.
+dict that users could write out; `shard_module` accepts them in place of a spec.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Block = dict[str, Any]
 
 
 def colwise(axis: Axis = "tp", *, unit: int = 1, blocks: int = 1, balanced: bool = False) -> Block:
-    """A linear layer cut along its outputs (column-parallel): each rank gives its part of them, with no communication.
+    """Return rules for a linear layer sharded along its outputs (column-parallel), computed with no communication.
 
     The gradient of the input is summed at the nearest `in` around the layer, or by the layer itself when there is none.
 
     Args:
         axis: mesh axis, or several, major to minor.
         unit: elements that stay together: the size of a head.
-        blocks: how many matrices lie end to end along the outputs, such as 3 for q, k and v; each is cut.
+        blocks: how many matrices lie end to end along the outputs, such as 3 for q, k and v; each is sharded.
         balanced: pieces may differ by one unit.
 
     Example:
@@ -35,11 +35,11 @@ def colwise(axis: Axis = "tp", *, unit: int = 1, blocks: int = 1, balanced: bool
 
 
 def colwise_shared(axis: Axis, copies: Axis, *, unit: int = 1) -> Block:
-    """A column-parallel layer with fewer pieces than ranks: keys and values of grouped attention.
+    """Return rules for a column-parallel layer with fewer pieces than ranks: keys and values of grouped attention.
 
     Args:
         axis: the axes along which the pieces differ.
-        copies: the axes along which ranks hold the same piece, each of which feeds other query heads.
+        copies: the axes along which ranks hold the same piece, each for other query heads.
         unit: elements that stay together: the size of a head.
 
     Example:
@@ -55,12 +55,12 @@ def colwise_shared(axis: Axis, copies: Axis, *, unit: int = 1) -> Block:
 
 
 def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced: bool = False) -> Block:
-    """A linear layer cut along its inputs (row-parallel): the products are summed, the bias is added once.
+    """Return rules for a linear layer sharded along its inputs (row-parallel): products are summed, bias added once.
 
     Args:
         axis: mesh axis, or several.
         unit: elements that stay together.
-        to: the layout in which the sum leaves: ``"replicate"`` is one all-reduce, ``"[-, tp, ...]"`` a reduce-scatter.
+        to: the layout of the summed result: ``"replicate"`` is one all-reduce, ``"[-, tp, ...]"`` a reduce-scatter.
         balanced: pieces may differ by one unit.
 
     Example:
@@ -76,7 +76,7 @@ def rowwise(axis: Axis = "tp", *, unit: int = 1, to: str = "replicate", balanced
 
 
 def along(stream: str) -> Block:
-    """A module with whole parameters that takes and gives values as they come: a norm between sequence-parallel layers.
+    """Return rules for whole parameters and values that keep their layout: a norm between sequence-parallel layers.
 
     Args:
         stream: the layout of the values, such as ``"[-, tp, ...]"``; the parameters' gradients are summed over its
@@ -90,12 +90,12 @@ def along(stream: str) -> Block:
 
 
 def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "replicate") -> Block:
-    """An embedding cut along its vocabulary: ids of other ranks give zeros, and the rows are summed.
+    """Return rules for an embedding sharded along its vocabulary: ids of other ranks give zeros, and rows are summed.
 
     Args:
         axis: mesh axis, or several.
-        pad: the vocabulary is cut as if it were a multiple of this, so that pieces are even; nothing is stored for it.
-        to: the layout in which the rows leave.
+        pad: the vocabulary is sharded as if it were a multiple of this, for even pieces; no rank stores the padding.
+        to: the layout of the resulting rows.
 
     Example:
         >>> vocab_embedding("tp", pad=64)["weight"]
@@ -106,12 +106,12 @@ def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "rep
 
 
 def vocab_head(axis: Axis = "tp", *, pad: int | None = None, came: str = "replicate") -> Block:
-    """The last linear layer, cut along the vocabulary: logits leave cut, for `ParallelCrossEntropy`.
+    """Return rules for the last linear layer, with vocabulary and logits sharded, for `ParallelCrossEntropy`.
 
     Args:
         axis: mesh axis, or several.
-        pad: as of `vocab_embedding`, with which it may be tied.
-        came: the layout in which its input comes.
+        pad: as in `vocab_embedding`, with which it may be tied.
+        came: the layout of its input.
 
     Example:
         >>> vocab_head("tp", came="[-, tp, ...]")["in"]

@@ -1,4 +1,4 @@
-"""What a plan comes to for one module: found before anything changes, agreed on by all ranks, then done."""
+"""The changes that a plan makes to one module: found before anything changes, compared by all ranks, then applied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 @attrs.frozen(eq=False)
 class Target:
-    """One tensor, under one name or several, and how it is to lie; no layout where its spec shards it itself."""
+    """One tensor, under one name or several, and its future layout; None if its spec shards it itself."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -51,12 +51,12 @@ class Target:
 
 
 _BEFORE = "_sharding_counts"
-"""Where a module keeps what it counted before."""
+"""The attribute in which a module keeps its original counts."""
 
 
 @attrs.frozen(eq=False)
 class Count:
-    """An attribute that becomes this rank's share: a module that splits by ``num_heads`` counts its rank's heads."""
+    """An attribute that becomes this rank's share: ``num_heads``, for example, becomes the rank's number of heads."""
 
     path: str
     module: nn.Module
@@ -71,7 +71,7 @@ class Count:
 
 
 def count_as_before(module: nn.Module) -> None:
-    """Give a module the numbers back that it had."""
+    """Restore the original counts of a module."""
     for name, value in module.__dict__.pop(_BEFORE, {}).items():
         setattr(module, name, value)
 
@@ -90,12 +90,12 @@ class Work:
         targets: tensors that become ShardedTensors.
         wholes: tensors that stay plain; the source sends its values to all ranks.
         rules: as they were read, with the other entries of torch's own plans.
-        flows: how values pass modules, free of errors; None where the plan has no rules for modules.
+        flows: the flows of values through modules, free of errors; None if the plan has no rules for modules.
         counts: attributes that become the rank's share.
-        hooks: calls of hooks, with the module each stands in.
-        ties: names, each with the name of the tensor that takes its place.
+        hooks: calls of hooks, with the path of each one's module.
+        ties: names, each with the name of the tensor that replaces it.
         lone: layers without flows that compute with plain values: they exist on some ranks only.
-        keeping: which parameters are stored in shards, and the axes along which samples differ.
+        keeping: which parameters are fully sharded, and the axes along which samples differ.
         said: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
@@ -113,7 +113,7 @@ class Work:
     said: Mapping[str, str] = attrs.field(factory=dict)
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks, as text."""
+        """Return what must be equal on all ranks, as text."""
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
         found = {**self.said, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
@@ -126,7 +126,7 @@ class Work:
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
     def settled(self, binder: Binder) -> list[Settled]:
-        """What each module with a flow does; raises PlanError where it cannot, or where no hook takes a value."""
+        """Return the changes of modules with a flow; raise PlanError if that is impossible or no hook takes a value."""
         if self.flows is None:
             return []
         taken = {unwrapped(path) for use in self.uses for path in use.takes}
@@ -137,7 +137,7 @@ class Work:
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
-        """What each hook is going to do."""
+        """What each hook will do."""
         if self.flows is None:
             return ()
         root, modules, flows = self.module, self._modules, self.flows
@@ -146,12 +146,12 @@ class Work:
 
     @property
     def _modules(self) -> dict[str, nn.Module]:
-        """By their paths as plans see them: what is wrapped, not what wraps."""
+        """The modules by their paths in plans: the wrapped module, not its wrapper."""
         return {unwrapped(path): module for path, module in self.module.named_modules(remove_duplicate=False)}
 
     @cached_property
     def _sharded(self) -> dict[str, frozenset[str]]:
-        """The names of each module's own parameters that are going to be ShardedTensors, or are."""
+        """The names of each module's own parameters that are or become ShardedTensors."""
         targets = {id(target.tensor) for target in self.targets if target.layout is not None}
         found: dict[str, set[str]] = {}
         for full, tensor in self.module.named_parameters(remove_duplicate=False):
@@ -162,7 +162,7 @@ class Work:
 
 
 def _group_of(plan: Plan, group: Group) -> Group:
-    """The ranks of a group seen as the mesh of a plan, axes that are made of others spelled out."""
+    """Return the group on the mesh of a plan, with composed axes written as their parts."""
     mesh = plan.axes.mesh
     if mesh.size != group.size:
         raise PlanError(
@@ -225,7 +225,7 @@ def _raise(findings: Iterable[Finding], kind: type[ShardTensorError]) -> None:
 
 
 def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes: Axes) -> tuple[Count, ...]:
-    """The attributes that become this rank's share; of a module under two names once."""
+    """Return the attributes that become this rank's share; each once for a module with two names."""
     found: dict[tuple[int, str], Count] = {}
     for path, passing in passings.items():
         owner = root.get_submodule(path)
@@ -242,7 +242,7 @@ def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes
 def _tensors(
     module: nn.Module, rules: Rules, resolved: Resolved, group: Group, src_rank: int, flows: Flows | None
 ) -> tuple[tuple[Target, ...], tuple[tuple[str, torch.Tensor], ...], tuple[tuple[str, str], ...]]:
-    """The tensors that become ShardedTensors, those that stay plain, and those that others take the place of."""
+    """Return the tensors that become ShardedTensors, those that stay plain, and those that others replace."""
     named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     names = {unwrapped(name): name for each in named for name, _ in each}
     found: dict[int, Target] = {}
@@ -250,7 +250,7 @@ def _tensors(
     ties = []
     for seen in (info.name for info in rules.model.tensors) if rules.plan.is_part else resolved.tensors:
         name, placed = names.get(seen, seen), resolved.tensors.get(seen)
-        if flows is None:  # rules of a part: what has none stays as it is
+        if flows is None:  # rules of a part: tensors without one stay as they are
             spec = rules.opaque.get(seen) if placed is None or placed.line is None else placed.line.value
             if spec is not None:
                 _add(found, module, name, spec, group, src_rank)
@@ -288,7 +288,7 @@ def _add(
 
 
 def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated]) -> bool:
-    """Whether a tensor's module is of unknown kind and is given parts of values: then it works on ShardedTensors."""
+    """Return whether a tensor's module is of unknown kind and gets sharded values: then it works on ShardedTensors."""
     path = name.rpartition(".")[0]
     stated = flows.get(unwrapped(path))
     if stated is None or layer_class(type(module.get_submodule(path))) is not None:
@@ -297,7 +297,7 @@ def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated])
 
 
 def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[str, Stated]) -> tuple[str, ...]:
-    """The layers without flows that exist on some ranks only: there they work on plain values, no other calls them."""
+    """Return layers without flows that exist on some ranks only, with plain values; other ranks do not call them."""
     found: dict[str, None] = {}
     for target in targets:
         if isinstance(target.spec, Spec) and target.spec.only_part is not None:

@@ -1,6 +1,6 @@
-"""Sharded tensors. Importing the package gives the class its methods and torch's functions their handlers.
+"""Sharded tensors. Importing the package registers the methods of the class and the handlers of torch's functions.
 
-`dispatch` has the table, `sharded_tensor` the class; each module below imports these and registers with them.
+`dispatch` has the table, `sharded_tensor` the class; each module below imports both and registers its handlers.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 def _register_unbound() -> None:
-    """Handle what `ShardedTensor` answers itself also where it is asked the long way round: ``torch.Tensor.size(x)``,
+    """Register the methods and properties of `ShardedTensor` for torch's unbound forms too: ``torch.Tensor.size(x)``,
     ``torch.Tensor.grad.__get__(x)``, ``torch.numel(x)``."""
     for name in {*vars(Answers), *vars(ShardedTensor)} - {*vars(object), "__torch_function__", "__torch_dispatch__"}:
         theirs: Any = getattr(torch.Tensor, name, None)

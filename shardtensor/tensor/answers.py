@@ -1,6 +1,6 @@
-"""What torch asks of a tensor, answered for the whole one without a dispatch. Nothing here sends anything.
+"""Methods and properties of the global tensor that need no dispatch. Nothing here sends anything.
 
-Through ``__torch_function__`` a getter costs some 6 microseconds; optimizers and modules ask thousands of them a step.
+Through ``__torch_function__`` a getter costs some 6 microseconds; optimizers and modules call thousands of them a step.
 """
 
 from __future__ import annotations

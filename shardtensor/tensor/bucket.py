@@ -1,8 +1,8 @@
 """`Bucket`: parameters of one dtype that lie end to end in one flat buffer, and their gradients, packed in another.
 
-It says where each parameter is; the buffers are its users'. `fully_shard` gathers and reduces a buffer over the ranks
-that hold ranges of it, `data_parallel` reduces one that every rank has whole, and a rank's range, a `FlatShard`, is
-stepped by optimizers as one tensor.
+It computes where each parameter lies; its users own the buffers. `fully_shard` gathers and reduces a buffer over the
+ranks that hold ranges of it, `data_parallel` reduces a replicated one, and optimizers step a rank's range, a
+`FlatShard`, as one tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Grads = Sequence[torch.Tensor | None]
 
 
 class Bucket:
-    """The places of parameters in a flat buffer of which each rank holds one range. It holds no values.
+    """The positions of parameters in a flat buffer; each rank holds one range of it. It holds no values.
 
     Args:
         placements, shapes: of the parameters, in the order in which they lie in the buffer.
@@ -46,7 +46,7 @@ class Bucket:
         *starts, _ = accumulate(own)
         self.starts = tuple(starts[::2])
         *gaps, last = own[::2]
-        # A split makes a view for each size, in each step: gaps of nothing are left out where all but the last are.
+        # A split makes a view for each size, in each step: empty gaps are left out if all but the last are empty.
         self._own_sizes = own if any(gaps) else own[1::2] + ([last] if last else [])
         self._own_params = slice(1, None, 2) if any(gaps) else slice(len(gaps))
 
@@ -63,7 +63,7 @@ class Bucket:
         return whole.narrow(0, self.index * self.chunk, self.chunk)
 
     def reshape(self, i: int, shape: Shape) -> None:
-        """Let `shards` return parameter `i` in this shape: slices of a dim other than the first are no flat range."""
+        """Make `shards` return parameter `i` in this shape: a slice of a dim other than the first is no flat range."""
         self._reshaped.append((i, self._params[i][0], shape))
 
     def shards(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -128,12 +128,12 @@ class GradientBuffer:
 
 
 class FlatShard:
-    """A flat tensor `whole` with the leaves of parameters in it, which begin at `starts`; their ``_flat_shard`` is
-    this object and their number there.
+    """A flat tensor `whole` that contains the leaves of parameters, which begin at `starts`; the ``_flat_shard`` of a
+    leaf is this object and the leaf's number.
 
-    The leaves get gradients that are the same parts of one tensor like `whole`, so an optimizer may step all of it as
-    one tensor: what lies between is zero there and in the gradient. Autograd does not run hooks of leaves that it gives
-    no gradients; whoever gives those looks at `has_hooks`.
+    The leaves get gradients that are the same parts of one tensor like `whole`, so an optimizer can step all of it as
+    one tensor: the gaps are zero in `whole` and in the gradient. Autograd does not run hooks of leaves whose gradients
+    it does not set; the code that sets them reads `has_hooks`.
     """
 
     __slots__ = ("has_hooks", "starts", "whole")
@@ -144,5 +144,5 @@ class FlatShard:
 
 
 def flat_shard_of(leaf: torch.Tensor) -> tuple[FlatShard, int] | None:
-    """What `leaf` is a part of, and its number there."""
+    """Return the `FlatShard` that contains `leaf`, and its number there; None without one."""
     return vars(leaf).get("_flat_shard")

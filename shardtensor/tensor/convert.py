@@ -1,8 +1,8 @@
-"""What torch's modules ask of tensors: other dtypes and devices, loads, flat RNN weights, DistributedDataParallel.
+"""What torch's modules call on tensors: other dtypes and devices, loads, flat RNN weights, DistributedDataParallel.
 
-``to`` and its short forms do what torch does to the leaf: they are differentiable where torch's are, and return the
-same object where torch does. Nothing is sent, but a partial tensor is reduced before its dtype changes: sums of rounded
-partial sums differ.
+``to`` and its short forms apply torch's function to the leaf: they are differentiable where torch's are, and return the
+same object where torch does. They send nothing, except that a partial tensor is reduced before its dtype changes: sums
+of rounded partial sums differ.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _check_members(tensor: ShardedTensor, group: Group) -> None:
 
 
 def to(tensor: torch.Tensor, *args: Any, process_group: Any = None, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.to`` in all its forms, and ``process_group=``. Either tensor of ``to(other)`` may be sharded."""
+    """Run ``Tensor.to`` in all its forms, and ``process_group=``. Either tensor of ``to(other)`` may be sharded."""
     args = tuple(_example(x) for x in args)
     if "other" in kwargs:
         kwargs["other"] = _example(kwargs["other"])
@@ -72,7 +72,7 @@ def to(tensor: torch.Tensor, *args: Any, process_group: Any = None, **kwargs: An
 
 
 def _example(value: Any) -> Any:
-    """A plain empty tensor of the dtype and device of a sharded one; other values as they are."""
+    """Return a plain empty tensor of the dtype and device of a sharded one; return other values unchanged."""
     if isinstance(value, ShardedTensor):
         return torch.empty(0, dtype=value.dtype, device=value.device)
     return value
@@ -98,8 +98,8 @@ _on_gpu = _short_form(torch.Tensor.cuda)
 
 
 def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    """``Tensor.cuda``, and ``process_group=``. As from torch's ShardedTensor a new object, over the same leaf when
-    that is on the device already."""
+    """Run ``Tensor.cuda``, and ``process_group=``. Like torch's ShardedTensor, return a new object, over the same
+    leaf if that is on the device already."""
     found = _on_gpu(tensor, *args, **kwargs)
     return wrap(found._local, found._layout, found._spec, found._group) if found is tensor else found
 
@@ -118,7 +118,7 @@ for _name in SHORT_FORMS.split():
 
 @implements(torch.Tensor.type)
 def type_(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """``Tensor.type``: the name of the tensor type, or a conversion."""
+    """Run ``Tensor.type``: return the name of the tensor type, or convert."""
     if dtype is None:
         return tensor._local.type()
     return converted(tensor, lambda local: local.type(dtype, non_blocking=non_blocking), tensor._group)
@@ -126,13 +126,13 @@ def type_(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False, 
 
 @implements(torch.Tensor.type_as)
 def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``Tensor.type_as``: to the dtype and device of `other`."""
+    """Run ``Tensor.type_as``: convert to the dtype and device of `other`."""
     return to(tensor, dtype=other.dtype, device=other.device)
 
 
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
-    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay. Any other
-    source, a storage or a plain tensor, would be one shard's."""
+    """Make `tensor` share the bytes of another ShardedTensor of its layout; this object and its leaf stay. Raise
+    RuleError for any other source: a storage or a plain tensor would be that of one shard."""
     if (
         not isinstance(tensor, ShardedTensor)
         or not isinstance(source, ShardedTensor)
@@ -150,18 +150,18 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
     return tensor
 
 
-ShardedTensor.set_ = set_  # type: ignore[method-assign,assignment]  # torch asks no override for it
+ShardedTensor.set_ = set_  # type: ignore[method-assign,assignment]  # torch calls no override for it
 
 
 @implements(torch.Tensor.module_load)
 def module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
-    """The tensor that takes the place of `tensor` in a module that loads `other`: see torch's ``module_load``."""
+    """Return the tensor that replaces `tensor` in a module that loads `other`: see torch's ``module_load``."""
     return other.detach() if assign else tensor.copy_(other).detach()
 
 
 @implements(torch._has_compatible_shallow_copy_type)
 def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``a.data = b`` will do; modules ask it before they convert a parameter in place."""
+    """Return whether ``a.data = b`` works; modules call this before they convert a parameter in place."""
     if not isinstance(a, ShardedTensor) or not isinstance(b, ShardedTensor) or a._layout != b._layout:
         return False
     return torch._has_compatible_shallow_copy_type(a._local, b._local)
@@ -169,7 +169,7 @@ def has_compatible_shallow_copy_type(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> None:
     """Drop the weak references that each LSTM, GRU and RNN in `module` keeps to some of `params`, to shard these. It
-    makes them anew in its next forward, and no longer moves its parameters into one piece of memory, as cuDNN wants."""
+    makes new ones in its next forward, and no longer moves its parameters into one buffer for cuDNN."""
     ids = set(map(id, params))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase) and any(id(p) in ids for p in owner._parameters.values()):
@@ -180,12 +180,12 @@ def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> N
 
 
 def _stay_apart() -> None:
-    """What ``flatten_parameters`` of a sharded module does."""
+    """Do nothing: this replaces ``flatten_parameters`` of a sharded module."""
 
 
 def flatten_again(module: nn.Module) -> None:
-    """Give each LSTM, GRU and RNN in `module` whose parameters are plain its ``flatten_parameters`` back. In its
-    next forward it notices that its weak references are gone, makes them anew, and flattens."""
+    """Restore ``flatten_parameters`` of each LSTM, GRU and RNN in `module` whose parameters are plain. Its next
+    forward finds that its weak references are gone, makes new ones, and flattens."""
     for owner in module.modules():
         is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
         if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:
@@ -193,9 +193,9 @@ def flatten_again(module: nn.Module) -> None:
 
 
 def _refuse_ddp(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuse a DistributedDataParallel that would hold sharded parameters: when it takes its module, before it sends.
+    """Raise RuleError when a DistributedDataParallel registers a module with sharded parameters, before it sends.
 
-    Its C++ part would reduce bodies without elements, and where no first broadcast is asked for, it would say nothing.
+    Its C++ part would reduce bodies without elements, and without a first broadcast it would raise no error.
     """
     if name != "module" or not isinstance(parent, DistributedDataParallel):
         return
@@ -224,11 +224,11 @@ register_module_module_registration_hook(_refuse_ddp)
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 OWN = frozenset({*ShardedTensor.__annotations__, "_owner"})
-"""What a wrapper is made of; any other attribute is the user's (``_is_param`` is nn.Parameter's)."""
+"""A wrapper's own attributes; any other is the user's (``_is_param`` is nn.Parameter's)."""
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users, and nn.Parameter, have set."""
+    """Return the attributes that users, and nn.Parameter, have set."""
     return {name: value for name, value in vars(tensor).items() if name not in OWN}
 
 
@@ -242,7 +242,7 @@ def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
 
 def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
-    As torch does, the gradient comes along for a plain tensor, not for a parameter; hooks do not."""
+    As in torch, the gradient of a plain tensor is copied, not that of a parameter; hooks are not copied."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     is_param = getattr(tensor, "_is_param", False)
@@ -284,9 +284,9 @@ SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, Enumerable
 
 
 def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
-    """What pickle writes. The leaf itself goes in, so that what shares it still does when read back."""
+    """Return what pickle writes. It contains the leaf itself, so tensors that share it still do after loading."""
     group, local = tensor._group, tensor._local
-    if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: not all of what it views
+    if local.untyped_storage().nbytes() > local.numel() * local.element_size():  # a view: write only its own elements
         local = local.detach().clone().requires_grad_(local.requires_grad)
     where = mesh_state(group), rank_info(group)
     state = (local, _spec_to_write(tensor), tuple(tensor._layout.shape), *where, attributes_of(tensor))
@@ -294,12 +294,12 @@ def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
 
 
 def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
-    """The spec's text, or a user's own spec as it is; one that gives this very layout back."""
+    """Return a spec that binds to this layout again: its text, or a user's own spec object."""
     mesh = placing.mesh_of(tensor._group)
     for spec in (tensor.sharding_spec(), placing.spec_of(tensor._layout, tensor.device)):
         try:
             layout = bind(spec, tensor._layout.shape, mesh)
-        except LayoutError:  # names of dims, say, which only the module knew
+        except LayoutError:  # for example names of dims, which only the module has
             continue
         if same_boxes(layout, tensor._layout):
             return str(spec) if type(spec) in SAID_AS_TEXT else spec

@@ -1,7 +1,7 @@
-"""Copies of what the dense program has as views: a row that another rank holds is no view of this rank's memory.
+"""Copies of what are views in the dense program: a row that another rank holds is no view of this rank's memory.
 
-A copy gives the values that its source had. Where the dense view would behave differently, it raises instead: a write
-into the copy, unless it came from indexing, which writes into the source; and a use after the source was written.
+A copy has the values that its source had. It raises where the dense view would behave differently: at a write into the
+copy (one made by indexing writes into the source instead), and at a use after the source was written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shardtensor.errors import RuleError
 
 
 class Copied(NamedTuple):
-    """What a copy knows of its source: the view function's `name`, the copy's local tensor, the local tensor that was
-    read, with its version counter then, and how to read and write the source again; None for views not written through.
+    """What a copy records: the view function's `name`, its own local tensor, the local tensor that was read, that one's
+    version counter, and functions to read and write the source `again`; None for views not written through.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Copied(NamedTuple):
 
 
 def version_of(local: torch.Tensor) -> int:
-    """How often a tensor was written, as autograd counts; 0 in inference mode, which counts nothing."""
+    """Return autograd's count of writes to a tensor; 0 in inference mode, which counts nothing."""
     return 0 if local.is_inference() else local._version
 
 

@@ -1,7 +1,7 @@
-"""The table from torch functions to handlers, and errors for what works below it, as transforms and tracers in C++ do.
+"""The table from torch functions to handlers, and errors for transforms and tracers that work below it, in C++.
 
-Handlers register with `implements`. An operation without one is done by `tensor.fallback`, which gathers its operands,
-with one warning; under `strict` it is a `RuleError` instead.
+Handlers register with `implements`. `tensor.fallback` runs an operation without one: it gathers the operands and warns
+once; under `strict` it raises `RuleError`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.rules.table import ROWS
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""From a torch function, method or property getter to what does its work on ShardedTensors."""
+"""Maps a torch function, method or property getter to its handler for ShardedTensors."""
 
 ANY_OTHER = "any other function"
-"""The key of the handler of functions without one of their own; it is called with the function first."""
+"""The key of the handler for functions without one of their own; its first argument is the function."""
 
 _STRICT: contextvars.ContextVar[bool] = contextvars.ContextVar("strict", default=False)
 
 
 def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a handler for torch functions; it is called with the very arguments of the call."""
+    """Register a handler for torch functions; it is called with the arguments of the call."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
@@ -43,13 +43,13 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def spellings(name: str) -> list[Any]:
-    """All that torch calls an operation: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``, if there."""
+    """Return the functions of this name that exist: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``."""
     places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
     return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
 
 
 def resolve(name: str) -> list[Any]:
-    """What a name of the rule table means: one function where it says whose (``F.embedding``), else all `spellings`."""
+    """Return the functions of a rule table's name: one if it has an owner (``F.embedding``), else all `spellings`."""
     owner, dot, last = name.rpartition(".")
     if not dot:
         return spellings(name)
@@ -59,7 +59,7 @@ def resolve(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Make every operation that would gather or move a sharded operand by itself an error.
+    """Raise an error for every operation that would gather or redistribute a sharded operand implicitly.
 
     Example:
         >>> with strict():
@@ -74,7 +74,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def is_strict() -> bool:
-    """Whether the caller is inside `strict`."""
+    """Return whether the caller is inside `strict`."""
     return _STRICT.get()
 
 
@@ -86,13 +86,13 @@ _WARNED: set[str] = set()
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function as people write it."""
+    """Return the name of a torch function as users write it."""
     is_method = getattr(func, "__objclass__", None) is not None or getattr(func, "__name__", "") == "__get__"
     return f"Tensor.{bare_name(func)}" if is_method else bare_name(func)
 
 
 def bare_name(func: Any) -> str:
-    """The name of a torch function, or of the attribute that a getter reads, without whose it is."""
+    """Return the name of a torch function, or of the attribute that a getter reads, without its owner."""
     name: str = getattr(func, "__name__", None) or str(func)
     if name != "__get__":
         return name
@@ -101,10 +101,10 @@ def bare_name(func: Any) -> str:
 
 
 def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> None:
-    """Say once for each operation that it gathered; an error under `strict`. `layouts` of the operands are the cause
-    where the operation has a row in the table of rules."""
+    """Warn once for each operation that it gathers; raise RuleError under `strict`. The `layouts` of the operands are
+    the cause if the operation has a row in the rule table."""
     name = name_of(func)
-    bare = (getattr(func, "__name__", None) or "").strip("_")  # of its form in place, and its operator, too
+    bare = (getattr(func, "__name__", None) or "").strip("_")  # also for its in-place form and its operator
     row = ROWS.get(bare) or ROWS.get(bare.removeprefix("i"))
     has_rule = bool(layouts) and row is not None and not row.reason
     if is_strict():
@@ -125,14 +125,14 @@ def warn_of_gather(func: Any, size_bytes: int, layouts: Sequence[str] = ()) -> N
             GatherWarning,
             stacklevel=_level_of_caller(),
         )
-        _WARNED.add(name)  # not where it was raised: then every rank raises, and raises again
+        _WARNED.add(name)  # not reached if the warning raises: every rank then raises, each time
 
 
 _BY_DIMS = "lay the operands out by dims, all alike: shardtensor.distribute(x, spec), shardtensor.reshard(x, spec)"
 
 
 def _level_of_caller() -> int:
-    """The stack level, seen from the function that calls this, of the code that called torch."""
+    """Return the stack level, counted from the caller of this function, of the code that called torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(("shardtensor.", "torch.")):
         level, frame = level + 1, frame.f_back
@@ -140,13 +140,13 @@ def _level_of_caller() -> int:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether `x` is torch's DTensor; does not import it, which takes a second."""
+    """Return whether `x` is torch's DTensor, without importing it, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def refuse_partial_write(target: Any, name: str) -> None:
-    """Raise RuleError if `target` is partial: no partial sum could take a change in place."""
+    """Raise RuleError if `target` is partial: partial sums cannot be changed in place."""
     if target._layout.partial:
         raise RuleError(
             f"{name}: in place on a tensor that is still to be reduced",
@@ -156,7 +156,7 @@ def refuse_partial_write(target: Any, name: str) -> None:
 
 
 def explain(error: Exception, func: Any, operands: Any) -> None:
-    """Raise RuleError in place of `error`, where its cause is known: a transform or a tracer at work, or a DTensor."""
+    """Raise RuleError in place of `error` if its cause is known: an active transform or tracer, or a DTensor."""
     found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
     if found is not None:
         raise RuleError(
@@ -174,8 +174,8 @@ def explain(error: Exception, func: Any, operands: Any) -> None:
 
 
 def refusal_below(func: Any) -> RuleError:
-    """The error for an operation that reached a ShardedTensor where it has no elements."""
-    known = _at_work()  # within a transform torch hides it, so that it is one of the usual causes too
+    """Return the error for an operation that reached the wrapper itself, which has no elements."""
+    known = _at_work()  # torch hides a running transform here, so transforms are among the usual causes
     cause = {"cause": known[0]} if known else {"usual causes": "\n".join(_USUAL_CAUSES)}
     fix = known[1] if known else ["call full_tensor() first and work on the plain tensor", _UNSHARD]
     return RuleError(f"{func} reached a ShardedTensor below the level where operations are sharded", cause, fix)
@@ -191,7 +191,7 @@ _UNSHARD = "unshard_module(module) makes its parameters plain"
 
 
 def _at_work() -> tuple[str, list[str]] | None:
-    """What transforms or records at this moment, and what to do instead."""
+    """Return the transform or tracer that is active, and what to do instead."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform (grad, vjp, jvp, vmap, functionalize, ...)", [
             "unshard_module(module), or full_tensor(), and transform the function of plain tensors",
@@ -208,7 +208,7 @@ def _at_work() -> tuple[str, list[str]] | None:
 
 @implements(torch.Tensor._is_view)
 def _refuse_fake(tensor: torch.Tensor) -> NoReturn:
-    """Torch asks this of what it is about to make a fake tensor of."""
+    """Raise RuleError: torch calls this before it makes a fake tensor."""
     raise RuleError(
         "a fake tensor of a ShardedTensor would not know how it is sharded",
         {"usual causes": "torch.export, FakeTensorMode"},

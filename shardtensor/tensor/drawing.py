@@ -1,7 +1,7 @@
 """Random values for a sharded tensor: bit for bit the pieces of the unsharded draw.
 
-Every rank runs through the same stream, keeps what lies in its boxes, and leaves the generator where the unsharded call
-leaves it. The whole tensor is never held: scratch is 64k elements on the CPU and one pass of the card's threads (about
+Every rank draws the same stream, keeps the elements in its boxes, and leaves the generator where the unsharded call
+leaves it. No rank holds the whole tensor: scratch is 64k elements on the CPU and one pass of the card's threads (about
 a million elements, three of them during the proof) on CUDA.
 
 The CPU generator is one serial stream (mt19937), so two calls on two halves give what one call on the whole gives. But
@@ -41,12 +41,12 @@ def serial_pieces(
     sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
 ) -> Iterator[tuple[int, Tensor]] | None:
     """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small
-    scratch. Used up, it leaves the generator where the whole call does. None if `sample` is not exact in pieces."""
+    scratch. At the end the generator is where the whole call leaves it. None if `sample` is not exact in pieces."""
     return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
 
 
 def piece_bounds(numel: int, piece: int) -> list[int]:
-    """Return the cuts of ``range(numel)`` into pieces, none shorter than a block of 16."""
+    """Return the bounds of pieces of ``range(numel)``, none shorter than a block of 16."""
     return [*range(0, numel - BLOCK + 1, piece), numel]
 
 
@@ -95,7 +95,7 @@ def philox_pieces(
 ) -> Iterator[tuple[int, Tensor]] | None:
     """Yield ``(start, values)``: the wanted passes of a CUDA tensor of `numel` elements, in a scratch of one pass.
 
-    Used up, it leaves the generator where the whole call does. None, and the generator as it was, if the tensor fits
+    At the end the generator is where the whole call leaves it. None, with the generator unchanged, if the tensor fits
     one pass, or is complex and larger than 2 GiB, or if `sample` is not exact in passes.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -194,8 +194,8 @@ def split_for_indexing(numel: int, itemsize: int, max_bytes: int = MAX_BYTES) ->
 def agree_on_state(
     group: Group, device: torch.device, generator: torch.Generator | None, note: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Give every rank the generator state of the group's first rank, and return that rank's note: one broadcast. All
-    ranks of the group call it; without a generator the device's default one is meant. `note` are numbers to 255."""
+    """Set the generator state of the group's first rank on every rank, and return that rank's `note`: one broadcast.
+    All ranks of the group call it; None means the device's default generator. `note` has numbers up to 255."""
     if group.size == 1:
         return tuple(note)
     if generator is None:
@@ -208,7 +208,7 @@ def agree_on_state(
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch draws from on a device when none is given."""
+    """Return the generator that torch draws from on a device when none is given."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.init()
@@ -229,8 +229,8 @@ def draw(
     """Return this rank's local tensor of the draw that ``sample`` makes of the whole. All ranks of the group call it.
 
     Bit for bit the part of the unsharded draw from the first rank's state; every rank's generator ends where that call
-    leaves it. `order` are the whole's dims as its memory has them (see `memory_order`); the first rank's counts.
-    Anything but row-major is drawn whole and cut, for torch fills such a tensor in an order of its own.
+    leaves it. `order` lists the whole's dims in memory order (see `memory_order`); the first rank's is used. A tensor
+    that is not row-major is drawn whole and sliced, because torch fills it in another order.
     """
     local_shape = layout.local_shape(group.rank)
     if group.index < 0 or device.type == "meta":
@@ -244,7 +244,7 @@ def draw(
     boxes = layout.boxes(group.rank)
     pieces = draw_boxes(sample, layout.shape, boxes, dtype=dtype, device=device, generator=generator)
     if len(pieces) == 1:
-        return pieces[0].view(local_shape).detach()  # a view made without gradients is one that nobody may write into
+        return pieces[0].view(local_shape).detach()  # autograd refuses writes into a view made under no_grad
     local = torch.empty(local_shape, dtype=dtype, device=device)
     for place, piece in zip(layout.local_boxes(group.rank), pieces, strict=True):
         local[place.slices].copy_(piece.view(place.sizes))
@@ -252,8 +252,8 @@ def draw(
 
 
 def memory_order(local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """The dims of the whole, outermost first, as the memory of this rank's local tensor tells them. Of two dims of
-    one stride the longer is the outer; a rank on which both are of length one or less cannot know."""
+    """Return the dims of the whole, outermost first, in the memory order of this rank's local tensor. Of two dims of
+    equal stride the longer is the outer; their order is unknown on a rank where both have length one or less."""
     dims = tuple(range(len(layout.shape)))
     if layout.packed:
         return dims
@@ -274,14 +274,14 @@ def draw_boxes(
 
     The generator ends as after the unsharded call, also with no box or only empty ones. Each large draw first proves on
     a few elements that drawing in pieces is exact. Where that fails (``bernoulli_(p)`` and dropout on Intel CPUs with
-    MKL, every device but CPU and CUDA) the whole is drawn and cut.
+    MKL, every device but CPU and CUDA) the whole is drawn and sliced.
 
     Args:
         sample: fills a contiguous tensor of any shape in place with **one** torch random operation, from the generator
             it is given. Values may depend on the order of the elements, not on the shape; loops that reject and draw
             again are not allowed.
         boxes: ``(offsets, sizes)`` pairs within the global `shape`; they may be empty and may overlap.
-        generator: of the device; None means its default one. Ranks that must agree bring it in one state.
+        generator: of the device; None means its default one. Ranks that must agree pass it in the same state.
 
     Returns:
         One contiguous tensor for each box, owning exactly its bytes.

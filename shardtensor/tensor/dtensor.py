@@ -1,7 +1,7 @@
-"""The border to DTensor: one tensor, seen by either library. Nothing is copied or sent; gradients cross both ways.
+"""Convert to and from DTensor on the same memory. Nothing is copied or sent; gradients flow in both directions.
 
-A DTensor says its layout axis by axis of its DeviceMesh (`layout.nested`). Every such layout has a `ShardedTensor`,
-uneven and strided ones too; the way back is open for layouts that DTensor can say.
+A DTensor has one placement for each axis of its DeviceMesh (`layout.nested`). Every such layout has a `ShardedTensor`,
+also uneven and strided ones; the way back exists for layouts that DTensor can express.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _meshes: WeakKeyDictionary[Group, Any] = WeakKeyDictionary()  # made here, for g
 def from_dtensor(dtensor: Any) -> ShardedTensor:
     """Return the `ShardedTensor` over a DTensor's own memory. Sends nothing; gradients flow back to the DTensor.
 
-    What is written into either is seen in the other. Of a parameter it is a view, as ``to_local()`` is: its gradient
-    arrives in the parameter's ``grad``. ``nn.Parameter(from_dtensor(parameter))`` is a parameter of its own on the
-    same memory.
+    A write into either is visible in the other. Of a parameter the result is a view, like ``to_local()``: its
+    gradient accumulates in the parameter's ``grad``. ``nn.Parameter(from_dtensor(parameter))`` is a separate
+    parameter on the same memory.
 
     Args:
         dtensor: of any placements but those private to torch's operations (masked and norm partials). All ranks of
@@ -46,7 +46,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
 
     Raises:
         TypeError: it is no DTensor.
-        LayoutError: a placement has no meaning here.
+        LayoutError: a placement is not supported here.
 
     Example:
         >>> import shardtensor, torch.distributed as dist
@@ -77,16 +77,16 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
-    """Return the DTensor over this tensor's own memory: what is written into either is seen in the other.
+    """Return the DTensor over this tensor's own memory: a write into either is visible in the other.
 
     Gradients flow back; ``nn.Parameter(parameter.to_dtensor())`` is a DTensor parameter on the same memory.
 
     Args:
         device_mesh: of the ranks that hold this tensor, in their order; None means the one that its group came from, or
-            one made over its process groups, without a new one.
+        one made over its existing process groups.
 
     Raises:
-        LayoutError: DTensor cannot say this layout; names the nearest that it can.
+        LayoutError: DTensor cannot express this layout; the error names the nearest one that it can.
         RuleError: a partial max or min that requires a gradient.
     """
     if device_mesh is None:
@@ -108,12 +108,12 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
 
 
 def as_dtensor(tensor: ShardedTensor, device_mesh: Any, placements: Any) -> Any:
-    """The DTensor of a tensor whose placements are known, since it was one before."""
+    """Return the DTensor of a tensor that was made from one with these placements."""
     return _ToDTensor.apply(tensor._local, device_mesh, placements, torch.Size(tensor._layout.shape), 1.0)
 
 
 def parameter_of(dtensor: Any) -> nn.Parameter:
-    """A parameter of its own on the memory of a DTensor, with the attributes that users set on that one."""
+    """Return a new parameter on the memory of a DTensor, with the attributes that users set on the DTensor."""
     made = nn.Parameter(from_dtensor(dtensor.detach()), dtensor.requires_grad)
     known = {"_local_tensor", "_spec", "_is_param"}
     vars(made).update({key: value for key, value in vars(dtensor).items() if key not in known})
@@ -121,7 +121,7 @@ def parameter_of(dtensor: Any) -> nn.Parameter:
 
 
 def _odd_spec(layout: MeshLayout, device: torch.device, mesh: Mesh) -> ShardingSpec | None:
-    """The spec of a layout with pieces that no cut of the language has; None for the rest, whose layout tells it."""
+    """Return a spec that lists the boxes if the spec language cannot express the layout, else None."""
     if not any(layout.is_blocked(dim) for dim in range(len(layout.shape))):
         return None
     try:
@@ -132,7 +132,7 @@ def _odd_spec(layout: MeshLayout, device: torch.device, mesh: Mesh) -> ShardingS
 
 
 def _mesh(device_mesh: Any) -> Mesh:
-    """The axes and ranks of a DeviceMesh; those without a name are called as torch counts them."""
+    """Return the axes and ranks of a DeviceMesh; unnamed axes are called ``dim_0``, ``dim_1``, ..."""
     known = _axes_of.get(device_mesh)
     if known is None:
         known = _axes_of[device_mesh] = as_mesh(device_mesh)
@@ -140,7 +140,7 @@ def _mesh(device_mesh: Any) -> Mesh:
 
 
 def _mesh_for(tensor: ShardedTensor) -> Any:
-    """The DeviceMesh that a tensor's group came from, else one over its process groups; makes no process group."""
+    """Return the DeviceMesh of a tensor's group, else a new one over its process groups; makes no process group."""
     group = tensor._group
     found = device_mesh_of(group) or _meshes.get(group)
     if found is None:
@@ -162,7 +162,7 @@ def _mesh_for(tensor: ShardedTensor) -> Any:
 
 
 def _order(dtensor: Any) -> tuple[int, ...] | None:
-    """The order in which the axes cut, where a DTensor says another than left to right."""
+    """Return the order in which the axes shard, if it is not left to right, else None."""
     entries = getattr(dtensor._spec, "shard_order", None)
     if not entries or any(type(p).__name__ == "_StridedShard" for p in dtensor.placements):
         return None
@@ -170,8 +170,8 @@ def _order(dtensor: Any) -> tuple[int, ...] | None:
 
 
 def _gradient_scale(layout: Layout) -> float:
-    """What DTensor's gradient of a partial sum is of ours. It is that of the whole for both, but a rank's part of an
-    average counts for one part of it only: DTensor leaves the division out."""
+    """Return the ratio of DTensor's gradient of a partial sum to ours. Both are the gradient of the whole, but DTensor
+    does not divide it by the number of ranks for an average."""
     scale = 1
     for axis, op in layout.partial:
         scale *= layout.grid[axis] if op == "avg" else 1
@@ -194,7 +194,7 @@ class _FromDTensor(torch.autograd.Function):
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Local -> DTensor; backward: DTensor, laid out as this tensor, -> the gradient's local part."""
+    """Local -> DTensor; backward: DTensor in this tensor's layout -> the gradient's local part."""
 
     @staticmethod
     def forward(
@@ -220,7 +220,7 @@ def _dtensor(local: torch.Tensor, device_mesh: Any, placements: tuple[Any, ...],
 
 
 def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
-    """The strides of the whole tensor whose dims lie in memory in the order of the local part's."""
+    """Return the strides of the whole tensor with its dims in the memory order of the local tensor's."""
     stride, step = [0] * len(shape), 1
     order = range(len(shape))[::-1]
     if not local.is_contiguous() and local.dim() == len(shape):

@@ -1,8 +1,8 @@
-"""The steps that send elements: one collective each, from and to local memory wherever its parts lie in order.
+"""The steps that send elements: one collective each, directly from and to local memory if its parts lie in order.
 
-What is to be copied is computed once for each step and strides of the local tensor; a call then costs the host little
-more than the copies and the collective themselves. CUDA copies strided memory element by element, so copies are made
-in words as wide as their places allow: elements of two bytes would leave most of the bandwidth unused.
+The copies are computed once for each step and strides of the local tensor; a call then costs the host little more than
+the copies and the collective themselves. CUDA copies strided memory element by element, so the copies use words as
+wide as their alignment allows: elements of two bytes would leave most of the bandwidth unused.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardtensor.layout.route import Region, Step, transfer
 
 
 def see(local: torch.Tensor, region: Region) -> torch.Tensor:
-    """A view of what a region of a local tensor holds."""
+    """Return a view of a region of a local tensor."""
     held = local[region.held] if region.held else local
     return held if region.shape is None else held.view(region.shape)[region.within]
 
 
 def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
-    """Whether pieces lie in memory end to end, in their order."""
+    """Return whether pieces lie in memory end to end, in their order."""
     at = pieces[0].storage_offset() if pieces else 0
     for piece in pieces:
         if not piece.is_contiguous() or piece.storage_offset() != at or piece.is_conj() or piece.is_neg():
@@ -57,7 +57,7 @@ class Copies(NamedTuple):
     word: torch.dtype | None = None
 
     def between(self, one: torch.Tensor, other: torch.Tensor) -> list[Pair]:
-        """The pieces as views of the two tensors; offsets count from where each tensor starts."""
+        """Return the pieces as views of the two tensors; offsets count from where each tensor starts."""
         if self.word is not None:
             one, other = self._in_words(one), self._in_words(other)
         start, other_start = one.storage_offset(), other.storage_offset()
@@ -74,7 +74,7 @@ class Copies(NamedTuple):
 
 
 def end_to_end(views: Iterable[torch.Tensor]) -> list[Pair]:
-    """Pair views with their places when they are put one after the other; on the meta device."""
+    """Pair each view with its place in one packed buffer, on the meta device."""
     pairs, at = [], 0
     for view in views:
         place = torch.empty(0, device="meta")
@@ -84,10 +84,10 @@ def end_to_end(views: Iterable[torch.Tensor]) -> list[Pair]:
 
 
 def copies(pairs: Sequence[Pair], item: int, misplaced: int | None) -> Copies:
-    """Settle the copies between pairs of views of equal shapes, all of two tensors with `item` bytes an element.
+    """Compute the copies between pairs of views of equal shapes, all of two tensors with `item` bytes an element.
 
-    `misplaced` bytes lie between a whole widest word and the start of either tensor; None where words are no use, which
-    is where a tensor is not contiguous, and on the CPU.
+    `misplaced` is the offset of the start of either tensor from a whole widest word, in bytes; None if words are of
+    no use: if a tensor is not contiguous, and on the CPU.
     """
     pieces = _merged(pairs)
     for width, word in _WORDS.items() if misplaced is not None else ():
@@ -100,17 +100,17 @@ def copies(pairs: Sequence[Pair], item: int, misplaced: int | None) -> Copies:
 
 
 def misplacement(t: torch.Tensor) -> int | None:
-    """`misplaced` of `copies` for a tensor."""
+    """Return the `misplaced` of `copies` for a tensor."""
     if not t.is_cuda or not t.is_contiguous():
         return None
-    at = int(t.storage_offset()) * t.element_size() % WIDEST  # torch sees words only from a whole number of them on
+    at = int(t.storage_offset()) * t.element_size() % WIDEST  # torch views words only at a whole number of them
     if torch.compiler.is_compiling():
         return at
     return at if t.data_ptr() % WIDEST == at else 1  # memory that torch did not allocate may start anywhere
 
 
 def _merged(pairs: Sequence[Pair]) -> tuple[Strided, ...]:
-    """Runs of equal views at equal distances, in both tensors, become one with a dim more."""
+    """Merge runs of equal views at equal distances in both tensors into one view with one more dim."""
     pieces: list[Strided] = []
     k = 0
     while k < len(pairs):
@@ -138,7 +138,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def _widened(piece: Strided, n: int) -> Strided | None:
-    """A piece in words of n elements; None where its rows do not start and end with whole words."""
+    """Return a piece in words of n elements; None where its rows do not start and end with whole words."""
     size, stride, at, other_stride, other_at = piece
     if len(size) < 2 or stride[-1] != 1 or other_stride[-1] != 1:
         return None
@@ -153,8 +153,8 @@ MOST = 1024
 
 
 class Side(NamedTuple):
-    """What leaves, or what comes: the elements for each member that there is a part of its own for, and `total`.
-    `in_order` is whether they lie end to end as they are, from element `start` on; else `copies` put them so."""
+    """The elements to send, or to receive: `counts` of the parts for single members, and `total`. If `in_order`, they
+    lie end to end from element `start` on; else `copies` pair them with a packed buffer."""
 
     counts: list[int]
     total: int
@@ -164,7 +164,7 @@ class Side(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One rank's part of an exchange; `step` is kept, so that no other gets its identity."""
+    """One rank's part of an exchange; it keeps `step`, so that no other step gets its id."""
 
     step: Step
     shape: tuple[int, ...]
@@ -175,9 +175,8 @@ class Plan(NamedTuple):
 def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> torch.Tensor:
     """Return this rank's local tensor after an all-gather, a reduce-scatter or an all-to-all; no gradient.
 
-    All ranks of `subgroup` call it. A rank's own pieces take the same way. What is in order on one side is moved
-    without a copy of ours, as rows that become columns are where they arrive, and columns that become rows where they
-    leave.
+    All ranks of `subgroup` call it. A rank's own pieces are sent too. A side that lies in order needs no copy: the
+    receiving side if rows become columns, the sending side if columns become rows.
     """
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
@@ -185,7 +184,7 @@ def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> tor
     leaving, coming = plan.leaving, plan.coming
     if leaving.in_order:
         sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
-    else:  # first of all: what follows costs the host while the copies run
+    else:  # first: the host does the rest while the copies run
         sent = local.new_empty(leaving.total)
         for apart, together in leaving.copies.between(local, sent):
             together.copy_(apart)

@@ -1,8 +1,8 @@
 """Make sharded tensors: `empty`, `zeros`, `ones`, `full`, `rand`, `randn`, `distribute`.
 
-From a spec nothing is sent; each rank allocates its own bytes and the time does not depend on the number of ranks.
-The random ones send one generator state, the first rank's, and give bit for bit what the unsharded call with that
-state gives, on any layout; every rank's generator is left where that call would leave it.
+Those without random numbers send nothing: each rank allocates its own bytes, in a time that does not depend on the
+number of ranks. The random ones broadcast the first rank's generator state and return bit for bit the values of the
+unsharded call with that state, in any layout; every rank's generator ends where that call leaves it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
     Attributes:
         dtype: of the elements; torch's default dtype when None.
         device: of this rank's part, for a spec that names axes; when None, that of the ``torch.device`` context, else
-            the group's. A spec that names devices decides by itself, and takes only their kind, or ``"meta"``, here.
+        the group's. A spec that names devices determines it, and accepts only their type, or ``"meta"``, here.
         requires_grad: whether autograd follows the tensor.
         pin_memory: page-lock this rank's part (CPU placements).
         process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
@@ -70,24 +70,24 @@ def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sh
 
 
 def zeros(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of zeros; arguments as of `empty`."""
+    """Return a sharded tensor of zeros; arguments as in `empty`."""
     return _make(sharding_spec, size, options, lambda *make: _empty(*make).zero_())
 
 
 def ones(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of ones; arguments as of `empty`."""
+    """Return a sharded tensor of ones; arguments as in `empty`."""
     return _make(sharding_spec, size, options, lambda *make: _empty(*make).fill_(1))
 
 
 def full(sharding_spec: SpecLike, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of one value, of torch.full's dtype for it; arguments as of `empty`."""
+    """Return a sharded tensor of one value, of torch.full's dtype for it; arguments as in `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _make(sharding_spec, (size,), options, lambda *make: _empty(*make).fill_(fill_value))
 
 
 def rand(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of torch.rand's very numbers, whatever the layout; arguments as of `empty`.
+    """Return a sharded tensor of the same numbers as torch.rand, in any layout; arguments as in `empty`.
 
     All ranks of the group call it: the first rank's generator state is sent to the others.
     """
@@ -95,7 +95,7 @@ def rand(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sha
 
 
 def randn(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of torch.randn's very numbers, whatever the layout; arguments as of `rand`."""
+    """Return a sharded tensor of the same numbers as torch.randn, in any layout; arguments as in `rand`."""
     return _make(sharding_spec, size, options, _drawn(lambda t, generator: t.normal_(generator=generator)))
 
 
@@ -103,14 +103,14 @@ def randn(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> Sh
 def distribute(
     tensor: torch.Tensor, sharding_spec: SpecLike, *, process_group: Any = None, requires_grad: bool | None = None
 ) -> ShardedTensor:
-    """Return a tensor that every rank holds whole as a sharded one; each rank copies its own part. Sends nothing.
+    """Shard a tensor that every rank holds whole; each rank copies its own part. Sends nothing.
 
     Differentiable: the gradient of `tensor` is the whole gradient on every rank.
 
     Args:
         tensor: of the global shape, equal on every rank; also a ShardedTensor, which is gathered first (collective).
         sharding_spec: a spec or its text.
-        process_group: as of `empty`.
+        process_group: as in `empty`.
         requires_grad: makes the result a leaf that does or does not require a gradient; None keeps the graph.
 
     Raises:
@@ -174,7 +174,7 @@ def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker:
 
 
 def as_shape(size: Sequence[Any]) -> tuple[int, ...]:
-    """The global shape that ``f(spec, 4, 6)``, ``f(spec, (4, 6))`` and ``f(spec, torch.Size(...))`` say."""
+    """Return the global shape given as ``f(spec, 4, 6)``, ``f(spec, (4, 6))`` or ``f(spec, torch.Size(...))``."""
     if len(size) == 1 and not isinstance(size[0], int | str):
         size = tuple(size[0])
     for length in size:
@@ -203,7 +203,7 @@ def _refuse_what_is_not_plain(
 
 
 def _new(cls: type[ShardedTensor], sharding_spec: SpecLike, *size: Any, **options: Any) -> ShardedTensor:
-    """``ShardedTensor(spec, 4, 6, dtype=..., process_group=...)``, which is `empty`."""
+    """Implement ``ShardedTensor(spec, 4, 6, dtype=..., process_group=...)`` by `empty`."""
     return empty(sharding_spec, *size, **options)
 
 

@@ -1,21 +1,21 @@
-"""The safety net: gather the operands, compute on wholes, lay the results out again.
+"""The fallback for operations without a rule: gather the operands, compute on whole tensors, shard the results again.
 
-Right for any operation that is a function of values, forward and backward, in place or into ``out=``: what it changed
-of a gathered operand, told by the version counter (by the values, where torch writes without counting), is written back
-to the shards. What it cannot do it refuses: an operation that shows memory (``data_ptr``, ``numpy``), one that changes
-a tensor's shape in place.
+It is correct for any operation that is a function of values, forward and backward, in place or into ``out=``. It
+detects a change of a gathered operand by the version counter (by the values, where torch writes without counting) and
+writes the change back to the shards. It raises for an operation that exposes memory (``data_ptr``, ``numpy``) and for
+one that changes a tensor's shape in place.
 
-A plain tensor that meets a sharded one is a copy on every rank: under `check_collectives` its checksum is compared.
+A plain operand beside a sharded one is replicated: under `check_collectives` the ranks compare its checksum.
 
-It is also under ``torch.autograd.Function.apply``. A Function ties its results to its arguments below the level that a
-subclass of Tensor can see: on ShardedTensors it would tie the wrappers, whose leaves would have no history. It has no
-override hook, so importing this module replaces ``Function.apply`` once. A call without ShardedTensors pays about 0.2
-microseconds; torch.compile knows ``apply`` by its name and traces the Function itself.
+``torch.autograd.Function.apply`` uses it too. A Function connects its results to its arguments below the level of
+tensor subclasses: on ShardedTensors it would connect the wrappers, and their leaves would have no history. It has no
+override hook, so importing this module replaces ``Function.apply`` once. A call without ShardedTensors costs about 0.2
+microseconds; torch.compile recognizes ``apply`` by its name and traces the Function itself.
 
-* Sharded arguments are gathered, differentiably, and results of the first one's shape are laid out as it is.
-* Reentrant checkpointing, and in torch 2.11 the Function by which the other kind keeps its inputs, get local tensors.
-* Full backward hooks of modules are shown whole gradients: what they watch is gathered and stays whole.
-* A Function that itself makes a ShardedTensor out of plain arguments is refused.
+* Sharded arguments are gathered, differentiably, and results of the first one's shape get its layout.
+* Reentrant checkpointing, and in torch 2.11 the Function that saves the inputs of the other kind, get local tensors.
+* Full backward hooks of modules get whole gradients: the tensors that they watch are gathered and stay whole.
+* A Function that itself makes a ShardedTensor from plain arguments raises RuleError.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _IN_PLACE = frozenset(("__setitem__", *(f"__i{name}__" for name in _OPERATORS)))
 CHANGES_OPERANDS = ("_foreach_", "_fused_", "_amp_")
 """Families of operations that change lists of operands in place; other such operations end in an underscore."""
 WRITES_STATISTICS = ("batch_norm", "instance_norm")
-"""Families whose kernels write running statistics, one number a channel, past the version counter."""
+"""Families whose kernels write running statistics, one number for each channel, and count no version."""
 
 
 @implements(ANY_OTHER)
 def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do `func` on whole tensors and lay out results of the first sharded operand's shape as that operand is.
+    """Run `func` on whole tensors and give results of the first sharded operand's shape that operand's layout.
 
     Other results are plain tensors, equal on every rank. All ranks of the group call it; it warns once for each
-    function, and raises under `strict`, and where the function shows memory or changes a shape in place.
+    function, and raises under `strict`, and if the function exposes memory or changes a shape in place.
     """
     name = bare_name(func)
     if name in CHANGES_SHAPE:
@@ -111,7 +111,7 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | torch.Tensor | None]]:
         wholes = {id(wrapper): wrapper.full_tensor() for wrapper in wrappers}
-        if changes:  # a whole may be the very bytes of a copy, or a view that may not be written
+        if changes:  # a whole tensor may share memory with a replica, or be a read-only view
             wholes = {key: whole.clone() for key, whole in wholes.items()}
         befores = [_before(whole, changes, has_statistics) for whole in wholes.values()]
         whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
@@ -129,14 +129,14 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a torch function of this name writes to its first operand: ``add_``, ``__iadd__``, ``__setitem__``."""
+    """Return whether a function of this name writes to its first operand: ``add_``, ``__iadd__``, ``__setitem__``."""
     if name.startswith("__"):
         return name in _IN_PLACE
     return name.endswith("_")
 
 
 def _before(whole: torch.Tensor, changes: bool, has_statistics: bool) -> int | torch.Tensor | None:
-    """What tells whether `whole` gets written: its version, its values, or None for "take it that it is"."""
+    """Return what detects a write to `whole`: its version, its values, or None to assume that it is written."""
     if has_statistics and whole.dim() == 1 and not whole.requires_grad:
         return whole.clone()
     return (None if changes else 0) if whole.is_inference() else whole._version
@@ -151,7 +151,7 @@ def _is_unchanged(whole: torch.Tensor, before: int | torch.Tensor | None) -> boo
 def _write_back(
     func: Any, wrapper: ShardedTensor, whole: torch.Tensor, before: int | torch.Tensor | None, changes: bool
 ) -> None:
-    """Bring what the function changed of the gathered `whole` back to the shards of `wrapper`."""
+    """Copy what the function changed in the gathered `whole` into the shards of `wrapper`."""
     if tuple(whole.shape) != wrapper._layout.shape:
         raise RuleError(
             f"{name_of(func)} would change the shape of a ShardedTensor in place",
@@ -163,29 +163,29 @@ def _write_back(
     refuse_lost_write(wrapper, name_of(func))
     refuse_partial_write(wrapper, name_of(func))
     local = part(whole, wrapper._layout, wrapper._group)
-    # Empty ones all have address 0, and must enter the graph as on other ranks, whose backward is collective.
+    # Empty tensors all have address 0, and must enter the graph as on other ranks: backward is collective.
     if not local.numel() or local.untyped_storage().data_ptr() != wrapper._local.untyped_storage().data_ptr():
-        # A leaf that autograd follows is written by what torch does without it, as the scaling of an embedding's rows.
+        # A function that is not an in-place one writes leaves without autograd, as embedding does for max_norm.
         follows = changes or not wrapper._local.is_leaf
         with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
             wrapper._local.copy_(local)
 
 
 def _lay_out(value: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
-    """The whole `value` as `like` is laid out, where it has that shape and no rank holds a whole copy anyway."""
+    """Return the whole `value` in the layout of `like`; unchanged if its shape differs or `like` is replicated."""
     layout = like._layout.reduced()
     if isinstance(value, ShardedTensor) or tuple(value.shape) != layout.shape or layout.is_replicated:
         return value
-    if value.layout != torch.strided:  # nothing is cut of what is not laid out in memory
+    if value.layout != torch.strided:  # only strided tensors are sharded
         return value
     local = part(value, layout, like._group)
     if local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-        local = local.clone()  # else the whole stays in memory, and autograd lets nobody write into the part
+        local = local.clone()  # else the whole stays in memory, and autograd refuses writes into the part
     return wrap(local, layout, None if like._layout.partial else like._spec, like._group)
 
 
 def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch.Generator | None) -> Any:
-    """Compute; if that drew random numbers, draw them anew from the first rank's state, the same on every rank."""
+    """Compute; if that drew random numbers, compute again from the first rank's generator state on every rank."""
     if first._group.size == 1 or first.is_meta:
         return compute()
     generator = default_generator(first.device) if generator is None else generator
@@ -254,7 +254,7 @@ def _refuse_cut_off(cls: type[Function], out: Any) -> Any:
 
 
 def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Reentrant checkpointing over local tensors: what goes in and out of the Function is plain."""
+    """Run reentrant checkpointing on local tensors: the Function gets and returns plain tensors."""
     kinds_in = [_kind(x) for x in args]
     kinds_out: list[Any] = []  # not the ShardedTensors: their leaves own the graph that owns this
 
@@ -270,7 +270,7 @@ def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -
 
 
 def _saved(args: tuple[Any, ...]) -> Any:
-    """The local tensors are saved, and are ShardedTensors again when checkpointing asks for its inputs."""
+    """Save the local tensors; checkpointing reads them back as ShardedTensors."""
     saver = _plain_apply(_SaveInputs, *map(local_of, args))
     if saver.grad_fn is not None:
         kinds, get_args = [_kind(x) for x in args[1:]], saver.grad_fn.get_args  # the first is a dummy
@@ -279,7 +279,7 @@ def _saved(args: tuple[Any, ...]) -> Any:
 
 
 def _watched_whole(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What a module takes or returns, whole, with the node that its full backward hooks watch directly behind."""
+    """Gather what a module takes or returns, and attach the autograd node that its full backward hooks watch."""
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, ShardedTensor))
     warn_of_gather(torch.nn.Module.register_full_backward_hook, size)
     wholes = (x.full_tensor() if isinstance(x, ShardedTensor) else x for x in tensors)
@@ -304,11 +304,11 @@ Function.apply = apply  # type: ignore[method-assign]
 # -- plain operands ----------------------------------------------------------------------------------------------------
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
-_OVERWRITTEN = ("copy_", "set_", "out", "__set__", "__get__")  # what they write into need not be equal before
+_OVERWRITTEN = ("copy_", "set_", "out", "__set__", "__get__")  # their targets need not be equal before
 
 
 def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise DisagreementError on every rank where a plain operand is not the same on all; all ranks call it."""
+    """Raise DisagreementError on every rank if a plain operand differs between ranks. All ranks call it."""
     name = dispatch.name_of(func)
     leaves = tree_flatten_with_path((args, {key: value for key, value in kwargs.items() if key != "out"}))[0]
     group = next((x._group for _, x in leaves if isinstance(x, ShardedTensor)), None)
@@ -331,13 +331,13 @@ def _say(path: Any) -> str:
 
 
 def _checksum(x: torch.Tensor) -> str:
-    """A checksum of the bytes of a tensor in their order."""
+    """Return a checksum of the bytes of a tensor in their order."""
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return sha256(bytes_of(flat)).hexdigest()[:16]
 
 
 def _watch() -> None:
-    """Have every operation of sharded tensors compare its plain operands first."""
+    """Make every operation of sharded tensors compare its plain operands first."""
     inner: Any = ShardedTensor.__torch_function__
 
     def __torch_function__(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors from metadata that ranks need not compare: what torch's ShardedTensor says of itself, and what specs say."""
+"""Make tensors from metadata that ranks need not compare: the metadata of torch's ShardedTensor, and of specs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def from_local_shards_and_global_metadata(
     process_group: Any = None,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Return the tensor that the metadata describes, of which this rank has these shards. Sends and compares
-    nothing. Raises RuleError or LayoutError where the shards are not those of the metadata, or do not tile the size."""
+    """Return the tensor that the metadata describes; this rank passes its shards. Sends and compares nothing.
+    Raises RuleError or LayoutError if the shards are not those of the metadata, or do not tile the size."""
     group = as_group(process_group)
     check_metadata_of_all(sharded_tensor_metadata)
     shards, shape = sharded_tensor_metadata.shards_metadata, tuple(sharded_tensor_metadata.size)
@@ -92,10 +92,10 @@ def build_metadata(
     tensor_sizes: Sequence[int],
     tensor_properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """Return what ``metadata()`` of a tensor of this spec and global size says, for any placements, on any process.
+    """Return what ``metadata()`` returns for a tensor of this spec and global size, for any placements, on any process.
 
-    A method of the specs that name devices. It is given to them here, as `shard_tensor` is in `parallel`, because specs
-    know no tensors: planning runs where torch cannot be imported.
+    A method of the specs that name devices. This module adds it, as `parallel` adds `shard_tensor`, because the
+    modules of the specs do not import torch: planning runs where torch cannot be imported.
     """
     shape = tuple(tensor_sizes)
     if isinstance(spec, EnumerableShardingSpec):
@@ -127,18 +127,18 @@ def parse_and_validate_remote_device(process_group: Any, remote_device: Any) -> 
 
 
 def is_torch_sharded(x: Any) -> bool:
-    """Whether `x` is torch's ShardedTensor; does not import it."""
+    """Return whether `x` is torch's ShardedTensor, without importing it."""
     return type(x).__name__ == "ShardedTensor" and type(x).__module__.startswith("torch.distributed._shard")
 
 
 def from_torch_sharded_tensor(tensor: Any) -> ShardedTensor:
-    """Return the `ShardedTensor` of torch's own one, on the same process group. Sends nothing.
+    """Convert torch's ShardedTensor to a `ShardedTensor` on the same process group. Sends nothing.
 
-    A rank's only shard keeps its memory: what is written into either is seen in the other. Several are copied.
-    ``load_state_dict`` and ``copy_`` of sharded tensors take torch's by themselves, whatever the two layouts are.
+    A rank's only shard keeps its memory: a write into either is visible in the other. Several are copied.
+    ``load_state_dict`` and ``copy_`` of sharded tensors accept torch's directly, whatever the two layouts are.
 
-    A file with torch's ShardedTensors is read by ``torch.load(file, weights_only=False)``, where the process group has
-    been made: torch's classes cannot be read with ``weights_only=True``, by torch itself neither.
+    Read a file with torch's ShardedTensors by ``torch.load(file, weights_only=False)``, after the process group was
+    made: torch itself cannot read its classes with ``weights_only=True`` either.
 
     Args:
         tensor: a ``torch.distributed._shard.sharded_tensor.ShardedTensor``; every rank of its group calls this.
@@ -168,6 +168,6 @@ def from_torch_sharded_tensor(tensor: Any) -> ShardedTensor:
 
 
 def _inside(shard: Any, size: torch.Size) -> ShardMetadata:
-    """A shard's metadata; that of an empty one, which torch lets begin past the end of a dim, begins at the end."""
+    """Return a shard's metadata; an empty shard, which torch may start past the end of a dim, starts at the end."""
     offsets = [min(offset, length) for offset, length in zip(shard.shard_offsets, size, strict=True)]
     return ShardMetadata(offsets, shard.shard_sizes, shard.placement)

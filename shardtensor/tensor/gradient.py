@@ -2,9 +2,9 @@
 
 All ranks of the groups involved call these, as the graph may hold collectives. Hooks run on every rank. They live on
 the leaf and must not keep the ShardedTensor alive: Python's collector does not see through a leaf's post-accumulate
-hooks, so such a cycle would never be freed. Nor may they hold a weak reference to it: torch refuses to swap a tensor
-that has one. So the ShardedTensor owns a small `Owner` that knows it, a cycle that the collector does see, and the hook
-has a weak reference to that.
+hooks, so such a cycle would never be freed. They must not hold a weak reference to it either: torch refuses to swap a
+tensor that has one. So the ShardedTensor owns a small `Owner` that refers back to it, a cycle that the collector frees,
+and the hook has a weak reference to the `Owner`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTHING = torch.empty(0)
 
 
 def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
-    """The gradient, of this tensor's layout; the same object as long as the leaf's gradient is."""
+    """Return the gradient, in this tensor's layout; the same object as long as the leaf's gradient is the same."""
     cached = tensor._grad_wrapper
     if cached is not None and cached[0] is tensor._local.grad:
         return cached[1]
@@ -33,7 +33,7 @@ def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
 
 
 def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
-    """Make `value`, plain (whole on every rank) or sharded in any layout, the gradient."""
+    """Set the gradient to `value`, plain (whole on every rank) or sharded in any layout."""
     if value is None:
         tensor._local.grad = None
         forget(tensor)
@@ -53,7 +53,7 @@ def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
 
 
 def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
-    """The gradient of `tensor`, of which another was shown before."""
+    """Wrap and cache the gradient of `tensor`, which is not the cached one."""
     grad = tensor._local.grad
     if grad is None:
         return None
@@ -65,11 +65,11 @@ def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
 
 
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
-    """Return the wrapper over the gradient of a tensor's leaf: of its layout, with nothing left to reduce. A tensor
-    that is partial in another way than a sum has no such gradient: its leaf's is not the tensor's."""
+    """Return the wrapper over the gradient of a tensor's leaf: in its layout, reduced. Raise
+    RuleError for a tensor that is partial in another way than a sum: its leaf's gradient is not the tensor's."""
     layout = tensor._layout
     if not layout.partial:
-        return wrapper_over(grad, layout, tensor._spec, tensor._group)  # of its leaf's shape, as autograd saw to
+        return wrapper_over(grad, layout, tensor._spec, tensor._group)  # autograd has checked its shape
     if any(op != "sum" for _, op in layout.partial):
         raise RuleError(
             "the gradient of a partial tensor is not kept by its partial sums", fix="reduce the tensor first"
@@ -78,7 +78,7 @@ def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
 
 
 def forget(tensor: ShardedTensor) -> None:
-    """Let go of the gradient's memory; the leaf's gradient was set to None."""
+    """Release the gradient's memory, after the leaf's gradient was set to None."""
     cached, tensor._grad_wrapper = tensor._grad_wrapper, None
     if cached is None:
         return
@@ -90,7 +90,7 @@ def forget(tensor: ShardedTensor) -> None:
 
 
 def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
-    """The wrapper of the gradient before, over this one, if nobody has it any more: half the cost of a new one."""
+    """Return the previous gradient's wrapper, over this gradient, if it is unused: half the cost of a new one."""
     idle, tensor._idle_grad = tensor._idle_grad, None
     if idle is None or idle[1] is not tensor._layout or idle[2] is not grad.dtype or idle[3] != grad.device:
         return None
@@ -102,7 +102,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def grad_dtype_of(leaf: torch.Tensor) -> torch.dtype:
-    """The dtype of a leaf's gradients; where any is allowed (None), or this torch has no such setting, the leaf's."""
+    """Return the dtype of a leaf's gradients; the leaf's if any is allowed (None) or torch has no such setting."""
     return getattr(leaf, "grad_dtype", None) or leaf.dtype
 
 
@@ -139,13 +139,13 @@ def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.T
 def _gradient_hook(
     tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]
 ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
-    """The hook for the leaf of `tensor`."""
-    # It must not keep the tensor alive, so it knows it by a local tensor without memory.
+    """Return the hook for the leaf of `tensor`."""
+    # It must not keep the tensor alive, so it refers to a wrapper over a meta tensor.
     stand_in = torch.empty(tensor._local.shape, device="meta")
     like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
 
     def on_leaf(grad: torch.Tensor | None) -> torch.Tensor | None:
-        if grad is None:  # torch calls where the graph could have brought a gradient and did not, too
+        if grad is None:  # torch also calls it if the graph computed no gradient
             return None
         shown = gradient_of(like, grad)
         changed = hook(shown)
@@ -155,7 +155,7 @@ def _gradient_hook(
 
 
 class Owner:
-    """Finds the ShardedTensor that a leaf belongs to, as long as it lives."""
+    """A reference to the ShardedTensor of a leaf; it lives as long as that."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -165,13 +165,13 @@ class Owner:
 
 @implements(torch.Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
-    """Call ``hook(tensor)``, with this very object, after its gradient has been accumulated."""
+    """Call ``hook(tensor)``, with this same object, after its gradient has been accumulated."""
     note_hook(tensor._local)
     return tensor._local.register_post_accumulate_grad_hook(_post_hook(tensor, hook))
 
 
 def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Callable[[torch.Tensor], None]:
-    """The hook for the leaf of `tensor`."""
+    """Return the hook for the leaf of `tensor`."""
     owner = vars(tensor).setdefault("_owner", Owner(tensor))
     find = weakref.ref(owner)
 
@@ -184,18 +184,18 @@ def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> 
 
 
 def note_hook(leaf: torch.Tensor) -> None:
-    """Tell who gives `leaf` its gradients, if it is not autograd, that there are hooks."""
+    """Record on the `FlatShard` of `leaf`, if it has one, that there are hooks, since autograd does not run them."""
     found = flat_shard_of(leaf)
     if found is not None:
         found[0].has_hooks = True
 
 
 Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
-"""Of a tensor: those on its gradient, those after its accumulation; as its handles know them."""
+"""The hooks of a tensor, on its gradient and after its accumulation, in the dicts that their handles refer to."""
 
 
 def take_hooks(tensor: torch.Tensor) -> Hooks:
-    """Take the hooks of a plain tensor off it."""
+    """Remove the hooks of a plain tensor and return them."""
     on: Any = tensor
     hooks = on._backward_hooks, on._post_accumulate_grad_hooks
     if hooks[0]:
@@ -206,7 +206,7 @@ def take_hooks(tensor: torch.Tensor) -> Hooks:
 
 
 def give_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Give the hooks that a plain tensor had to `tensor`, sharded or plain; their handles go on removing them."""
+    """Set the hooks that a plain tensor had on `tensor`, sharded or plain; their handles still remove them."""
     before, after = hooks
     leaf: Any = tensor._local if isinstance(tensor, ShardedTensor) else tensor
     if before:
@@ -231,7 +231,7 @@ def retain_grad(tensor: ShardedTensor) -> None:
 def backward_of(
     tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """``tensor.backward(gradient)``; the gradient may be sharded in any layout, or plain and whole."""
+    """Run ``tensor.backward(gradient)``; the gradient may be sharded in any layout, or plain and whole."""
     backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -254,7 +254,7 @@ def backward(
 
 @implements(torch.autograd.grad)
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the gradients of `inputs`, each laid out as its input is; any of the tensors may be sharded."""
+    """Return the gradients of `inputs`, each in the layout of its input; any of the tensors may be sharded."""
     batched, inputs = kwargs.get("is_grads_batched", False), _listed(inputs)
     if batched and any(isinstance(x, ShardedTensor) for x in inputs):
         raise _batched_error()
@@ -267,7 +267,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
 
 
 def _leaf_of(x: Any) -> Any:
-    """The tensor whose gradient is asked for; a parameter of a fully sharded module is in no graph."""
+    """Return the tensor to differentiate; raise for a parameter of a fully sharded module, which is in no graph."""
     if getattr(x, "_param_group", None) is not None:
         raise RuleError(
             "autograd cannot be asked for the gradients of some parameters of a fully sharded module",
@@ -279,13 +279,13 @@ def _leaf_of(x: Any) -> Any:
 
 @implements(torch.Tensor.detach_)
 def detach_(tensor: ShardedTensor) -> ShardedTensor:
-    """Take this very object off the graph."""
+    """Detach this object from the graph, in place."""
     tensor._local.detach_()
     return tensor.requires_grad_(False)
 
 
 def _roots(tensors: Any, gradients: Any, batched: bool = False) -> tuple[list[torch.Tensor], list[Any]]:
-    """The local tensors to start from, and the local part of the gradient of each."""
+    """Return the local tensors to start from, and the local part of the gradient of each."""
     tensors = _listed(tensors)
     gradients = [None] * len(tensors) if gradients is None else _listed(gradients)
     roots, starts = [], []

@@ -1,7 +1,7 @@
 """Sharded tensors from what ranks already hold: `init_from_local_shards`, `init_from_local_tensor`.
 
-Ranks can disagree here. So whatever a rank finds wrong with its own part travels in one small exchange before anything
-is made, and every fault is the same error on every rank; tensors' contents never travel.
+Ranks can disagree here. So each rank sends the errors of its own part in one small exchange before anything is made,
+and every rank raises the same error; the contents of tensors are never sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class RankShards:
-    """What one rank brings, as small values that travel; the properties are None where it has no shard."""
+    """What one rank passes, as small values to exchange; the properties are None if it has no shard."""
 
     size: Size
     shards: tuple[tuple[Shape, Shape, str], ...]
@@ -54,9 +54,9 @@ def init_from_local_shards(
     metadata is copied, so that the caller's objects may change afterwards.
 
     Args:
-        local_shards: this rank's shards, perhaps none; placements say global ranks.
+        local_shards: this rank's shards, perhaps none; placements have global ranks.
         global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
-            all of them does so along dim 0. Their offsets are then worked out anew.
+            all of them does so along dim 0. Their offsets are then computed again.
         process_group: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
@@ -116,7 +116,7 @@ def leaf_of(
 
 
 def _checked_shards(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> RankShards:
-    """Say what this rank brings, or raise what is wrong with it."""
+    """Return what this rank passes, or raise the error in it."""
     size = _given_size(global_size)
     if size is None:
         raise LayoutError(
@@ -141,7 +141,7 @@ def _checked_shards(shards: Sequence[Shard], global_size: Sequence[Any], rank: i
 
 
 def _check_shard(shard: Shard, rank: int) -> None:
-    """Raise when a shard is not plain memory, or not of the place and the size that its metadata says."""
+    """Raise LayoutError if a shard is not contiguous, or its rank, size or device differs from its metadata."""
     tensor, metadata = shard.tensor, shard.metadata
     if tensor.layout != torch.strided:
         raise LayoutError(
@@ -163,7 +163,7 @@ def _check_shard(shard: Shard, rank: int) -> None:
 
 
 def _check_properties(holders: Mapping[int, RankShards]) -> None:
-    """Raise, on every rank alike, when the ranks that have shards differ in what a tensor has one of."""
+    """Raise the same error on every rank if no rank has shards, or if they differ in size or in a property."""
     if not holders:
         raise LayoutError("ShardedTensor have no local shards on all ranks!", fix="pass at least one shard")
     for name, shown in [("size", "global_size"), *((name, name) for name in PROPERTIES)]:
@@ -179,7 +179,7 @@ def _check_properties(holders: Mapping[int, RankShards]) -> None:
 
 
 def _joined(holders: Mapping[int, RankShards]) -> tuple[Shape, list[tuple[int, ShardMetadata]]]:
-    """The global shape and every shard with its rank, in rank order; raises the same error on every rank."""
+    """Return the global shape and every shard with its rank, in rank order; raises the same error on every rank."""
     shards = [(rank, ShardMetadata(*shard)) for rank, own in holders.items() for shard in own.shards]
     size = next(iter(holders.values())).size
     unknown = [dim for dim, length in enumerate(size) if length is None]
@@ -214,7 +214,7 @@ def init_from_local_tensor(
 ) -> ShardedTensor:
     """Wrap each rank's local tensor as its part under a spec, without a copy. All ranks of the group call it.
 
-    One small exchange makes sure that all agree. A partial spec makes each rank's tensor a partial sum.
+    One small exchange checks that all ranks agree. A partial spec makes each rank's tensor a partial sum.
 
     Args:
         local_tensor: of the local shape that the spec gives this rank, contiguous; it becomes the leaf.
@@ -251,7 +251,7 @@ def init_from_local_tensor(
 def _read(
     local: torch.Tensor, sharding_spec: ShardingSpec | str, global_size: Sequence[Any], group: Group
 ) -> tuple[ShardingSpec, Size | None, Layout | None]:
-    """The spec, the size, and the layout where the size is known; raises what is wrong with this rank's part."""
+    """Return the spec, the size, and the layout if the size is known; raise the error in this rank's part."""
     spec, size = as_spec(sharding_spec), _given_size(global_size)
     if not isinstance(local, torch.Tensor) or isinstance(local, ShardedTensor):
         raise LayoutError(
@@ -280,7 +280,7 @@ def _read(
 
 
 def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape], group: Group) -> Layout:
-    """The layout whose local shapes are those that the ranks brought: lengths added up along axes of the mesh."""
+    """Return the layout whose local shapes are those of the ranks: it tries sums of lengths along axes of the mesh."""
     mesh = mesh_of(group)
     known = size or (None,) * len(shapes[mesh.ranks[0]])
     if all(len(shape) == len(known) for shape in shapes.values()):
@@ -304,7 +304,7 @@ def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape],
 
 
 def _caught(work: Any) -> tuple[Any, ShardTensorError | None]:
-    """The result of `work`, or the error to bring to the other ranks, which wait for this one."""
+    """Return the result of `work`, or the error to send to the other ranks, which wait for this one."""
     try:
         return work(), None
     except ShardTensorError as error:
@@ -316,7 +316,7 @@ def _caught(work: Any) -> tuple[Any, ShardTensorError | None]:
 
 
 def _given_size(global_size: Sequence[Any]) -> Size | None:
-    """The size that ``(4, 6)``, ``((4, 6),)``, ``(None, 6)`` say; None for ``()``."""
+    """Return the size given as ``(4, 6)``, ``((4, 6),)`` or ``(None, 6)``; None for ``()``."""
     if len(global_size) == 1 and isinstance(global_size[0], Sequence):
         global_size = global_size[0]
     elif not global_size:

@@ -1,7 +1,7 @@
-"""Between layouts, with gradients: by the route from one to the other, and back by the route back.
+"""Redistribute local tensors between layouts, with gradients: backward takes the route back.
 
-Which step sends what was decided in `shardtensor.layout.route`. One convention: a plain tensor is a copy on every rank
-and so is its gradient; the gradient of partial sums is that of their sum, on every rank.
+`shardtensor.layout.route` decides the steps. Convention: a plain tensor is replicated, and its gradient is replicated
+too; the gradient of partial sums is the gradient of their sum, on every rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ALONG: WeakKeyDictionary[Group, dict[tuple[Any, ...], Group]] = WeakKeyDictiona
 
 
 def along(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
-    """The group of the ranks that differ from this one only along `axes` of the layout's grid.
+    """Return the group of the ranks that differ from this one only along `axes` of the layout's grid.
 
-    All ranks of the layout's grid call it. When the axes are all there is, it is `group` itself, whose other
-    members then take part with nothing.
+    All ranks of the layout's grid call it. If `axes` cover the grid, it is `group` itself, whose other members
+    then take part with no elements.
     """
     rest = [size for axis, size in enumerate(layout.grid) if axis not in axes]
     if all(size == 1 for size in rest):
@@ -74,7 +74,7 @@ def run_step(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> tor
 
 
 def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torch.Tensor:
-    """Return the part of `local` that `rank` has under `target`: a view where it is one box, else a copy."""
+    """Return the part of `local` that `rank` holds under `target`: a view where it is one box, else a copy."""
     keeps = transfer(source, target, rank, (rank,)).keeps
     if len(keeps) == 1 and not target.packed:
         return see(local, keeps[0][0])
@@ -85,10 +85,10 @@ def take(local: torch.Tensor, source: Layout, target: Layout, rank: int) -> torc
 
 
 def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
-    """Return this rank's part under `target` of the tensor of which `local` is the part under `source`.
+    """Redistribute: return this rank's local tensor under `target`; `local` is the one under `source`.
 
-    Differentiable, but for a partial max or min. `local` itself, or a view of it, where nothing has to be sent or
-    joined. All ranks of the group call it, and as many run its backward.
+    Differentiable, except for a partial max or min. Returns `local` itself, or a view of it, if nothing has to be
+    sent or reduced. All ranks of the group call it, and all of them run its backward.
     """
     if not route(source, target):
         return local if local.numel() else as_nothing(local, target, group.rank)
@@ -104,8 +104,8 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Return an empty local tensor in the shape that the layout gives it, with the strides that are usual for it.
-    Torch's elementwise functions give what is empty strides of zero, which are those of an expanded tensor."""
+    """Return an empty local tensor in the local shape of the layout, with the usual strides of that shape. Torch's
+    elementwise functions return empty results with strides of zero, like those of an expanded tensor."""
     shape = layout.local_shape(rank)
     if tuple(local.shape) == shape and (0 not in local.stride() or local._is_view()):
         return local
@@ -122,7 +122,7 @@ def _run(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> t
 
 
 class _Moved(torch.autograd.Function):
-    """Its backward takes the route back; a partial sum of a mean gets its share of the mean's gradient."""
+    """Redistributes; backward takes the route back. A partial sum of a mean gets its share of the mean's gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Layout, target: Layout, group: Group) -> torch.Tensor:
@@ -131,14 +131,14 @@ class _Moved(torch.autograd.Function):
         if out is local:
             return out.view_as(out)
         is_own = out.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
-        return out.detach() if is_own else out  # autograd lets nobody write into a view that a Function returns
+        return out.detach() if is_own else out  # autograd refuses writes into a view that a Function returns
 
     @staticmethod
     @untraced("a ShardedTensor is moved outside of graphs")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = collectives.whole_gradient(grad)
         made = tuple(p for p in ctx.target.partial if p not in ctx.source.partial)
-        if made and grad.requires_grad:  # where partial sums are made, one copy of the gradient counts
+        if made and grad.requires_grad:  # where partial sums are made, one replica of the gradient counts
             layout = attrs.evolve(
                 ctx.target, partial=made
             )  # weights sum to 1 over the holders of an element's partial sums
@@ -148,13 +148,13 @@ class _Moved(torch.autograd.Function):
         if share != 1:
             back = back * share
         joined = [axis for axis, op in ctx.source.partial if (axis, op) not in ctx.target.partial]
-        if joined and back.requires_grad:  # each rank's gradient of it, of second order, is a partial sum
+        if joined and back.requires_grad:  # each rank's second-order gradient is a partial sum
             back = collectives.sum_gradient(back, along(ctx.group, ctx.source, joined))
         return back if back.numel() else back.reshape(ctx.shape), None, None, None
 
 
 class _Counted(torch.autograd.Function):
-    """A copy whose own gradient counts as much as the partial sum that this rank makes of it."""
+    """The identity; backward multiplies by `weight`, this rank's share of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _Partial(torch.autograd.Function):
-    """This rank's partial sum of a copy; the gradient of partial sums is that of their sum, and counts as such."""
+    """Multiplies by `weight`; backward is the identity: the gradient of partial sums is the gradient of their sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -197,7 +197,7 @@ def part(full: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     if not layout.packed and not (full.requires_grad and torch.is_grad_enabled()):
         boxes = layout.boxes(group.rank)
         if len(boxes) == 1 and full.dim():
-            return full[boxes[0].slices]  # as the route says, without making one for every new shape
+            return full[boxes[0].slices]  # the same as the route, without making one for every new shape
     return moved(full, _everywhere(layout, group), layout.reduced(), group)
 
 
@@ -208,5 +208,5 @@ def _everywhere(layout: Layout, group: Group) -> Layout:
 
 
 def reduce_local(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Reduce what ranks hold of a partial layout: one all-reduce for each reduction. Differentiable for sum and avg."""
+    """Reduce a local tensor of a partial layout: one all-reduce for each reduction. Differentiable for sum and avg."""
     return moved(local, layout, layout.reduced(), group)

@@ -23,7 +23,7 @@ from shardtensor.spec.placement import Placement
 
 
 def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
-    """The device this rank's part shall be on: its placement's, else the group's, else `like`'s or torch's default.
+    """Return the device for this rank's part: its placement's, else the group's, else `like`'s or torch's default.
 
     Raises:
         LayoutError: a placement, of any rank, names a device that machines like this one do not have.
@@ -41,7 +41,7 @@ def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = Non
 
 
 def present(placement: Placement) -> torch.device:
-    """The device of a placement, with its index, checked to be there."""
+    """Return the device of a placement, with its index; raise if this machine does not have it."""
     kind, index = placement.device_type, placement.device_index
     if kind == "cuda":
         _check_cuda(placement.device(), {"placement": str(placement)}, f'write "rank:{placement.rank()}/cpu"')
@@ -50,7 +50,7 @@ def present(placement: Placement) -> torch.device:
 
 
 def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -> None:
-    """Raise unless this machine has a device. `without_any` is the way out of a machine without GPUs."""
+    """Raise LayoutError unless this machine has the device. `without_any` is the fix for a machine without GPUs."""
     count = torch.cuda.device_count()
     if not count or (device.index or 0) >= count:
         raise LayoutError(
@@ -61,7 +61,7 @@ def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -
 
 
 def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
-    """The device that a caller names for this rank's part of a new tensor; cuda without an index is the rank's own."""
+    """Return the device of a new local tensor if a caller names `device`; cuda without an index is the rank's own."""
     kinds = _named_kinds(spec)
     if kinds and device.type != "meta":
         if kinds != {device.type} or device.index is not None:
@@ -77,7 +77,7 @@ def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torc
 
 
 def _named_kinds(spec: ShardingSpec) -> set[str]:
-    """The kinds of devices that a spec names, of all ranks; empty for specs of axes."""
+    """Return the device types that a spec names for all ranks; empty for specs of axes."""
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         return {run.first.device_type for run in spec.placements.runs}
     if isinstance(spec, EnumerableShardingSpec):
@@ -86,12 +86,12 @@ def _named_kinds(spec: ShardingSpec) -> set[str]:
 
 
 def own_device(kind: str) -> torch.device:
-    """This rank's own device of a kind."""
+    """Return this rank's own device of a type."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
-    """The first placement that a device spec gives a rank; None for specs that name no devices."""
+    """Return the first placement that a device spec gives a rank; None for specs that name no devices."""
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         index = spec.placements.index_of(rank)
         if index is not None:
@@ -105,15 +105,15 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
 
 
 def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> ShardingSpec | None:
-    """The spec of a tensor whose shards went to devices of another kind; None where the layout tells it."""
+    """Return the spec of a tensor after a move to devices of another type; None if it follows from the layout."""
     if isinstance(spec, EnumerableShardingSpec):
         return enumerated(layout, device)
     return spec if isinstance(spec, Spec) else None
 
 
 def mesh_of(group: Group) -> Mesh:
-    """The named grid of a group that came from a DeviceMesh, else its ranks along one axis without a name. Torch
-    does not tell which ranks are in a group that this process is no member of; all ranks stand for them."""
+    """Return the mesh of a group made from a DeviceMesh, else its ranks along one unnamed axis. Torch does not list
+    the ranks of a group that this process is no member of: the mesh then has all ranks."""
     if group.mesh is not None:
         return group.mesh
     if not group.size:
@@ -126,8 +126,8 @@ def mesh_of(group: Group) -> Mesh:
 
 
 def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
-    """Say a layout as a spec: with placements of this rank's kind of device where a device form can, else by axes.
-    Axes without a name are called ``axis0``, ``axis1``, ..."""
+    """Return the spec of a layout: with placements of this rank's device type if a device form exists, else by axes.
+    Unnamed axes are called ``axis0``, ``axis1``, ..."""
     if isinstance(layout, MeshLayout):
         device_form = None if layout.names or layout.partial else _device_form(layout, device)
         return axis_form(layout) if device_form is None else device_form
@@ -137,7 +137,7 @@ def spec_of(layout: Layout, device: torch.device) -> ShardingSpec:
 
 
 def enumerated(layout: Layout, device: torch.device) -> EnumerableShardingSpec:
-    """Every box of a layout written out; of those that several ranks hold, the first one's."""
+    """Return a spec that lists every box of a layout; of replicas, the first rank's."""
     shards = [
         ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{device.type}")
         for rank in layout.ranks
@@ -148,7 +148,7 @@ def enumerated(layout: Layout, device: torch.device) -> EnumerableShardingSpec:
 
 
 def _device_form(layout: MeshLayout, device: torch.device) -> ShardingSpec | None:
-    """The chunk or grid spec of a layout without copies, None where neither says it."""
+    """Return the chunk or grid spec of a layout without replicas, None if neither can express it."""
     cuts = [cut for cut in layout.dims if cut is not None]
     if [cut.axes for cut in cuts] != [(axis,) for axis in range(len(layout.grid))]:
         return None
@@ -192,7 +192,7 @@ def bind_to(
 def bind_named(
     spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh, dim_names: tuple[str, ...] | None = None
 ) -> Layout:
-    """As `bind`, for specs whose placements may name RPC workers; RPC is asked once `bind` has refused those."""
+    """Return the same as `bind`, also for placements that name RPC workers: if `bind` raises, RPC gives their ranks."""
     try:
         return bind(spec, shape, mesh, dim_names)
     except LayoutError:
@@ -203,7 +203,7 @@ def bind_named(
 
 
 def _numbered(spec: ShardingSpec) -> ShardingSpec | None:
-    """The spec with ranks in place of workers; None when it names no worker."""
+    """Return the spec with ranks in place of workers; None when it names no worker."""
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
         if all(run.first.worker is None for run in spec.placements.runs):
             return None

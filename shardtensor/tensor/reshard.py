@@ -1,4 +1,4 @@
-"""Other layouts: `reshard` makes a new tensor, ``tensor.reshard`` changes one, ``tensor.gather`` sends it to a rank."""
+"""New layouts: `reshard` makes a new tensor, ``tensor.reshard`` changes one, ``tensor.gather`` sends it to a rank."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def reshard(
 
     Every rank receives exactly the elements it lacks; memory is bounded by what it held, what it gets, and one buffer.
     It is differentiable: the gradient takes the route back. The result never shares memory with `tensor`, whatever the
-    layouts, so that a write into one is never seen in the other.
+    layouts, so a write into one never changes the other.
 
     Args:
-        tensor: of any global shape and layout, partial sums left to reduce included; a plain one is a copy on every
-        rank.
+        tensor: of any global shape and layout, also a partial one; a plain one is replicated.
         spec: the layout of the result, any spec or its text; placements may name other devices.
         process_group: whose ranks the spec is bound to; those of `tensor` when None. It may be another DeviceMesh over
             the same ranks, or other ranks: then one of the two groups has to contain the other, or the default group
@@ -65,9 +64,9 @@ def reshard(
 def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
     """Give this tensor the layout `spec`, in place, and return it. All ranks of the group call it.
 
-    Every rank receives exactly the elements it lacks. A leaf stays a leaf, and its gradient comes along; autograd
-    follows a result through it. Tensors that were views of this one keep the old elements: later writes are not shared.
-    `shardtensor.reshard` makes a new tensor instead.
+    Every rank receives exactly the elements it lacks. A leaf stays a leaf, and its gradient is redistributed too;
+    autograd records the change of a result. Tensors that were views of this one keep the old elements: later writes are
+    not shared. `shardtensor.reshard` makes a new tensor instead.
 
     Raises:
         SpecError, LayoutError: the text is wrong, or does not fit the group; the tensor is as before.
@@ -89,7 +88,7 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
             grad = moved(grad, tensor._layout.reduced(), layout.reduced(), tensor._group).to(local.device)
     if local is not tensor._local:
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
-            local = local.clone(memory_format=torch.contiguous_format)  # a shard owns its bytes and no others
+            local = local.clone(memory_format=torch.contiguous_format)  # a shard owns exactly its bytes
         if is_leaf:
             local = local.detach().requires_grad_(tensor._local.requires_grad)
             keep_grad_dtype(tensor, local)
@@ -103,7 +102,7 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
 
 
 def _pass_on(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
-    """Bring gradients that a graph made before the reshard still gives the old leaf to the tensor's leaf of then."""
+    """Redistribute gradients that earlier graphs still give the old leaf, and add them to those of the current leaf."""
 
     @torch.no_grad()
     def hand_over(leaf: torch.Tensor) -> None:
@@ -127,7 +126,7 @@ def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Gro
 
 
 def _transport(old: Group, new: Group) -> Group:
-    """The group over which elements go: one that has the ranks of both."""
+    """Return the group that sends the elements: it contains the ranks of both."""
     if new is old or set(new.ranks) <= set(old.ranks):
         return old
     if set(old.ranks) <= set(new.ranks):
@@ -186,7 +185,7 @@ def _gather(
 
 
 def _fault(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> LayoutError | None:
-    """What is wrong with this rank's call; `dtype` is what `out` must have, None for any."""
+    """Return the error of this rank's call, or None; `dtype` is the one that `out` must have, None for any."""
     group = tensor._group
     if not 0 <= dst < group.size:
         return LayoutError(f"dst={dst} is not a rank of this group", {"group ranks": f"0 to {group.size - 1}"})

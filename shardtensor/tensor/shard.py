@@ -60,17 +60,17 @@ if TYPE_CHECKING:
 
 
 class Shard:
-    """A local tensor and where it lies: ``tensor`` (its local shape) and ``metadata`` (offsets, sizes, placement).
+    """A local tensor and its position: ``tensor`` (its local shape) and ``metadata`` (offsets, sizes, placement).
 
-    A shard made by hand holds its own tensor. One that `ShardedTensor.local_shards` returns shows the tensor of its
-    owner: setting ``tensor`` or ``metadata`` there changes the owner.
+    A shard made by the user holds its own tensor. One that `ShardedTensor.local_shards` returns refers to the tensor of
+    its owner: setting ``tensor`` or ``metadata`` there changes the owner.
 
     Args:
         tensor: the data, of shape ``metadata.shard_sizes``.
         metadata: offsets, sizes and placement in the global tensor.
 
     Raises:
-        LayoutError: (a ValueError) the shape or the device is not what the metadata says.
+        LayoutError: (a ValueError) the shape or the device differs from the metadata.
 
     Example:
         >>> shard = Shard(torch.ones(2, 4), ShardMetadata([2, 0], [2, 4], "rank:1/cpu"))
@@ -94,14 +94,14 @@ class Shard:
 
     @classmethod
     def of(cls, owner: ShardedTensor, index: int, metadata: ShardMetadata) -> Shard:
-        """The shard that shows box `index` of its owner's local tensor."""
+        """Return the shard that refers to box `index` of its owner's local tensor."""
         shard = cls.__new__(cls)
         shard._tensor, shard._metadata, shard._owner, shard._index = None, metadata, owner, index
         return shard
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The data, of local shape; of an owned shard the very tensor that autograd and optimizers know."""
+        """The data, of local shape; for an owned shard the tensor on which autograd and optimizers work."""
         if self._owner is not None:
             return self._owner._shard_tensor(self._index)
         assert self._tensor is not None
@@ -139,12 +139,12 @@ class Shard:
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one, taking a device without an index as any of its kind."""
+    """Return whether two devices are equal; a device without an index equals any device of its type."""
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
 
 
 def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
-    """Raise LayoutError where metadata gives a tensor another size, or another device than it has."""
+    """Raise LayoutError if the metadata has another size or device than the tensor."""
     if list(tensor.shape) != list(metadata.shard_sizes):
         raise LayoutError(
             "Shard tensor size does not match with metadata.shard_lengths!",
@@ -161,5 +161,5 @@ def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
 
 
 def by(shape: Sequence[int | None]) -> str:
-    """A shape as messages print it: ``4 x 6``."""
+    """Return a shape as messages print it: ``4 x 6``."""
     return " x ".join(map(str, shape)) or "scalar"

@@ -1,9 +1,9 @@
-"""`ShardedTensor`: one tensor that lives on many ranks.
+"""`ShardedTensor`: one tensor distributed over many ranks.
 
-Users hold a *wrapper*: a tensor of the global shape without bytes. Autograd knows the *leaf*, the plain local tensor
-``wrapper._local``. ``__torch_function__`` sends every operation on wrappers to a handler; there is no generic way to
-unwrap one, so nothing answers for a single shard by accident. ``__torch_dispatch__`` exists only to refuse what
-bypasses the handlers. The wrapper points to the leaf and never back.
+Users hold a *wrapper*: a tensor of the global shape without bytes. Autograd works on the *leaf*, the plain local tensor
+``wrapper._local``. ``__torch_function__`` passes every operation on wrappers to a handler; there is no generic way to
+unwrap one, so no function computes on a single shard by accident. ``__torch_dispatch__`` only raises for operations
+that bypass the handlers. The wrapper refers to the leaf, and the leaf never to the wrapper.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _no_override = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
-    """A tensor of global `shape` whose elements are dealt to ranks by a layout.
+    """A tensor of global `shape` whose elements a layout distributes over ranks.
 
-    Made by the factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and by
-    operations on other sharded tensors; every rank of its group makes it. Every operation gives what the dense tensor
-    would give. A result that no rank holds only a part of is a plain tensor.
+    The factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and operations on
+    other sharded tensors make one; every rank of its group takes part. Every operation returns the values that it has
+    for the dense tensor. A result that every rank holds whole is a plain tensor.
 
     Attributes:
-        shape, dtype, requires_grad, grad: as of the dense tensor; ``grad`` is a `ShardedTensor` of the same layout.
-        device: the device of this rank's part.
+        shape, dtype, requires_grad, grad: as in the dense tensor; ``grad`` is a `ShardedTensor` of the same layout.
+        device: the device of this rank's local tensor.
 
     Example:
         >>> import torch, shardtensor as st
@@ -60,11 +60,11 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
-    _copied: Copied | None = None  # of a copy that the dense program has as a view, in place of `_local`
+    _copied: Copied | None = None  # of a copy of what is a view in the dense program; replaces `_local`
     _param_group: Any = None  # of a parameter of a fully sharded module: its `fsdp.param_group.ParamGroup`
     _unit: Any = None  # of such a parameter, and of what was computed from one: see `fsdp.outside`
 
-    if TYPE_CHECKING:  # what other modules of the folder give the class
+    if TYPE_CHECKING:  # set by other modules of the folder
 
         @property
         def grad(self) -> ShardedTensor | None: ...
@@ -74,7 +74,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         gather: Callable[..., Any]
         reshard: Callable[..., ShardedTensor]
         to_dtensor: Callable[..., Any]
-    else:  # a type checker would take any attribute for granted
+    else:  # hidden: a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name == "_local" and self._copied is not None:
@@ -82,7 +82,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def local_tensor(self) -> torch.Tensor:
-        """Return this rank's part, the tensor that autograd and optimizers know. Sends nothing.
+        """Return this rank's local tensor, on which autograd and optimizers work. Sends nothing.
 
         Raises:
             ShardCountError: (a NotImplementedError) this rank holds no shard, or several: `local_shards` lists them.
@@ -108,7 +108,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         return piece.view(self._layout.boxes(self._group.rank)[index].sizes) if self._layout.packed else piece
 
     def _set_shard_tensor(self, index: int, value: torch.Tensor) -> None:
-        """Make `value` the shard's tensor: the new leaf when the rank has one shard, else copied into its place."""
+        """Set the shard's tensor: `value` becomes the leaf if the rank has one shard, else it is copied in place."""
         want = self._layout.boxes(self._group.rank)[index].sizes
         if tuple(value.shape) != want:
             raise ValueError(f"a shard of shape {tuple(want)} cannot hold one of shape {tuple(value.shape)}")
@@ -121,7 +121,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 self._shard_tensor(index).copy_(value)
 
     def _replace_local(self, value: torch.Tensor) -> None:
-        """Give the wrapper another leaf, of any dtype and device, and keep its own body true to it."""
+        """Replace the wrapper's leaf by `value`, of any dtype and device, and update the wrapper's body."""
         self._local = value
         self._grad_wrapper = None
         self._sync_body()
@@ -140,7 +140,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
                 torch._C.TensorBase.requires_grad.__set__(self, local.requires_grad)  # type: ignore[attr-defined]
 
     def _record_change(self, *, is_replaced: bool = True) -> None:
-        """Have the parameter group that the leaf is part of, if any, reset its parameters before the next forward."""
+        """Make the leaf's parameter group, if it has one, reset its parameters before the next forward."""
         if self._param_group is not None:
             self._param_group.leaf_changed(is_replaced)
 
@@ -171,7 +171,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         return ShardedTensorMetadata(shards, torch.Size(layout.shape), properties)
 
     def sharding_spec(self) -> ShardingSpec:
-        """Return the spec this tensor was made with, or for a result the spec that says its layout."""
+        """Return the spec this tensor was made with; for a result, the spec of its layout."""
         if self._spec is None:
             self._spec = placing.spec_of(self._layout, self.device)
         return self._spec
@@ -190,7 +190,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """Let autograd record operations on this tensor, on every rank."""
+        """Set whether autograd records operations on this tensor, on every rank."""
         self._local.requires_grad_(requires_grad)
         with _no_override():
             torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
     def data(self) -> ShardedTensor:
         """The same bytes in a new tensor that autograd does not follow."""
         is_own = self._param_group is None
-        local = self._local.data if is_own else self._local.detach()  # the group counts writes to its shard
+        local = self._local.data if is_own else self._local.detach()  # shares the version counter that the group reads
         return view_of(self, local, self._layout, self._spec)
 
     @data.setter
@@ -274,15 +274,15 @@ class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
 
 
 def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
-    """Return the wrapper over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds. Where the
-    local tensor is empty, it may be so in any way. `spec` None is told from the layout when asked."""
+    """Return the wrapper over a rank's local tensor. Sends nothing and checks nothing; about 2 microseconds. An
+    empty local tensor may have any shape. A `spec` of None is derived from the layout on demand."""
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
     return wrapper_over(local, layout, spec, group)
 
 
 def wrapper_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
-    """As `wrap`, of a local tensor that has the layout's shape where it is empty, too."""
+    """Return the same as `wrap`, for a local tensor that has the layout's local shape even if it is empty."""
     wrapper = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
@@ -295,13 +295,13 @@ def wrapper_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None,
 
 
 def view_of(x: ShardedTensor, local: torch.Tensor, layout: Layout, spec: ShardingSpec | None = None) -> ShardedTensor:
-    """Return the ShardedTensor over a view of the local tensor of `x`; a copy where `x` is one."""
+    """Return the wrapper over `local`, a view of the local tensor of `x`; it is a copy if `x` is one (see `Copied`)."""
     wrapper = wrap(local, layout, spec, x._group)
     return wrapper if x._copied is None else as_copy(wrapper, x._copied._replace(again=None))
 
 
 def as_copy(wrapper: ShardedTensor, copied: Copied) -> ShardedTensor:
-    """Make `wrapper` a copy that knows its source; see `Copied`."""
+    """Mark `wrapper` as a copy and record its source; see `Copied`."""
     wrapper._copied = copied._replace(local=wrapper._local)
     vars(wrapper).pop("_local", None)
     return wrapper
@@ -313,8 +313,8 @@ def copy_of(
     name: str,
     again: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None,
 ) -> ShardedTensor:
-    """Return `value`, plain or sharded and read from `x`, as a copy of what the dense program has as a view. `name`
-    is the view function's, for errors; `again` reads `x` again, and writes such a value into it."""
+    """Return `value`, plain or sharded and read from `x`, marked as a copy of a view in the dense program. Errors show
+    `name`, the view function's; the functions of `again` read `x` again and write such a value into it."""
     local = x._local
     if not isinstance(value, ShardedTensor):
         value = wrap(value, replicated(tuple(value.shape), x._group.ranks), None, x._group)
@@ -324,8 +324,8 @@ def copy_of(
 
 
 def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Return this rank's part of a plain or sharded tensor under `layout`. Differentiable. A plain tensor is a copy
-    on every rank. A sharded one of another layout takes the route to this one (collective)."""
+    """Return this rank's local tensor of a plain or sharded tensor under `layout`. Differentiable. A plain tensor is
+    replicated. A sharded one of another layout is redistributed (collective)."""
     if isinstance(tensor, ShardedTensor):
         if tensor._layout is layout:
             return tensor._local
@@ -334,12 +334,12 @@ def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor
 
 
 def local_of(x: Any) -> Any:
-    """Return this rank's part of a sharded tensor; anything else as it is."""
+    """Return the local tensor of a sharded tensor; return anything else unchanged."""
     return x._local if isinstance(x, ShardedTensor) else x
 
 
 def reduced(tensor: ShardedTensor) -> ShardedTensor:
-    """Return `tensor` with nothing left to reduce; itself when it is not partial."""
+    """Return `tensor` reduced if it is partial, else `tensor` itself."""
     if not tensor._layout.partial:
         return tensor
     local = reduce_local(tensor._local, tensor._layout, tensor._group)

@@ -1,9 +1,9 @@
-"""State dicts: what ``torch.distributed.checkpoint`` asks of a tensor, and whole tensors for programs without sharding.
+"""State dicts: methods that ``torch.distributed.checkpoint`` calls, and whole tensors for programs without sharding.
 
 A file holds boxes with offsets in the global tensor, whatever layout wrote them, so a tensor loads into any layout and
-any number of ranks, plain tensors and DTensors too. Ranks that hold copies list the same boxes; the planner of torch
-chooses one writer for each. ``torch.distributed.checkpoint.state_dict`` asks a tensor for no method, so its own
-functions are extended here.
+any number of ranks, plain tensors and DTensors too. Ranks that hold replicas list the same boxes; torch's planner
+chooses one writer for each. ``torch.distributed.checkpoint.state_dict`` calls no method of a tensor, so this module
+extends its functions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def create_chunk_list(tensor: ShardedTensor) -> list[Any]:
 
 
 def get_tensor_shard(tensor: ShardedTensor, index: Any) -> torch.Tensor:
-    """Return the local memory of the box at ``index.offset``: what is written there is written into the tensor."""
+    """Return the local memory of the box at ``index.offset``: a write there is a write into the tensor."""
     offsets = tuple(index.offset or (0,) * len(tensor._layout.shape))
     if not math.prod(tensor._layout.shape):
         return tensor._local.detach().new_empty(tensor._layout.shape)
@@ -62,11 +62,11 @@ def get_tensor_shard(tensor: ShardedTensor, index: Any) -> torch.Tensor:
     if found is None:
         raise ValueError(f"rank {tensor._group.rank} holds no box at {offsets} of {index.fqn}")
     with torch.no_grad():
-        return tensor._shard_tensor(found[0]).detach()  # shares the version counter, which tells of the load
+        return tensor._shard_tensor(found[0]).detach()  # shares the version counter, which counts the load
 
 
 def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], tuple[int, Box]]:
-    """The boxes with elements that this rank holds, and their numbers, by offsets, which no two of them share."""
+    """Return this rank's boxes that have elements, with their numbers, by offsets, which are unique."""
     boxes = tensor._layout.boxes(tensor._group.rank)
     return {box.offsets: (i, box) for i, box in enumerate(boxes) if box.numel}
 
@@ -102,17 +102,17 @@ def full_state_dict(
     model takes it back by ``load_state_dict``.
 
     Args:
-        source: a module, or a state dict: ``optim_state_dict(model, optimizer)``, say, or a dict of several. Dicts,
+        source: a module, or a state dict, such as ``optim_state_dict(model, optimizer)`` or a dict of several. Dicts,
             lists and tuples inside of it are followed.
         rank0_only: gather to rank 0 of the world alone. The others get an empty dict, and hold no whole tensor.
         cpu_offload: put the tensors on the CPU, each as soon as it is whole, so that a GPU holds one at a time.
 
     Returns:
-        the same keys. A tensor that stands under two keys (tied weights) is gathered once and stands under both. As in
+        the same keys. A tensor under two keys (tied weights) is gathered once and appears under both. As in
         ``state_dict()``, a tensor that was whole already shares memory with the model.
 
     Raises:
-        RuntimeError: this rank is not a member of the group of a tensor that it has to make whole.
+        RuntimeError: this rank is not a member of the group of a tensor that it has to gather.
 
     Example:
         >>> import torch, shardtensor as st
@@ -140,15 +140,15 @@ def full_state_dict(
 
 
 def _gathered(tensor: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torch.Tensor | None:
-    """The whole of a tensor; with `rank0_only` None on all ranks but 0."""
+    """Return the whole tensor; with `rank0_only`, None on all ranks but 0."""
     rank = _rank()
     if isinstance(tensor, ShardedTensor) and rank0_only and tensor._group.size != 1:
         ranks, out = tensor._group.ranks, None
         if rank == 0 and 0 not in ranks:
-            return tensor.full_tensor()  # which says that this rank is no member
+            return tensor.full_tensor()  # raises: this rank is no member
         if rank == 0:
             out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if cpu_offload else tensor.device)
-        if 0 in ranks:  # else nobody in the group keeps it
+        if 0 in ranks:  # else no rank of the group keeps it
             tensor.gather(ranks.index(0), out)
         return out
     if is_dtensor(tensor) or isinstance(tensor, ShardedTensor):
@@ -159,18 +159,18 @@ def _gathered(tensor: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torc
 
 
 def _rank() -> int:
-    """This process's rank in the world; 0 without one."""
+    """Return this process's rank in the world; 0 without one."""
     place = world_place()
     return 0 if place is None else place[0]
 
 
 def _extend(module: ModuleType) -> None:
-    """Let torch's functions for state dicts gather ShardedTensors, and keep their layouts when they are set."""
+    """Make torch's functions for state dicts gather ShardedTensors, and keep their layouts when a state is set."""
     visit, broadcast, distribute = module._iterate_state_dict, module._broadcast_tensors, module._distribute_state_dict
 
     @functools.wraps(visit)
     def visit_sharded(value: Any, sharded_tensor_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        # copies to pinned memory and comparisons pass the same way; they keep the tensors as they are
+        # copies to pinned memory and comparisons also call this; they keep the tensors as they are
         if isinstance(value, ShardedTensor) and sharded_tensor_func.__qualname__.startswith("_gather_state_dict."):
             with torch.no_grad():
                 value = _gathered(value, options.get("ranks_only") == (0,), options.get("cpu_offload", False))
@@ -179,7 +179,7 @@ def _extend(module: ModuleType) -> None:
     @functools.wraps(broadcast)
     def broadcast_sharded(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
         sharded = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
-        broadcast(full, local, keys, *args, **options)  # leaves the whole tensors
+        broadcast(full, local, keys, *args, **options)  # puts whole tensors into `local`
         local.update({key: _filled(x, local[key]) for key, x in sharded.items()})
 
     @functools.wraps(distribute)
@@ -203,9 +203,9 @@ def _extend(module: ModuleType) -> None:
 
 @torch.no_grad()
 def _filled(tensor: ShardedTensor, value: torch.Tensor, device: Any = None) -> ShardedTensor:
-    """Write a value into a tensor, which is returned; on meta a new one is, on `device`."""
+    """Copy a value into a tensor and return it; for a meta tensor return a new one on `device`."""
     if value.shape != tensor.shape:
-        return value  # type: ignore[return-value]  # `load_state_dict` refuses it, with all the others
+        return value  # type: ignore[return-value]  # `load_state_dict` raises for it, with all the others
     part = local_as(value, tensor._layout, tensor._group)
     if tensor.is_meta:  # torch assigns it to the module
         return wrap(part.to(device, copy=True), tensor._layout, tensor._spec, tensor._group)

@@ -1,6 +1,6 @@
-"""The tensors in what modules take and return: in nested lists, tuples, dicts and dataclasses, and other objects.
+"""Find and replace the tensors that modules take and return in nested lists, tuples, dicts, dataclasses and objects.
 
-Those in other objects are found, but cannot be replaced there.
+Tensors in other objects are found, but cannot be replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same structure with `function` of every tensor in it; what has no tensors is left as it is."""
+    """Return the same structure with `function` applied to every tensor; unchanged parts are the same objects."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -42,7 +42,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors of another dtype."""
+    """Return `value` with its floating-point tensors cast to `dtype`."""
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
 
 
@@ -50,7 +50,7 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Modu
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `value`: in containers, nodes of torch's trees, and attributes of objects that are no modules."""
+    """Yield the tensors in `value`: in containers, nodes of torch trees, attributes of objects that are no modules."""
     seen: set[int] = set()
     left = [value]
     while left:
