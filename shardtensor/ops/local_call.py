@@ -1,9 +1,9 @@
 """Dispatch cache: calls that run on local tensors are decided once for each form, then made in a few microseconds.
 
 The form of a call, its cache key, is the function, its row in the table, the layouts of its sharded operands (by
-identity: they are interned), the shapes of its plain ones, and its other arguments. If by its rule every operand has
-the layout it needs and nothing is left to reduce, the call is the same function of the local tensors, wrapped. The
-group holds the cache, so the cache is freed with the group.
+identity: they are interned), the shapes of its plain ones, and its other arguments. By its rule the call is the same
+function of the local tensors, wrapped; operands are redistributed before it and partial sums all-reduced after it
+where needed. The group holds the cache, so the cache is freed with the group.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def data_parallel(
         axes: one axis, or several (``"rep*dp"`` or a sequence).
         process_group: a DeviceMesh that has these axes, or a process group, which is one axis; None for the default
             group. All its ranks call this.
-        bucket_mib: the least size of a full bucket.
+        bucket_mib: the size at which a bucket is full and sent; the first one is full at 1 MiB.
         init_sync: copy parameters and buffers from the first data rank now, so that they are equal; also parameters
             that are set later.
 

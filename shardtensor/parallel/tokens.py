@@ -75,8 +75,8 @@ def dispatch_tokens(
 
     Raises:
         LayoutError: (a ValueError) tokens or experts are invalid, or an expert's number is out of range.
-        DisagreementError: (a ValueError) ranks pass tokens of different widths or dtypes. Either is the same error on
-            all ranks, and no row was sent.
+        DisagreementError: (a ValueError) ranks pass tokens of different widths or dtypes, numbers of experts or
+            gradient modes. Either is the same error on all ranks, and no row was sent.
 
     Example:
         >>> sent = dispatch_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)
