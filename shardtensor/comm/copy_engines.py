@@ -36,6 +36,33 @@ class GatherBuffer:
     end: Callable[[], None] = lambda: None
 
 
+class Buffer:
+    """Memory for one unsharded module at a time.
+
+    Attributes:
+        holder: the module state that was gathered into it last.
+        allocation: what it is a part of.
+    """
+
+    def __init__(self, allocation: GatherBuffer) -> None:
+        self.holder: Any = None
+        self.allocation = allocation
+        self._storage = allocation.memory.untyped_storage()
+        self._users = 0
+
+    def seal(self) -> None:
+        """Count who refers to the memory now: the states that it is assigned to."""
+        self._users = self._count()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody else does: no graph waits for its backward."""
+        return self._count() <= self._users
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+
 def gather_buffer(group: Group, size_bytes: int, device: torch.device) -> GatherBuffer:
     """Return memory to gather into, and the group whose all-gather to use. All members call it with equal sizes.
 

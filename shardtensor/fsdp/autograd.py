@@ -9,8 +9,7 @@ the backward got there, and at no cost for an operation. The error then names th
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from operator import is_
 from typing import Any, Protocol
@@ -171,42 +170,3 @@ def _address(x: torch.Tensor) -> int:
         return int(local_of(x).data_ptr())
     except RuntimeError:  # it has no memory of its own: sparse, or made by a function transform
         return 0
-
-
-Hook = Callable[[torch.Tensor], None]
-
-
-def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
-    """Call `hook` when a gradient comes to any tensor of `output`, `leaf_hook` for a leaf; return `output`.
-
-    A leaf was computed from nothing: a module that returns one only passes it on.
-    """
-    if not isinstance(output, torch.Tensor):
-        for x in tensors_in(output):
-            with_hook(x, hook, leaf_hook)
-    elif output.requires_grad:
-        _register(output if type(output) is torch.Tensor else local_of(output), hook, leaf_hook)
-    return output
-
-
-def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
-    """As ``x.register_hook``, but that of hooks on one tensor the last runs first, and no handle is made.
-
-    A module that only passes a tensor on has its backward before the one that made it. Handles are a quarter of the
-    time of ``register_hook``.
-    """
-    base = x._base
-    if base is not None and base.grad_fn is not None:
-        x = base  # a write to a view gives it another node; gradients go on to that of its base
-    node = x.grad_fn if type(x) is torch.Tensor else None
-    if node is None:
-        x.register_hook(leaf_hook if x.is_leaf else hook)
-        return
-    hooks: Any = x._backward_hooks
-    if hooks is not None:
-        later = list(hooks.items())
-        hooks.clear()  # autograd reads the plain dict, which `move_to_end` leaves as it is
-        hooks.update([(hook, hook), *later])
-        return
-    x._backward_hooks = OrderedDict(((hook, hook),))  # type: ignore[arg-type]
-    node._register_hook_dict(x)

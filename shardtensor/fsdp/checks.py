@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.data_mesh import ParamInfo
 from shardtensor.fsdp.outside import join, leave_group
 from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of
 from shardtensor.parallel.memory import become, cannot_change, laid_out_as

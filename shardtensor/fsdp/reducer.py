@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Pending
+from shardtensor.comm.streams import Streams
 from shardtensor.errors import AbsentRankError
-from shardtensor.fsdp.comm_context import Streams
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.layout.ranges import REDUCE_BUFFERS

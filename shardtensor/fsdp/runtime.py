@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from shardtensor.comm.streams import Streams
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import AbsentRankError
 from shardtensor.fsdp.autograd import next_generation, written_too_early
 from shardtensor.fsdp.checks import ParameterWatch, check_device, refuse_transform, reset_sharded_params
-from shardtensor.fsdp.comm_context import Streams, assign_buffers
 from shardtensor.fsdp.order import BackwardScope, ExecutionOrder
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.reducer import GradientReducer
-from shardtensor.fsdp.state import SHARDED, UNSHARDED, FSDPState, states_in
+from shardtensor.fsdp.state import SHARDED, UNSHARDED, FSDPState, assign_buffers, states_in
 from shardtensor.fsdp.unused import UnusedCheck, names_of
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 

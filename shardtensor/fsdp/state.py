@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any, ClassVar
@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from shardtensor.comm.copy_engines import Buffer, gather_buffer
 from shardtensor.comm.group import Pending
+from shardtensor.comm.streams import Stream, Streams
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.autograd import Versions, not_in_buffer, watch_backward, with_hook
-from shardtensor.fsdp.comm_context import Stream, Streams
-from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.fsdp.autograd import Versions, not_in_buffer, watch_backward
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup, PostForwardMesh
 from shardtensor.fsdp.policy import MixedPrecisionPolicy, Reshard
-from shardtensor.layout.ranges import SMALL_BYTES
-from shardtensor.tensor.trees import cast_floats, tensors_in
+from shardtensor.layout.ranges import GATHER_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
+from shardtensor.parallel.data_mesh import DataMesh
+from shardtensor.tensor.trees import cast_floats, tensors_in, with_hook
 
 
 class ShardedState(Enum):
@@ -328,3 +329,35 @@ def states_in(module: nn.Module) -> Iterator[tuple[str, FSDPState]]:
 def plain_class(module: nn.Module) -> type:
     """The class that users gave a module, fully sharded or not."""
     return type(module).__mro__[2] if state_of(module) is not None else type(module)
+
+
+@torch.inference_mode(False)  # else autograd would never take what lies in it, nor views of it
+def assign_buffers(states: Sequence[FSDPState]) -> None:
+    """Give every state its buffer: one of its own where it has to stay unsharded, else one of a ring in turns.
+
+    The ring has a buffer for a module that computes and for as many as are gathered ahead of it. All ranks call it:
+    where the copy engines of GPUs can gather, the memory is registered with all.
+    """
+    old = {id(state.buffer.allocation): state.buffer.allocation for state in states if state.buffer is not None}
+    depth = max([GATHER_BUFFERS, *(1 + ahead for state in states for ahead in state.ahead)])
+    sizes = [[aligned_bytes(group.unsharded_bytes) for group in state.param_groups] for state in states]
+    planned = gather_buffers([(sum(s), state.has_own_buffer) for s, state in zip(sizes, states, strict=True)], depth)
+    shard = states[0].data_mesh.shard
+    allocation = gather_buffer(shard, sum(each.size_bytes for each in planned), states[0].device)
+    buffers, start = [], 0
+    for each in planned:
+        buffers.append(Buffer(allocation))
+        for number in each.users:
+            state, place = states[number], start
+            state.buffer = buffers[-1]
+            for group, size in zip(state.param_groups, sizes[number], strict=True):
+                if group.data_mesh.shard is shard:
+                    group.gathers_by = allocation.group
+                group.use_buffer(allocation.memory[place:])
+                group.make_views()
+                place += size
+        start += each.size_bytes
+    for buffer in buffers:
+        buffer.seal()
+    for unused in old.values():
+        unused.end()

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.streams import Streams
 from shardtensor.errors import RuleError
-from shardtensor.fsdp.comm_context import Streams
-from shardtensor.fsdp.data_mesh import DataMesh
+from shardtensor.parallel.data_mesh import DataMesh
 
 _SHOWN = 8
 _LOOK_S, _PAUSE_S = 1.0, 2e-5

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
@@ -30,6 +29,7 @@ from shardtensor.parallel.gradient_buckets import (
     named_tensors,
 )
 from shardtensor.tensor.sharded_tensor import local_of
+from shardtensor.tensor.trees import with_hook
 
 
 def data_parallel(
@@ -271,9 +271,8 @@ class Reducer:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if output:
-            for value in map(local_of, tree_leaves(output) if self.buckets else ()):
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    value.register_hook(partial(_if_alive, weakref.ref(self), Reducer.begin))
+            hook = partial(_if_alive, weakref.ref(self), Reducer.begin)
+            with_hook(output if self.buckets else (), hook, hook)
         elif torch._C._current_graph_task_id() < 0:
             if self._tasks:  # an error stopped the last backward
                 self._start_round()

@@ -10,86 +10,12 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.group import Group, group_along
-from shardtensor.comm.process_group import as_group
+from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.ranges import ANYWHERE, lay_out_whole
-from shardtensor.mesh import coordinate
+from shardtensor.parallel.data_mesh import DataAxes
 from shardtensor.tensor.bucket import Bucket, GradientBuffer
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-
-
-@attrs.frozen(eq=False)
-class DataAxes:
-    """The axes along which ranks get different parts of the batch.
-
-    Attributes:
-        names: of the axes.
-        whole: all ranks of the mesh.
-        data: this rank and those that differ from it along these axes only.
-        along: for each axis, this rank and those that differ from it along that axis only.
-    """
-
-    names: tuple[str, ...]
-    whole: Group
-    data: Group
-    along: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, axes: str | Sequence[str], process_group: Any) -> DataAxes:
-        """Find the axes in a mesh; a group without a mesh is one axis, of any name."""
-        names = tuple(name.strip() for name in axes.split("*")) if isinstance(axes, str) else tuple(axes)
-        whole = as_group(process_group)
-        mesh = whole.mesh
-        if not names or len(set(names)) != len(names):
-            raise LayoutError("name each data axis once", {"axes": ", ".join(names) or "(none)"})
-        if mesh is None and len(names) > 1:
-            raise LayoutError(
-                "the process group has one axis, not several",
-                {"axes": ", ".join(names), "group": f"{whole.size} ranks"},
-                "pass the DeviceMesh that has these axes as process_group",
-            )
-        data = group_along(whole, names)
-        if mesh is None:
-            return cls(names, whole, data, (tuple(whole.ranks),))
-        return cls(names, whole, data, tuple(mesh.ranks_along(whole.rank, (mesh.names.index(n),)) for n in names))
-
-    def copies(self, name: str, tensor: torch.Tensor) -> tuple[Group, float]:
-        """Return the data ranks that hold replicas of this rank's part of a tensor, and their share of all data ranks.
-
-        A plain tensor, or a sharded one of a group without other data ranks, is replicated on all: share 1.
-        """
-        if not isinstance(tensor, ShardedTensor):
-            return self.data, 1.0
-        kept = [axis for i, axis in enumerate(self.names) if not self._is_cut(name, tensor, i)]
-        if len(kept) == len(self.names):
-            return self.data, 1.0
-        group = group_along(self.whole, kept) if kept else self.whole.subgroup([self.whole.rank])
-        return group, group.size / self.data.size
-
-    def _is_cut(self, name: str, tensor: ShardedTensor, axis: int) -> bool:
-        ranks, layout = self.along[axis], tensor._layout
-        inside = [rank for rank in ranks if rank in tensor._group.ranks]
-        if len(ranks) == 1 or inside in ([], [self.whole.rank]):
-            return False
-        places = [coordinate(layout.ranks, layout.grid, rank) for rank in ranks]
-        pieces = [None if place is None else tuple(place[i] for i in layout.sharding_axes) for place in places]
-        partials = {None if place is None else tuple(place[i] for i in layout.partial_axes) for place in places}
-        held = [piece for piece in pieces if piece is not None]
-        if len(inside) == len(ranks):
-            if len(held) == 1 or len(set(held)) == len(ranks):  # one holds it all, or each has a different shard
-                return True
-            if len(set(pieces)) == 1 and len(partials) == 1:
-                return False
-        raise LayoutError(
-            f'`{name}` is neither whole nor cut along the data axis "{self.names[axis]}"',
-            {
-                "spec": str(tensor.sharding_spec()),
-                "its ranks": ", ".join(map(str, tensor._group.ranks)),
-                "the axis": ", ".join(map(str, ranks)),
-            },
-            "give it a spec that does not name the axis, on the mesh that has it",
-        )
 
 
 @attrs.frozen(eq=False)

@@ -1,4 +1,4 @@
-"""Find and replace the tensors that modules take and return in nested lists, tuples, dicts, dataclasses and objects.
+"""Find, replace and hook the tensors that modules take and return in nested lists, tuples, dicts and objects.
 
 Tensors in other objects are found, but cannot be replaced.
 """
@@ -6,7 +6,7 @@ Tensors in other objects are found, but cannot be replaced.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import SUPPORTED_NODES
+
+from shardtensor.tensor.sharded_tensor import local_of
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -74,3 +76,42 @@ def _parts_of(value: Any) -> list[Any]:
         names = [name for each in buffers for name in ([each] if isinstance(each, str) else each)]
         inside = [getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)]
     return inside + list(getattr(value, "__dict__", {}).values())
+
+
+Hook = Callable[[torch.Tensor], None]
+
+
+def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
+    """Call `hook` when a gradient comes to any tensor of `output`, `leaf_hook` for a leaf; return `output`.
+
+    A leaf was computed from nothing: a module that returns one only passes it on.
+    """
+    if not isinstance(output, torch.Tensor):
+        for x in tensors_in(output):
+            with_hook(x, hook, leaf_hook)
+    elif output.requires_grad:
+        _register(output if type(output) is torch.Tensor else local_of(output), hook, leaf_hook)
+    return output
+
+
+def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
+    """As ``x.register_hook``, but that of hooks on one tensor the last runs first, and no handle is made.
+
+    A module that only passes a tensor on has its backward before the one that made it. Handles are a quarter of the
+    time of ``register_hook``.
+    """
+    base = x._base
+    if base is not None and base.grad_fn is not None:
+        x = base  # a write to a view gives it another node; gradients go on to that of its base
+    node = x.grad_fn if type(x) is torch.Tensor else None
+    if node is None:
+        x.register_hook(leaf_hook if x.is_leaf else hook)
+        return
+    hooks: Any = x._backward_hooks
+    if hooks is not None:
+        later = list(hooks.items())
+        hooks.clear()  # autograd reads the plain dict, which `move_to_end` leaves as it is
+        hooks.update([(hook, hook), *later])
+        return
+    x._backward_hooks = OrderedDict(((hook, hook),))  # type: ignore[arg-type]
+    node._register_hook_dict(x)

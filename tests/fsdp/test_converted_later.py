@@ -39,3 +39,18 @@ def converted():
 
 def test_a_conversion_after_a_step(world):
     assert world(converted, 2) == [({torch.float64}, [2, 1, 0], 4)] * 2
+
+
+def replaced():
+    layers = model()
+    step(layers, torch.float32)
+    old = layers[0].weight
+    layers[0].weight = nn.Parameter(torch.zeros(256, 256, device=device()))
+    step(layers, torch.float32)
+    plain = torch.ones(256, 256, device=device())
+    return torch.equal((old * plain).full_tensor(), old.full_tensor()), old._param_group
+
+
+def test_a_parameter_that_was_replaced_is_an_ordinary_tensor(world):
+    """No unit gathers it any more, so nothing refuses plain tensors beside it."""
+    assert world(replaced, 2) == [(True, None)] * 2

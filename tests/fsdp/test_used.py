@@ -13,12 +13,12 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.streams import Streams
 from shardtensor.errors import CallMismatchError, DisagreementError, RuleError
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.comm_context import Streams
-from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.data_mesh import DataMesh
 
 sim = pytest.mark.worlds("sim")
 both = pytest.mark.worlds("sim", "gloo")

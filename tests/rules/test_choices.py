@@ -12,6 +12,7 @@ from test_propagate import MESH, RULES, SIZES, every_choice, reduced
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import DimCut, Layout, MeshLayout, replicated
 from shardtensor.layout.pieces import chunked, listed
+from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import MOST, assignments, base_of, cost, propagate, received, recipe_of
 from shardtensor.rules.rule import Rule
 from shardtensor.spec.parse import parse_spec
@@ -90,3 +91,13 @@ def test_an_operand_on_another_grid_may_lie_anywhere_if_no_other_is_cut():
         axes = {axis for way in ways for cut in way.values() for axis in cut.axes}
         assert axes == set(range(len(base.grid)))
     assert base_of([off, whole]) is whole
+
+
+def test_the_first_way_keeps_the_cuts_of_the_largest_operand():
+    """So that equal costs, and calls with more ways than are compared, leave the largest operand where it is."""
+    mesh = Mesh((("tp", 2),))
+    rule = Rule((("i", "k"), ("k", "j")), ("i", "j"))
+    for small, large in ((4, 8), (8, 4)):
+        left, right = bind(parse_spec("[tp, -]"), (small, 4), mesh), bind(parse_spec("[-, tp]"), (4, large), mesh)
+        first, *_ = assignments(rule, (left, right), base_of([left, right]))
+        assert list(first) == (["j"] if large > small else ["i"])

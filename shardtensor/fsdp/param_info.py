@@ -1,7 +1,7 @@
-"""The ranks that hold a module together, and its parameters: how each lies over them, and over other axes already.
+"""One parameter of a group: its names and modules, and how it is sharded over data ranks and, before, over other axes.
 
-Along one axis of the data ranks parameters are sharded; along another, if there, they are replicated. Where a parameter
-was sharded before, what is gathered is this rank's part, and modules compute with it as they did: in a ShardedTensor.
+Of a parameter that was sharded before, the data ranks gather this rank's part, and modules compute with that as they
+did: in a ShardedTensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.group import Group, group_on_mesh
+from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import MeshLayout, has_equal_parts
 from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.data_mesh import DataMesh
 from shardtensor.parallel.layers import Flowing
 from shardtensor.parallel.memory import Home
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -29,85 +30,6 @@ from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
-
-
-@attrs.frozen(eq=False)
-class DataMesh:
-    """Groups of ranks and the axes they lie along.
-
-    Args:
-        whole: all the ranks; each computes gradients of its own part of the batch.
-        shard: those that hold one copy together.
-        reduce: the same ranks as `shard`, for reductions that run beside its gathers.
-        replicate: those that hold the same part; of size 1 without hybrid sharding.
-        axis: the name of the axis that parameters are sharded along.
-    """
-
-    whole: Group
-    shard: Group
-    reduce: Group
-    replicate: Group | None
-    axis: str
-
-    @property
-    def is_named(self) -> bool:
-        """Whether `axis` is a name that the mesh gave it; else it goes by any."""
-        return self.whole.mesh is not None
-
-    @classmethod
-    def of(cls, mesh: Any) -> DataMesh:
-        """Read a mesh of data ranks: of one axis, or of two, the first of which repeats.
-
-        Args:
-            mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
-                names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``; ``("rep", "dp")`` is the same.
-
-        Raises:
-            LayoutError: it has more axes, or this rank is not in it.
-        """
-        if isinstance(mesh, tuple | list) and mesh and all(isinstance(name, str) for name in mesh):
-            mesh = "*".join(mesh)
-        whole = _named(mesh) if isinstance(mesh, str) else as_group(mesh)
-        if whole.index < 0:
-            raise LayoutError(
-                f"rank {whole.rank} is not in the mesh that a module is to be fully sharded over",
-                {"ranks": list(whole.ranks)},
-                "call fully_shard on the ranks of the mesh only",
-            )
-        grid = whole.mesh
-        if mesh is None and grid is not None:
-            whole, grid = whole.subgroup(list(whole.ranks)), None
-        if grid is None:
-            names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
-            return cls(whole, whole, whole.twin(), None, names[-1])
-        if len(grid.names) == 1:
-            return cls(whole, whole, whole.twin(), None, grid.names[0])
-        if len(grid.names) > 2:
-            raise LayoutError(
-                f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
-                {"mesh": ", ".join(f"{name}={size}" for name, size in grid.axes)},
-                'name the data axes: mesh["dp"], or mesh["rep", "dp"] to repeat along the first',
-            )
-        rep, dp = grid.names
-        shard = whole.axis(dp)
-        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
-
-
-def _named(text: str) -> Group:
-    """The ranks along axes of the default mesh."""
-    world, names = as_group(None), tuple(name.strip() for name in text.replace(",", "*").split("*"))
-    grid = world.mesh
-    unknown = [name for name in names if grid is None or name not in grid.names]
-    if grid is None or unknown:
-        raise LayoutError(
-            f'there is no axis "{unknown[0]}": the default group has '
-            + ("no named axes" if grid is None else f"the axes {', '.join(grid.names)}"),
-            {"mesh": text},
-            'pass the DeviceMesh of the data ranks, mesh["dp"], or names of axes, "dp" or "rep*dp"',
-        )
-    group = world.axis(*names)
-    axes = tuple((name, grid.sizes[grid.names.index(name)]) for name in names)
-    return group_on_mesh(group, Mesh(axes, group.ranks)) if len(names) > 1 else group
 
 
 @attrs.frozen(eq=False)
@@ -182,11 +104,6 @@ class TPSpec:
         )
 
     @property
-    def has_equal_parts(self) -> bool:
-        """Whether all ranks compute with as many elements; if not, the parameter is laid out by itself."""
-        return has_equal_parts(self.layout)
-
-    @property
     def has_copies(self) -> bool:
         """Whether several of the ranks along its own axes hold each element."""
         return math.prod(self.layout.grid[axis] for axis in self.layout.sharding_axes) < len(self.layout.ranks)
@@ -244,7 +161,7 @@ class ParamInfo:
     @property
     def is_alone(self) -> bool:
         """Whether it is gathered by itself: ranks compute with parts of different sizes."""
-        return self.tp_spec is not None and not self.tp_spec.has_equal_parts
+        return self.tp_spec is not None and not has_equal_parts(self.tp_spec.layout)
 
     def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
         """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
